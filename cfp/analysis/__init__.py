@@ -1,0 +1,1 @@
+"""Analysis: ParallelBlocks, their strategies, and the segments that repeat."""

@@ -1,0 +1,43 @@
+"""The analyze pass: a program on a mesh becomes blocks, state and segments."""
+
+from __future__ import annotations
+
+from cfp.analysis.blocks import find_blocks
+from cfp.analysis.classes import carried_values
+from cfp.analysis.layout import Frame
+from cfp.analysis.numbering import number_values
+from cfp.analysis.storage import find_storage, pair_outputs
+from cfp.analysis.strategies import BlockSharding, Mesh
+from cfp.program.graph import Program
+
+
+def build_frame(program: Program, mesh: Mesh) -> Frame:
+    """Finds the blocks and the state of a program.
+
+    Args:
+        program: the program.
+        mesh: names and sizes of the mesh's axes; axes of size 1 are left out.
+    """
+    axes = tuple((name, size) for name, size in mesh if size > 1)
+    numbers = number_values(program)
+    paired = pair_outputs(program)
+    groups = find_storage(program, paired)
+    update_ops = frozenset(op for group in groups for op in group.ops)
+    blocks = find_blocks(program, numbers, update_ops)
+    canonical = carried_values(program)
+    block_of = [-1] * len(program.ops)
+    for block in blocks:
+        for op in block.ops:
+            block_of[op] = block.index
+    return Frame(
+        program=program,
+        mesh=axes,
+        blocks=blocks,
+        groups=groups,
+        paired=paired,
+        canonical=canonical,
+        shardings=tuple(BlockSharding(program, b, axes, canonical) for b in blocks),
+        block_of=tuple(block_of),
+        group_of={op: g.index for g in groups for op in g.ops},
+        group_of_arg={a: g.index for g in groups for a in g.args},
+    )

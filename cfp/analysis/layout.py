@@ -1,0 +1,348 @@
+"""From choices to shardings: a spec for every value and for every use of one.
+
+A :class:`Choice` holds one strategy per block and one storage mode per storage
+group. :class:`Layout` turns it into what the compiler is told: how each value is
+sharded when it is made, and how each op wants to read it. Where the two differ,
+there is a resharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cfp.analysis.blocks import Block
+from cfp.analysis.classes import DimClasses
+from cfp.analysis.storage import StorageGroup
+from cfp.analysis.strategies import (
+    BlockSharding,
+    FactorAxes,
+    Mesh,
+    Spec,
+    Strategy,
+    legal_axes,
+    reduced_axes,
+    tensor_spec,
+)
+from cfp.program.graft import Constraints
+from cfp.program.graph import Op, Program
+
+
+class Storage(StrEnum):
+    """How a storage group is kept between steps.
+
+    USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
+    the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
+    before use (ZeRO-3, fully sharded data parallel).
+    """
+
+    USED = "used"
+    OPTIMIZER = "optimizer"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One strategy per block and one storage mode per storage group."""
+
+    blocks: tuple[Strategy, ...]
+    storage: tuple[Storage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What layouts of one program on one mesh have in common."""
+
+    program: Program
+    mesh: Mesh
+    blocks: tuple[Block, ...]
+    groups: tuple[StorageGroup, ...]
+    paired: tuple[int | None, ...]
+    canonical: Mapping[int, int]
+    shardings: tuple[BlockSharding, ...]
+    block_of: tuple[int, ...]  # op id -> block index, or -1
+    group_of: Mapping[int, int]  # update op id -> group index
+    group_of_arg: Mapping[int, int]  # argument position -> group index
+
+
+def spec_ways(spec: Spec, mesh: Mesh) -> int:
+    """Into how many pieces a spec cuts a tensor."""
+    sizes = dict(mesh)
+    ways = 1
+    for names in spec:
+        for name in names:
+            ways *= sizes[name]
+    return ways
+
+
+def extend_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
+    """Shards a tensor over the axes that its spec leaves unused, where one fits.
+
+    Each axis goes to the first dim that it divides.
+    """
+    used = {name for names in spec for name in names}
+    dims = [list(names) for names in spec]
+    sizes = dict(mesh)
+    for name, size in mesh:
+        if name in used:
+            continue
+        for dim, names in enumerate(dims):
+            ways = size
+            for other in names:
+                ways *= sizes[other]
+            if shape[dim] % ways == 0:
+                names.append(name)
+                break
+    return tuple(tuple(names) for names in dims)
+
+
+class Layout:
+    """The shardings that a choice gives to a program, or to some of its blocks.
+
+    Attributes:
+        value_spec: for each value id the sharding it is made with; absent for
+            values that the compiler is left to decide on (constants).
+        axes: for each op id with a rule, the axes that split its factors.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        strategies: Mapping[int, Strategy],
+        storage: Mapping[int, Storage],
+    ) -> None:
+        """Lays out the blocks that ``strategies`` names, and their state.
+
+        Args:
+            frame: the program and its analysis.
+            strategies: a strategy for each block index to lay out.
+            storage: a storage mode for each group index to lay out.
+        """
+        self.frame = frame
+        self.axes: dict[int, FactorAxes] = {}
+        self.value_spec: dict[int, Spec] = {}
+        self._arg_position = {v: i for i, v in enumerate(frame.program.args)}
+        for index, strategy in strategies.items():
+            self.axes.update(frame.shardings[index].factor_axes(strategy))
+        self._group_specs: dict[int, tuple[Spec, Spec]] = {}
+        for index, mode in storage.items():
+            self._lay_out_group(frame.groups[index], mode)
+        self._values()
+
+    # -- what an op wants ----------------------------------------------------
+
+    def use_spec(self, op_id: int, index: int) -> Spec | None:
+        """How an op reads its operand, or None where it does not matter.
+
+        Indices behind the operands count into the values that its regions yield.
+        """
+        op = self.frame.program.ops[op_id]
+        if op.body:
+            return self._region_use_spec(op, index)
+        if op.id in self.axes and op.rule is not None:
+            if index < len(op.rule.operands):
+                return tensor_spec(op.rule, op.rule.operands[index], self.axes[op.id])
+            return None
+        if op.id in self.frame.program.leaf_ops:
+            return None
+        value = self.frame.program.values[op.operands[index]]
+        return ((),) * len(value.shape)
+
+    def _region_use_spec(self, op: Op, index: int) -> Spec | None:
+        count = len(op.operands)
+        if op.kind == "while":
+            return self.value_spec.get(op.results[index % count])
+        if index < count:
+            return None
+        return self.value_spec.get(op.results[(index - count) % len(op.results)])
+
+    def natural_spec(self, op: Op, index: int) -> Spec | None:
+        """How an op's result comes out of it, before any resharding."""
+        if op.id in self.axes and op.rule is not None:
+            return tensor_spec(op.rule, op.rule.results[index], self.axes[op.id])
+        if op.id in self.frame.program.leaf_ops:
+            return None
+        return ((),) * len(self.frame.program.values[op.results[index]].shape)
+
+    def unreduced(self, op: Op) -> tuple[str, ...]:
+        """The axes over which an op leaves partial sums."""
+        if op.rule is None or op.id not in self.axes:
+            return ()
+        return reduced_axes(op.rule, self.axes[op.id])
+
+    def covers(self, op_id: int) -> bool:
+        """Whether the layout speaks of an op."""
+        return op_id in self.axes
+
+    def output_specs(self) -> tuple[Spec, ...]:
+        """The sharding of each output of the program: its argument's, if it has one."""
+        program = self.frame.program
+        specs = []
+        for v in program.outputs:
+            value = program.values[v]
+            specs.append(self.value_spec.get(v) or ((),) * len(value.shape))
+        for position, output in enumerate(self.frame.paired):
+            if output is not None:
+                specs[output] = self.arg_spec(position)
+        return tuple(specs)
+
+    def arg_spec(self, position: int) -> Spec:
+        """The sharding of an argument of the program."""
+        return self.value_spec[self.frame.program.args[position]]
+
+    # -- building ------------------------------------------------------------
+
+    def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
+        program, mesh = self.frame.program, self.frame.mesh
+        main = program.args[group.args[0]]
+        used = self._first_use(main) or ((),) * len(group.shape)
+        wide = used if mode is Storage.USED else extend_spec(used, group.shape, mesh)
+        self._group_specs[group.index] = (used, wide)
+        inside = set(group.ops)
+        for place, position in enumerate(group.args):
+            is_parameter = place == 0 or any(
+                user not in inside for user, _ in program.users[program.args[position]]
+            )
+            keep = is_parameter and mode is Storage.OPTIMIZER
+            self.value_spec[program.args[position]] = used if keep else wide
+        if mode is Storage.SHARDED:
+            self._store_casts(main, wide)
+        sizes = {size for _, size in mesh}
+        classes = {
+            size: DimClasses(program, group.ops, (), {}, size) for size in sizes
+        }
+        marks: dict[str, set] = {}
+        for (name, size) in mesh:
+            marks[name] = {
+                classes[size].of_dim(program.args[position], dim)
+                for position in group.args
+                for dim, names in enumerate(wide)
+                if name in names
+            }
+        for op_id in group.ops:
+            rule = program.ops[op_id].rule
+            assert rule is not None
+            wanted: list[list[str]] = [[] for _ in rule.sizes]
+            for name, size in mesh:
+                for factor in range(len(rule.sizes)):
+                    if classes[size].of_factor(op_id, factor) in marks[name]:
+                        wanted[factor].append(name)
+            self.axes[op_id] = legal_axes(rule, wanted, dict(mesh))
+
+    def _store_casts(self, arg: int, spec: Spec) -> None:
+        """Casts a sharded parameter before it is gathered, not after."""
+        program = self.frame.program
+        for user, _ in program.users[arg]:
+            op = program.ops[user]
+            if op.kind == "convert" and user in self.axes and op.rule is not None:
+                axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
+                for names, dim in zip(spec, op.rule.operands[0], strict=True):
+                    major = op.rule.major(dim)
+                    if major is not None:
+                        axes[major] = names
+                self.axes[user] = tuple(axes)
+
+    def _first_use(self, value: int) -> Spec | None:
+        """How the first op that reads a value, in program order, wants it."""
+        for user, index in sorted(self.frame.program.users[value]):
+            op = self.frame.program.ops[user]
+            if op.kind == "while" and index < len(op.operands):
+                canonical = op.results[index]
+                return self._carried(canonical)
+            if user in self.axes and user not in self.frame.group_of:
+                spec = self.use_spec(user, index)
+                if spec is not None:
+                    return spec
+        return None
+
+    def _carried(self, canonical: int) -> Spec | None:
+        """The sharding of a loop-carried value: as its first reader inside wants it."""
+        if canonical in self.value_spec:
+            return self.value_spec[canonical]
+        program = self.frame.program
+        loop = program.ops[program.values[canonical].producer]
+        place = loop.results.index(canonical)
+        found = None
+        for entry in loop.entries[place :: len(loop.operands)]:
+            found = found or self._first_use(entry)
+        if found is None:
+            shape = program.values[canonical].shape
+            producer = program.values[loop.yields[place]].producer
+            if producer >= 0 and producer in self.axes:
+                op = program.ops[producer]
+                found = self.natural_spec(op, op.results.index(loop.yields[place]))
+            found = found or ((),) * len(shape)
+        self.value_spec[canonical] = found
+        for entry in loop.entries[place :: len(loop.operands)]:
+            self.value_spec[entry] = found
+        return found
+
+    def _values(self) -> None:
+        program = self.frame.program
+        for op in program.ops:
+            if op.kind == "while":
+                for result in op.results:
+                    self._carried(result)
+        for op in program.ops:
+            if op.id not in self.axes:
+                if op.id not in program.leaf_ops and op.kind != "while":
+                    for result in op.results:
+                        spec = self._first_use(result) if op.body else None
+                        shape = program.values[result].shape
+                        self.value_spec.setdefault(result, spec or ((),) * len(shape))
+                continue
+            partial = self.unreduced(op)
+            for index, result in enumerate(op.results):
+                natural = self.natural_spec(op, index)
+                assert natural is not None
+                if partial:
+                    natural = self._scattered(result, natural, partial)
+                self.value_spec[result] = natural
+        for value in program.args:
+            if value not in self.value_spec:
+                shape = program.values[value].shape
+                self.value_spec[value] = self._first_use(value) or ((),) * len(shape)
+
+    def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
+        """Where a partial sum goes: scattered, if the first reader wants it so."""
+        for user, index in sorted(self.frame.program.users[value]):
+            if user not in self.axes:
+                continue
+            wanted = self.use_spec(user, index)
+            if wanted is None:
+                continue
+            extra = set()
+            for have, want in zip(natural, wanted, strict=True):
+                if want[: len(have)] != have:
+                    return natural
+                extra.update(want[len(have) :])
+            return wanted if extra and extra <= set(partial) else natural
+        return natural
+
+
+def lay_out(frame: Frame, choice: Choice) -> Layout:
+    """The layout of a whole program."""
+    return Layout(frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage)))
+
+
+def constraints(layout: Layout) -> Constraints:
+    """What a layout tells the compiler: one entry where a value is made, one for
+    each use that wants it otherwise."""
+    program = layout.frame.program
+    values: dict[int, Spec] = {}
+    for op in program.ops:
+        if layout.covers(op.id):
+            for result in op.results:
+                if program.values[result].shape:
+                    values[result] = layout.value_spec[result]
+    uses: dict[tuple[int, int], Spec] = {}
+    for op in program.ops:
+        for index, v in enumerate((*op.operands, *op.yields)):
+            value = program.values[v]
+            if not value.shape or v not in layout.value_spec:
+                continue
+            wanted = layout.use_spec(op.id, index)
+            if wanted is not None and wanted != layout.value_spec[v]:
+                uses[op.id, index] = wanted
+    return Constraints(values, uses)

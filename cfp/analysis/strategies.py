@@ -1,0 +1,220 @@
+"""Strategies: for each mesh axis, which factor of its anchor a block shards.
+
+A strategy gives each mesh axis an *inner* factor, one that the contractions of the
+block are split along, and, where that factor is contracted, an *exit*: the factor
+of the result that the reduction scatters to (none: an all-reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import product
+
+from cfp.analysis.blocks import Block
+from cfp.analysis.classes import DimClasses, major_factors
+from cfp.program.graph import Op, Program
+from cfp.program.rules import Dims, Rule
+
+NONE = -1
+Mesh = tuple[tuple[str, int], ...]  # (axis name, size) pairs
+Spec = tuple[tuple[str, ...], ...]  # for each dim the axes it is sharded over
+FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split it
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AxisChoice:
+    """What one mesh axis does in a block; factors are the anchor's, -1 for none."""
+
+    inner: int = NONE
+    exit: int = NONE
+
+
+Strategy = tuple[AxisChoice, ...]  # one choice for each mesh axis
+
+
+def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
+    """What an axis of that size may do in a block with this anchor."""
+    splittable = [
+        f
+        for f, size in enumerate(rule.sizes)
+        if size > 1 and size % axis_size == 0 and f not in rule.fixed
+    ]
+    majors = set()
+    for dims in (*rule.operands, *rule.results):
+        majors.update(f for _, f in major_factors(rule, dims, axis_size))
+    in_result = [f for _, f in major_factors(rule, rule.results[0], axis_size)]
+    choices = [AxisChoice(f) for f in in_result]
+    for f in splittable:
+        if f in rule.reduction and f in majors:
+            choices.append(AxisChoice(f))
+            choices.extend(AxisChoice(f, e) for e in in_result)
+    choices.append(AxisChoice())
+    return choices
+
+
+def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strategy]:
+    """All strategies of a block: the product of its axes' choices.
+
+    Combinations in which the axes together do not divide a factor are left out, and
+    of combinations that differ only by axes of equal size both stay, since the axes
+    of a mesh may be linked differently.
+    """
+    rule = program.ops[block.anchor].rule
+    assert rule is not None
+    sizes = dict(mesh)
+    options = [axis_choices(rule, size) for _, size in mesh]
+    found = []
+    for strategy in product(*options):
+        split: dict[int, int] = {}
+        for (name, _), choice in zip(mesh, strategy, strict=True):
+            for factor in (choice.inner, choice.exit):
+                if factor != NONE:
+                    split[factor] = split.get(factor, 1) * sizes[name]
+        if all(rule.sizes[f] % ways == 0 for f, ways in split.items()):
+            found.append(strategy)
+    return found
+
+
+class BlockSharding:
+    """How one block's ops are sharded, strategy by strategy."""
+
+    def __init__(
+        self, program: Program, block: Block, mesh: Mesh, canonical: dict[int, int]
+    ) -> None:
+        self.program = program
+        self.block = block
+        self.mesh = mesh
+        self._members = {m.op: m for m in block.members}
+        self._classes = {
+            size: DimClasses(program, block.ops, block.members, canonical, size)
+            for size in {size for _, size in mesh}
+        }
+
+    def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
+        """For each op of the block that has a rule, the axes that split its factors."""
+        marks = [
+            self._mark(self._classes[size], choice)
+            for (_, size), choice in zip(self.mesh, strategy, strict=True)
+        ]
+        found = {}
+        for op_id in self.block.ops:
+            op = self.program.ops[op_id]
+            if op.rule is None:
+                continue
+            wanted: list[list[str]] = [[] for _ in op.rule.sizes]
+            member = self._members.get(op_id)
+            for (name, size), choice, marked in zip(
+                self.mesh, strategy, marks, strict=True
+            ):
+                if choice.inner == NONE:
+                    continue
+                if member is not None:
+                    hits = [f for f, g in enumerate(member.factors) if g == choice.inner]
+                else:
+                    classes = self._classes[size]
+                    hits = [
+                        f
+                        for f in range(len(op.rule.sizes))
+                        if classes.of_factor(op_id, f) in marked
+                    ]
+                for f in hits:
+                    wanted[f].append(name)
+            found[op_id] = legal_axes(op.rule, wanted, dict(self.mesh))
+        return found
+
+    def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
+        """The classes that an axis shards in ops other than contractions."""
+        if choice.inner == NONE:
+            return set()
+        program = self.program
+        anchor = program.ops[self.block.anchor]
+        assert anchor.rule is not None
+        result = anchor.results[0]
+        outer = choice.inner if choice.exit == NONE else choice.exit
+        tail, marked = set(), set()
+        for dim, factors in enumerate(anchor.rule.results[0]):
+            tail.add(classes.of_dim(result, dim))
+            if anchor.rule.major(factors) == outer:
+                marked.add(classes.of_dim(result, dim))
+        for op_id, member in self._members.items():
+            op = program.ops[op_id]
+            assert op.rule is not None
+            mine = {f for f, g in enumerate(member.factors) if g == choice.inner}
+            tensors = zip(
+                (*op.operands, *op.results),
+                (*op.rule.operands, *op.rule.results),
+                strict=False,
+            )
+            for value, dims in tensors:
+                for dim, factors in enumerate(dims):
+                    if op.rule.major(factors) in mine:
+                        found = classes.of_dim(value, dim)
+                        if found not in tail:
+                            marked.add(found)
+        return marked
+
+
+def legal_axes(
+    rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
+) -> FactorAxes:
+    """Drops axes that an op cannot use: twice in one op, or not dividing a factor."""
+    used: set[str] = set()
+    found = []
+    for factor, names in enumerate(wanted):
+        kept: list[str] = []
+        ways = 1
+        for name in names:
+            fits = rule.sizes[factor] % (ways * sizes[name]) == 0
+            if name not in used and fits and factor not in rule.fixed:
+                kept.append(name)
+                used.add(name)
+                ways *= sizes[name]
+        found.append(tuple(kept))
+    return tuple(found)
+
+
+def tensor_spec(rule: Rule, dims: Dims, axes: FactorAxes) -> Spec:
+    """The sharding of an operand or result under an op's factor axes."""
+    spec = []
+    for factors in dims:
+        major = rule.major(factors)
+        spec.append(axes[major] if major is not None else ())
+    return tuple(spec)
+
+
+def reduced_axes(rule: Rule, axes: FactorAxes) -> tuple[str, ...]:
+    """The axes over which an op's results must still be summed."""
+    return tuple(a for f in sorted(rule.reduction) for a in axes[f])
+
+
+def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
+    """A strategy in the notation of Alpa: ``RS = RS x SS @ {1,0} (allreduce @ 1)``.
+
+    S and R stand for sharded and replicated dims of result and operands; the braces
+    hold the mesh axis of each sharded factor, in the order of the operands' dims.
+    """
+    rule = op.rule
+    assert rule is not None
+    number = {name: str(i) for i, (name, _) in enumerate(mesh)}
+    wanted: list[list[str]] = [[] for _ in rule.sizes]
+    for (name, _), choice in zip(mesh, strategy, strict=True):
+        if choice.inner != NONE:
+            wanted[choice.inner].append(name)
+    axes = legal_axes(rule, wanted, dict(mesh))
+
+    def letters(dims: Dims) -> str:
+        return "".join("S" if names else "R" for names in tensor_spec(rule, dims, axes))
+
+    order: dict[int, None] = {}
+    for dims in (*rule.operands, *rule.results):
+        order.update((f, None) for dim in dims for f in dim if axes[f])
+    used = ",".join(number[a] for f in order for a in axes[f])
+    text = f"{letters(rule.results[0])} = " + " x ".join(map(letters, rule.operands))
+    text += f" @ {{{used}}}"
+    reduced = reduced_axes(rule, axes)
+    if reduced:
+        scattered = any(c.exit != NONE and c.inner in rule.reduction for c in strategy)
+        kind = "reducescatter" if scattered else "allreduce"
+        text += f" ({kind} @ {','.join(number[a] for a in reduced)})"
+    return text

@@ -1,0 +1,159 @@
+"""Frozen records of a program: values, ops, and the program they make up.
+
+Ops of all regions stand in one list, in execution order: those of a loop's body
+come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from cfp.program.rules import Rule
+
+_BITS = {"i1": 8, "pred": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: an argument, an op's result, or a loop body's argument.
+
+    Attributes:
+        producer: id of the op that makes it; -1 for a program or body argument.
+        origin: for a loop-body argument the value that enters it; else -1.
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    producer: int = -1
+    origin: int = -1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor, unsharded."""
+        return prod(self.shape) * dtype_bytes(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of an MLIR element type such as ``bf16`` or ``i32``."""
+    if dtype in _BITS:
+        return 1
+    if dtype.startswith("complex<"):
+        return 2 * dtype_bytes(dtype[8:-1])
+    digits = "".join(
+        c for c in dtype.removeprefix("bf").removeprefix("tf") if c.isdigit()
+    )
+    if dtype.startswith("f8"):
+        return 1
+    return max(1, int(digits or "32") // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op.
+
+    Attributes:
+        name: such as ``stablehlo.dot_general``.
+        operands: value ids. A loop op's are its initial values.
+        yields: for an op with regions, the value ids its regions return: for a
+            loop one a result; for a branch those of every branch, one after another.
+        entries: the arguments of its regions' blocks, region by region.
+        body: ids of the ops in its regions.
+        rule: its factors; None for an opaque op and for ops with regions.
+        scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
+        source: ``file:line`` of the user's code, or "".
+        parent: id of the loop or branch op it stands in, or -1.
+        repeat: how often it runs in one step (the product of trip counts).
+        attributes: its attributes as text, for comparing ops.
+    """
+
+    id: int
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: Rule | None
+    scope: str
+    source: str
+    parent: int
+    repeat: int
+    attributes: str
+    yields: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
+    body: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The op's name without its dialect."""
+        return self.name.split(".", 1)[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A step function's program.
+
+    Attributes:
+        values, ops: by id.
+        args: value ids of the arguments, in flat order.
+        outputs: value ids of the results, in flat order.
+        arg_names, output_names: their paths in the user's pytrees.
+        alias: for each argument the index of the output that reuses its memory
+            (a donated argument), or None.
+        text: the normalised module, parseable, with locations.
+        fingerprint: sha256 over the module without names and shardings.
+        erased_constraints: sharding constraints of the user's own that were removed.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    args: tuple[int, ...]
+    outputs: tuple[int, ...]
+    arg_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    alias: tuple[int | None, ...]
+    text: bytes
+    fingerprint: str
+    erased_constraints: int = 0
+
+    @cached_property
+    def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each value the (op id, operand index) pairs that read it.
+
+        Operand indices at or behind ``len(op.operands)`` count into ``op.yields``.
+        """
+        found: list[list[tuple[int, int]]] = [[] for _ in self.values]
+        for op in self.ops:
+            for index, value in enumerate((*op.operands, *op.yields)):
+                found[value].append((op.id, index))
+        return tuple(tuple(u) for u in found)
+
+    @cached_property
+    def leaf_ops(self) -> frozenset[int]:
+        """Ops that depend on no argument: constants, iotas and what follows.
+
+        They are cheap to repeat and never tie two places of a program together.
+        """
+        depends = [v.producer == -1 for v in self.values]
+        leaves = set()
+        for op in self.ops:
+            if any(depends[v] for v in (*op.operands, *op.yields)) or op.body:
+                for r in op.results:
+                    depends[r] = True
+            elif self._is_stateful(op):
+                for r in op.results:
+                    depends[r] = True
+            else:
+                leaves.add(op.id)
+        return frozenset(leaves)
+
+    @staticmethod
+    def _is_stateful(op: Op) -> bool:
+        return op.kind in ("custom_call", "rng", "infeed", "partition_id")
+
+    def value(self, index: int) -> Value:
+        """The value with that id."""
+        return self.values[index]

@@ -1,0 +1,247 @@
+"""Reads a normalised module into a frozen :class:`~cfp.program.graph.Program`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jax.extend.mlir import ir
+
+from cfp.program import shardy
+from cfp.program.graph import Op, Program, Value
+from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
+
+_SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
+_MAX_ATTRIBUTE_CHARS = 400
+
+
+def read_program(
+    module: ir.Module,
+    *,
+    arg_names: Sequence[str],
+    output_names: Sequence[str],
+    alias: Sequence[int | None],
+    erased_constraints: int = 0,
+) -> Program:
+    """Reads a module that :func:`cfp.program.shardy.normalise` has been through.
+
+    The module is left as it came: rules are added for reading and removed again.
+
+    Args:
+        module: the module.
+        arg_names: a name for each argument of the main function.
+        output_names: a name for each of its results.
+        alias: for each argument the output that may reuse its memory.
+        erased_constraints: for :attr:`Program.erased_constraints`.
+    """
+    function = shardy.main_function(module)
+    print_ = fingerprint(module)
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    shardy.add_rules(module)
+    reader = _Reader()
+    reader.read_function(function)
+    shardy.remove_rules(module)
+    return Program(
+        values=tuple(reader.values),
+        ops=tuple(reader.ops),
+        args=tuple(reader.args),
+        outputs=tuple(reader.outputs),
+        arg_names=tuple(arg_names),
+        output_names=tuple(output_names),
+        alias=tuple(alias),
+        text=buffer.getvalue(),
+        fingerprint=print_,
+        erased_constraints=erased_constraints,
+    )
+
+
+def fingerprint(module: ir.Module) -> str:
+    """A digest of the main function, blind to names, locations and shardings."""
+    function = shardy.main_function(module)
+    saved = {
+        name: function.attributes[name]
+        for name in ("arg_attrs", "res_attrs")
+        if name in function.attributes
+    }
+    for name in saved:
+        del function.attributes[name]
+    text = function.get_asm(enable_debug_info=False)
+    for name, attribute in saved.items():
+        function.attributes[name] = attribute
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Reader:
+    """One reading; collects values and ops in execution order."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.args: list[int] = []
+        self.outputs: list[int] = []
+        self._ids: dict[ir.Value, int] = {}
+        self._types: dict[ir.Type, tuple[tuple[int, ...], str]] = {}
+        self._constants: dict[int, int] = {}
+
+    def read_function(self, function: ir.Operation) -> None:
+        block = function.regions[0].blocks[0]
+        self.args = [self._new_value(a) for a in block.arguments]
+        *inner, last = block.operations
+        for opview in inner:
+            self._read_op(opview.operation, parent=-1, repeat=1)
+        self.outputs = [self._ids[v] for v in last.operation.operands]
+
+    def _new_value(self, value: ir.Value, producer: int = -1, origin: int = -1) -> int:
+        index = len(self.values)
+        shape, dtype = self._type(value.type)
+        self.values.append(Value(index, shape, dtype, producer, origin))
+        self._ids[value] = index
+        return index
+
+    def _type(self, kind: ir.Type) -> tuple[tuple[int, ...], str]:
+        known = self._types.get(kind)
+        if known is None:
+            if isinstance(kind, ir.RankedTensorType):
+                known = tuple(kind.shape), str(kind.element_type)
+            else:  # tokens and the like carry no data
+                known = (), str(kind)
+            self._types[kind] = known
+        return known
+
+    def _read_op(self, op: ir.Operation, parent: int, repeat: int) -> None:
+        operands = [self._ids[v] for v in op.operands]
+        yields: list[int] = []
+        entries: list[int] = []
+        body_start = len(self.ops)
+        if op.name in shardy.REGION_OPS:
+            trips = self._trip_count(op, operands)
+            for number, region in enumerate(op.regions):
+                (block,) = region.blocks
+                for argument, origin in zip(block.arguments, operands, strict=False):
+                    entries.append(self._new_value(argument, origin=origin))
+                *inner, last = block.operations
+                for opview in inner:
+                    self._read_op(opview.operation, parent=-2, repeat=repeat * trips)
+                if number or op.name != "stablehlo.while":  # not the loop's condition
+                    yields.extend(self._ids[v] for v in last.operation.operands)
+        index = len(self.ops)
+        body = tuple(range(body_start, index))
+        for i in body:
+            if self.ops[i].parent == -2:
+                self.ops[i] = replace(self.ops[i], parent=index)
+        results = [self._new_value(r, producer=index) for r in op.results]
+        self._note_constant(op, results)
+        self.ops.append(
+            Op(
+                id=index,
+                name=op.name,
+                operands=tuple(operands),
+                results=tuple(results),
+                rule=self._rule(op, operands, results),
+                scope=shardy.location_name(op.location),
+                source=_source(op.location) if op.name in _NAMED_SOURCE else "",
+                parent=parent,
+                repeat=repeat,
+                attributes=_attributes(op),
+                yields=tuple(yields),
+                entries=tuple(entries),
+                body=body,
+            )
+        )
+
+    def _rule(
+        self, op: ir.Operation, operands: list[int], results: list[int]
+    ) -> Rule | None:
+        if op.name in shardy.REGION_OPS:
+            return None
+        if shardy.RULE in op.attributes:
+            return parse_rule(str(op.attributes[shardy.RULE]))
+        shapes = [self.values[v].shape for v in (*operands, *results)]
+        if op.name == "stablehlo.optimization_barrier":
+            split = len(operands)
+            return passthrough_rule(tuple(shapes[:split]), tuple(shapes[split:]))
+        is_elementwise = op.name.startswith("chlo.") and len(set(shapes)) == 1
+        if is_elementwise and op.name != "chlo.top_k":
+            return elementwise_rule(shapes[0], len(operands), len(results))
+        return None
+
+    def _note_constant(self, op: ir.Operation, results: list[int]) -> None:
+        if op.name != "stablehlo.constant" or self.values[results[0]].shape:
+            return
+        attribute = op.attributes["value"]
+        if isinstance(attribute, ir.DenseIntElementsAttr):
+            self._constants[results[0]] = int(attribute[0])
+
+    def _trip_count(self, op: ir.Operation, operands: list[int]) -> int:
+        """The number of iterations of a counted loop; 1 where it is not known.
+
+        Reads the form that JAX gives to ``scan`` and ``fori_loop``: the condition
+        compares a counter with a constant, the body adds a constant to it.
+        """
+        if op.name != "stablehlo.while":
+            return 1
+        condition = op.regions[0].blocks[0]
+        *_, last = condition.operations
+        test = last.operation.operands[0].owner
+        if not isinstance(test, ir.OpView | ir.Operation):
+            return 1
+        test = test.operation
+        direction = str(test.attributes["comparison_direction"]) if (
+            test.name == "stablehlo.compare"
+        ) else ""
+        if "LT" not in direction:
+            return 1
+        counter, limit = test.operands
+        if not isinstance(counter, ir.BlockArgument):
+            return 1
+        start = self._constants.get(operands[counter.arg_number])
+        stop = self._constant_of(limit, condition, operands)
+        return stop - start if start is not None and stop is not None else 1
+
+    def _constant_of(
+        self, value: ir.Value, block: ir.Block, operands: list[int]
+    ) -> int | None:
+        if isinstance(value, ir.BlockArgument):
+            return self._constants.get(operands[value.arg_number])
+        if value in self._ids:
+            return self._constants.get(self._ids[value])
+        owner = value.owner.operation
+        attribute = owner.attributes["value"] if "value" in owner.attributes else None
+        if isinstance(attribute, ir.DenseIntElementsAttr):
+            return int(attribute[0])
+        return None
+
+
+# Source lines are wanted where a person is told about an op; reading one costs more
+# than the rest of the op, so elementwise ops go without.
+_NAMED_SOURCE = frozenset(
+    f"stablehlo.{kind}"
+    for kind in (
+        "dot_general convolution gather scatter custom_call sort while case if fft "
+        "cholesky triangular_solve reduce_window select_and_scatter rng_bit_generator"
+    ).split()
+) | {"chlo.top_k", "sdy.manual_computation"}
+
+
+def _source(location: ir.Location) -> str:
+    for path, line in _SOURCE.findall(str(location)):
+        if not path.startswith("<") and path.endswith(".py"):
+            return f"{path}:{line}"
+    return ""
+
+
+def _attributes(op: ir.Operation) -> str:
+    if op.name in shardy.REGION_OPS or not len(op.attributes):
+        return ""
+    parts = []
+    for name in op.attributes:
+        if name != shardy.RULE:
+            text = str(op.attributes[name])
+            if len(text) > _MAX_ATTRIBUTE_CHARS:
+                text = hashlib.sha256(text.encode()).hexdigest()
+            parts.append(f"{name}={text}")
+    return ", ".join(parts)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cfp.analysis.blocks import find_blocks
 from cfp.analysis.classes import carried_values
 from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
 from cfp.analysis.storage import find_storage, pair_outputs
-from cfp.analysis.strategies import BlockSharding, Mesh
+from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.program.graph import Program
 
 
-def build_frame(program: Program, mesh: Mesh) -> Frame:
+def build_frame(
+    program: Program, mesh: Mesh, pins: Mapping[int, Spec] | None = None
+) -> Frame:
     """Finds the blocks and the state of a program.
 
     Args:
         program: the program.
         mesh: names and sizes of the mesh's axes; axes of size 1 are left out.
+        pins: shardings of arguments, by position, that every layout keeps.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
     numbers = number_values(program)
@@ -40,4 +45,5 @@ def build_frame(program: Program, mesh: Mesh) -> Frame:
         block_of=tuple(block_of),
         group_of={op: g.index for g in groups for op in g.ops},
         group_of_arg={a: g.index for g in groups for a in g.args},
+        pins=dict(pins or {}),
     )

@@ -179,12 +179,10 @@ class _Labels:
                 before = previous[op.id]
                 if backward[op.id] and after in self.derived:
                     labels[op.id] = self.member_block[after]
-                elif backward[op.id]:
-                    labels[op.id] = _NONE  # decided by its neighbours below
-                elif before != _NONE:
+                elif not backward[op.id] and before != _NONE:
                     labels[op.id] = before
-                elif after != _NONE:
-                    labels[op.id] = self.member_block[after]
+                # What is left (parameters on their way to their first use, and
+                # gradients of what no contraction reads) follows its neighbours.
         self._fill(labels)
         return labels
 

@@ -64,6 +64,7 @@ class Frame:
     block_of: tuple[int, ...]  # op id -> block index, or -1
     group_of: Mapping[int, int]  # update op id -> group index
     group_of_arg: Mapping[int, int]  # argument position -> group index
+    pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
 
 
 def spec_ways(spec: Spec, mesh: Mesh) -> int:
@@ -197,6 +198,7 @@ class Layout:
         program, mesh = self.frame.program, self.frame.mesh
         main = program.args[group.args[0]]
         used = self._first_use(main) or ((),) * len(group.shape)
+        used = self.frame.pins.get(group.args[0], used)
         wide = used if mode is Storage.USED else extend_spec(used, group.shape, mesh)
         self._group_specs[group.index] = (used, wide)
         inside = set(group.ops)
@@ -205,7 +207,9 @@ class Layout:
                 user not in inside for user, _ in program.users[program.args[position]]
             )
             keep = is_parameter and mode is Storage.OPTIMIZER
-            self.value_spec[program.args[position]] = used if keep else wide
+            stored = used if keep else wide
+            stored = self.frame.pins.get(position, stored)
+            self.value_spec[program.args[position]] = stored
         if mode is Storage.SHARDED:
             self._store_casts(main, wide)
         sizes = {size for _, size in mesh}
@@ -299,8 +303,10 @@ class Layout:
                 if partial:
                     natural = self._scattered(result, natural, partial)
                 self.value_spec[result] = natural
-        for value in program.args:
-            if value not in self.value_spec:
+        for position, value in enumerate(program.args):
+            if position in self.frame.pins:
+                self.value_spec[value] = self.frame.pins[position]
+            elif value not in self.value_spec:
                 shape = program.values[value].shape
                 self.value_spec[value] = self._first_use(value) or ((),) * len(shape)
 

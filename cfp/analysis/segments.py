@@ -1,0 +1,246 @@
+"""Segments: runs of blocks that a model repeats, found by structure alone.
+
+The sequence of blocks is compared by fingerprints of their contractions. A stretch
+that repeats back to back is cut into its repeats, what stands before and behind is
+looked at again, and a repeat that begins anew within itself (an attention block
+before every feed-forward block, dense or not) is cut there. Equal segments get one
+*kind*: only one segment of each kind needs to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from cfp.analysis.blocks import Block
+from cfp.analysis.layout import Frame
+from cfp.program.graph import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of blocks.
+
+    Attributes:
+        index: its place in the sequence of segments.
+        start, end: block indices, ``end`` not included.
+        kind: equal for segments of equal structure; kinds count from 0.
+        ops: ids of its top-level ops, the updates of its parameters included.
+        groups: indices of the storage groups that it owns.
+    """
+
+    index: int
+    start: int
+    end: int
+    kind: int
+    ops: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @property
+    def blocks(self) -> range:
+        """Indices of its blocks."""
+        return range(self.start, self.end)
+
+
+def find_segments(frame: Frame) -> tuple[Segment, ...]:
+    """Cuts the blocks of a program into segments."""
+    units = _units(frame)
+    marks = _fingerprints(frame, units)
+    before = _latest_before(frame, units)
+    cuts = _cut(marks, before, 0, len(units))
+    kinds: dict[tuple, int] = {}
+    owners = _group_owners(frame)
+    ranges = []
+    for low, high in cuts:
+        kind = kinds.setdefault(tuple(marks[low:high]), len(kinds))
+        ranges.append((units[low][0], units[high - 1][-1] + 1, kind))
+    of_block = {b: i for i, (s, e, _) in enumerate(ranges) for b in range(s, e)}
+    ops: list[set[int]] = [set() for _ in ranges]
+    for op_id, block in enumerate(frame.block_of):
+        if block >= 0:
+            ops[of_block[block]].add(top_level(frame.program, op_id))
+    groups: list[list[int]] = [[] for _ in ranges]
+    for group, block in zip(frame.groups, owners, strict=True):
+        if block >= 0:
+            groups[of_block[block]].append(group.index)
+            ops[of_block[block]].update(group.ops)
+    return tuple(
+        Segment(i, start, end, kind, tuple(sorted(ops[i])), tuple(groups[i]))
+        for i, (start, end, kind) in enumerate(ranges)
+    )
+
+
+def top_level(program: Program, op_id: int) -> int:
+    """The op itself, or the outermost loop or branch that it stands in."""
+    while program.ops[op_id].parent >= 0:
+        op_id = program.ops[op_id].parent
+    return op_id
+
+
+def _units(frame: Frame) -> list[list[int]]:
+    """Runs of blocks that cannot be cut apart: those that share a loop."""
+    program = frame.program
+    first: dict[int, int] = {}
+    reach = list(range(len(frame.blocks)))  # the last block tied to each
+    for block in frame.blocks:
+        for op_id in block.ops:
+            if program.ops[op_id].parent >= 0:
+                start = first.setdefault(top_level(program, op_id), block.index)
+                reach[start] = max(reach[start], block.index)
+    units: list[list[int]] = []
+    end = -1
+    for index in range(len(frame.blocks)):
+        if index <= end:
+            units[-1].append(index)
+        else:
+            units.append([index])
+        end = max(end, reach[index])
+    return units
+
+
+def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
+    marks = [block_fingerprint(frame.program, b) for b in frame.blocks]
+    numbers: dict[Hashable, int] = {}
+    return [
+        numbers.setdefault(tuple(marks[b] for b in unit), len(numbers))
+        for unit in units
+    ]
+
+
+def block_fingerprint(program: Program, block: Block) -> Hashable:
+    """What blocks that do the same work have in common: their contractions."""
+    parts = []
+    for member in block.members:
+        op = program.ops[member.op]
+        shapes = tuple(
+            (program.values[v].shape, program.values[v].dtype)
+            for v in (*op.operands, *op.results)
+        )
+        parts.append((op.name, shapes, op.rule, member.factors, op.repeat))
+    return tuple(sorted(parts, key=repr))
+
+
+def _latest_before(frame: Frame, units: list[list[int]]) -> list[int]:
+    """For each unit the latest unit whose result its anchors read, or -1."""
+    program = frame.program
+    unit_of = {b: i for i, unit in enumerate(units) for b in unit}
+    anchors = {b.anchor: unit_of[b.index] for b in frame.blocks}
+    latest = [-1] * len(program.values)
+    before = [-1] * len(units)
+    for op in program.ops:
+        reads = [*op.operands, *op.yields]
+        for v in reads:
+            origin = program.values[v].origin
+            if origin >= 0:
+                latest[v] = max(latest[v], latest[origin])
+        found = max((latest[v] for v in reads), default=-1)
+        if op.id in anchors:
+            unit = anchors[op.id]
+            before[unit] = max(before[unit], found if found != unit else -1)
+            found = unit
+        for result in op.results:
+            latest[result] = found
+    return before
+
+
+def _cut(
+    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+) -> list[tuple[int, int]]:
+    """Cuts ``marks[low:high]`` into segments."""
+    if high <= low:
+        return []
+    found = _best_repeat(marks, before, low, high)
+    if found is not None:
+        start, period, count = found
+        cuts = _cut(marks, before, low, start)
+        inner = _cut(marks, before, start, start + period)
+        for repeat in range(count):
+            shift = repeat * period
+            cuts.extend((a + shift, b + shift) for a, b in inner)
+        return cuts + _cut(marks, before, start + period * count, high)
+    split = _restart(marks, before, low, high)
+    if split is not None:
+        return [(low, split), *_cut(marks, before, split, high)]
+    return [(low, high)]
+
+
+def _best_repeat(
+    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+) -> tuple[int, int, int] | None:
+    """The back-to-back repeat that covers most: (start, period, count)."""
+    best, covered = None, 0
+    for period in range(1, (high - low) // 2 + 1):
+        run = 0
+        for i in range(low, high - period + 1):
+            if i < high - period and marks[i] == marks[i + period]:
+                run += 1
+                continue
+            start = i - run
+            count = (run + period) // period
+            while count >= 2 and not _in_series(before, start, period, count):
+                count -= 1
+            if count >= 2 and count * period > covered:
+                best, covered = (start, period, count), count * period
+            run = 0
+    return best
+
+
+def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bool:
+    """Whether every repeat reads what the one before it made.
+
+    Parallel twins (query, key and value projections) are no repeat.
+    """
+    for repeat in range(1, count):
+        first = start + repeat * period
+        if not any(
+            first - period <= before[i] < first for i in range(first, first + period)
+        ):
+            return False
+    return True
+
+
+def _restart(
+    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+) -> int | None:
+    """Where a stretch begins anew: its longest prefix of 2 or more stands again."""
+    for length in range((high - low) // 2, 1, -1):
+        for at in range(low + length, high - length + 1):
+            same = all(marks[low + k] == marks[at + k] for k in range(length))
+            if same and any(low <= before[i] < at for i in range(at, at + length)):
+                return at
+    return None
+
+
+def _group_owners(frame: Frame) -> list[int]:
+    """For each storage group the block that first uses its parameter."""
+    program = frame.program
+    owners = []
+    for group in frame.groups:
+        inside = set(group.ops)
+        candidates = [
+            frame.block_of[user]
+            for position in group.args
+            for user in _reach(program, program.args[position], inside)
+            if frame.block_of[user] >= 0
+        ]
+        if not candidates:
+            producers = [program.values[v].producer for v in group.gradients]
+            candidates = [frame.block_of[p] for p in producers if p >= 0]
+        owners.append(min((c for c in candidates if c >= 0), default=-1))
+    return owners
+
+
+def _reach(program: Program, value: int, inside: set[int]) -> list[int]:
+    """The ops that read a value, also where a loop carries it inside."""
+    found, stack = [], [value]
+    while stack:
+        v = stack.pop()
+        for user, index in program.users[v]:
+            op = program.ops[user]
+            if user in inside:
+                continue
+            if op.kind == "while" and index < len(op.operands):
+                stack.extend(op.entries[index :: len(op.operands)])
+            else:
+                found.append(user)
+    return found

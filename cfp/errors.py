@@ -1,0 +1,88 @@
+"""Every error that a user of cfp can mend.
+
+`except CfpError` catches all of them and none of our own bugs, which stay
+`AssertionError`, `ValueError` and the like. Inside a search a failure is a
+value (a `ProfileRecord` with a status); it becomes one of these at the edge.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+
+def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
+    """Writes an error message that says what to do next.
+
+    Args:
+      summary: what went wrong, one sentence.
+      expected: what would have been right.
+      got: what came instead.
+      attempt: what the user can do about it.
+
+    Returns:
+      The message, one line for each.
+    """
+    return f"{summary}\n  expected: {expected}\n  got: {got}\n  try: {attempt}"
+
+
+class CfpError(Exception):
+    """Base of all errors that a user can mend."""
+
+
+class StepNotTraceable(CfpError):
+    """The step function cannot be traced to a program with these arguments."""
+
+
+class PlanMismatch(CfpError):
+    """Arguments, program, mesh or versions do not fit a saved plan."""
+
+
+class MeshError(CfpError):
+    """The mesh cannot be made of these devices, or does not suit the program."""
+
+
+class TargetError(CfpError):
+    """The described target (device kind, topology) cannot be compiled for."""
+
+
+class DeviceError(CfpError):
+    """A device is missing, busy, or failed while it was measured."""
+
+
+class CacheError(CfpError):
+    """The profile cache cannot be made, read or written where it should be."""
+
+
+class PinError(CfpError):
+    """A sharding that the user pinned names nothing, or cannot be kept."""
+
+
+class MemoryBudgetError(CfpError):
+    """No plan fits the memory budget of a device.
+
+    Attributes:
+      smallest_feasible_bytes: what the leanest plan needs on one device.
+      contributors: (name, bytes) of what takes most of it, largest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_feasible_bytes: int,
+        contributors: Iterable[tuple[str, int]] = (),
+    ):
+        super().__init__(message)
+        self.smallest_feasible_bytes = smallest_feasible_bytes
+        self.contributors = sorted(
+            contributors, key=lambda contributor: contributor[1], reverse=True
+        )
+
+    def __reduce__(self):
+        # The default rebuilds an exception from `args` alone, which fails for
+        # required keywords: and errors do travel between processes.
+        make = partial(
+            type(self),
+            smallest_feasible_bytes=self.smallest_feasible_bytes,
+            contributors=self.contributors,
+        )
+        return make, self.args, self.__dict__

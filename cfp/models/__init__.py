@@ -1,0 +1,5 @@
+"""Models to plan for, with their train steps. See `cfp.models.registry`."""
+
+from cfp.models.registry import MODELS, Model, build, find, initialise
+
+__all__ = ["MODELS", "Model", "build", "find", "initialise"]

@@ -1,0 +1,237 @@
+"""GShard's mixture of experts: every second decoder layer routes its tokens.
+
+Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and
+Automatic Sharding", 2020. Each token goes to the two experts that its gate likes best,
+unless they are full; the second expert is chosen without a draw.
+
+Shapes use: groups (of tokens), group (tokens in one), experts, capacity (tokens that
+one expert takes from one group), hidden, ffn.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from cfp.models.layers import (
+    KERNEL_INIT,
+    MLP,
+    DecoderLayer,
+    Embedding,
+    check_heads,
+)
+from cfp.models.options import check_options, option
+
+BALANCE_WEIGHT = 0.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The shape of a mixture of experts. `ffn` is 4 * hidden unless given."""
+
+    vocab: int = option(32000, "tokens in the vocabulary")
+    seq: int = option(1024, "tokens in a sequence")
+    hidden: int = option(1280, "width of the residual stream")
+    layers: int = option(4, "decoder layers; those of odd index have experts")
+    heads: int = option(4, "attention heads; they divide hidden")
+    ffn: int | None = option(
+        None, "width inside the MLP and each expert; 4 * hidden if not given"
+    )
+    experts: int = option(32, "experts in an expert layer, two or more")
+    expert_group_size: int = option(
+        2048, "tokens that are routed together; it divides batch * seq"
+    )
+    dtype: str = option(
+        "bfloat16",
+        "what is computed in; parameters and gates are float32",
+        choices=("float32", "bfloat16"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_heads(self.hidden, self.heads)
+        if self.experts < 2:
+            raise ValueError(
+                f"experts must be at least 2, as each token goes to two, got "
+                f"{self.experts}"
+            )
+
+
+class MoEModelConfig(NamedTuple):
+    """A configuration as CFP's artifact writes it, field by field."""
+
+    seq_len: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    num_experts: int
+    expert_group_size: int
+
+    def options(self) -> dict[str, int]:
+        """The same as keywords of `MoEConfig`, and of `registry.build`."""
+        return {
+            "seq": self.seq_len,
+            "hidden": self.hidden_size,
+            "layers": self.num_layers,
+            "heads": self.num_heads,
+            "vocab": self.vocab_size,
+            "experts": self.num_experts,
+            "expert_group_size": self.expert_group_size,
+        }
+
+
+# The artifact's functionality check on 4 GPUs, each with its batch size.
+SEED_CONFIGS: tuple[tuple[MoEModelConfig, int], ...] = (
+    (MoEModelConfig(1024, 1280, 16, 4, 32000, 32, 2048), 32),
+    (MoEModelConfig(1024, 1280, 16, 4, 32000, 32, 2048), 64),
+    (MoEModelConfig(1024, 1280, 16, 2, 32000, 32, 2048), 96),
+    (MoEModelConfig(1024, 1280, 16, 2, 32000, 32, 2048), 128),
+)
+
+
+class Routing(NamedTuple):
+    """Where tokens go and what comes back.
+
+    Attributes:
+      dispatch: [groups, group, experts, capacity] of 0 and 1: the seat of each token.
+      combine: the same with each seat's weight. A token's weights add up to 1, less
+        those of the experts that had no seat for it.
+      balance: [], 1 when the load is even and the gates are, and more otherwise.
+    """
+
+    dispatch: jax.Array
+    combine: jax.Array
+    balance: jax.Array
+
+
+def expert_capacity(group: int, experts: int) -> int:
+    """Seats that an expert has for one group: as many as an even load takes."""
+    return -(-2 * group // experts)
+
+
+def route_top2(gates: jax.Array, capacity: int) -> Routing:
+    """Seats each token at its two best experts, in the order of the tokens.
+
+    All first choices are seated before any second choice. Who finds no seat is
+    dropped: that expert adds nothing to the token.
+
+    Args:
+      gates: [groups, group, experts], each token's probabilities.
+      capacity: seats of an expert.
+    """
+    experts = gates.shape[-1]
+    first = jax.nn.one_hot(jnp.argmax(gates, axis=-1), experts, dtype=jnp.int32)
+    others = jnp.where(first == 1, -1.0, gates)
+    second = jax.nn.one_hot(jnp.argmax(others, axis=-1), experts, dtype=jnp.int32)
+
+    # one_hot gives zeros for an index out of range: for -1, and for a full expert.
+    seat = functools.partial(jax.nn.one_hot, num_classes=capacity, dtype=gates.dtype)
+    first_index = jnp.cumsum(first, axis=1) - 1
+    second_index = jnp.cumsum(second, axis=1) - 1 + first.sum(axis=1, keepdims=True)
+    first_seat = seat(jnp.where(first == 1, first_index, -1))
+    second_seat = seat(jnp.where(second == 1, second_index, -1))
+
+    first_gate = jnp.sum(gates * first, axis=-1)[..., None, None]
+    second_gate = jnp.sum(gates * second, axis=-1)[..., None, None]
+    weighted = first_gate * first_seat + second_gate * second_seat
+
+    load = jnp.mean(first.astype(gates.dtype), axis=1)
+    balance = experts * jnp.mean(jnp.sum(load * jnp.mean(gates, axis=1), axis=-1))
+    return Routing(
+        dispatch=first_seat + second_seat,
+        combine=weighted / (first_gate + second_gate),
+        balance=balance,
+    )
+
+
+class ExpertDense(nn.Module):
+    """A dense layer per expert, in one contraction batched over the experts."""
+
+    features: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[experts, groups, capacity, in] -> [experts, groups, capacity, features]."""
+        experts, size = x.shape[0], x.shape[-1]
+        kernel = self.param("kernel", KERNEL_INIT, (experts, size, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (experts, self.features))
+        y = jnp.einsum("egci,eio->egco", x, kernel.astype(self.dtype))
+        return y + bias.astype(self.dtype)[:, None, None, :]
+
+
+class ExpertLayer(nn.Module):
+    """A routed MLP. Sows its weighted balancing loss into the collection "losses"."""
+
+    experts: int
+    group: int
+    ffn: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        batch, seq, hidden = x.shape
+        if batch * seq % self.group:
+            raise ValueError(
+                f"batch * seq must be divisible by expert_group_size, got batch={batch}"
+                f", seq={seq} and expert_group_size={self.group}"
+            )
+        tokens = x.reshape(-1, self.group, hidden)
+
+        gate = nn.Dense(
+            self.experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            kernel_init=KERNEL_INIT,
+            name="gate",
+        )
+        routing = route_top2(
+            jax.nn.softmax(gate(tokens), axis=-1),
+            expert_capacity(self.group, self.experts),
+        )
+        self.sow("losses", "balance", BALANCE_WEIGHT * routing.balance)
+
+        with jax.named_scope("dispatch"):
+            seated = jnp.einsum(
+                "gsec,gsh->egch", routing.dispatch.astype(self.dtype), tokens
+            )
+        h = nn.gelu(ExpertDense(self.ffn, self.dtype, name="expert_up")(seated))
+        y = ExpertDense(hidden, self.dtype, name="expert_down")(h)
+        with jax.named_scope("combine"):
+            y = jnp.einsum("gsec,egch->gsh", routing.combine.astype(self.dtype), y)
+        return y.reshape(batch, seq, hidden)
+
+
+class MoE(nn.Module):
+    """Maps tokens to the logits of the token that follows each."""
+
+    config: MoEConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """[batch, seq] int32 -> [batch, seq, vocab]."""
+        c = self.config
+        ffn = c.ffn or 4 * c.hidden
+        mlp = functools.partial(MLP, ffn, c.dtype, name="mlp")
+        moe = functools.partial(
+            ExpertLayer, c.experts, c.expert_group_size, ffn, c.dtype, name="moe"
+        )
+
+        x = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")(tokens)
+        for i in range(c.layers):
+            half = moe if i % 2 else mlp
+            x = DecoderLayer(c.heads, half, c.dtype, name=f"layer_{i}")(x)
+        x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
+        return nn.Dense(
+            c.vocab,
+            use_bias=False,
+            dtype=c.dtype,
+            kernel_init=KERNEL_INIT,
+            name="head",
+        )(x)

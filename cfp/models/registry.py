@@ -1,0 +1,149 @@
+"""Models by name: what they are called, their options, and their train steps.
+
+`build` gives a step and abstract arguments, which is all that planning needs;
+`initialise` gives what it takes to run that step for real:
+
+    train_step, args = build("gpt", layers=2)
+    init_fn, make_batch = initialise("gpt", layers=2)
+    state = init_fn(jax.random.key(0))
+    state, metrics = jax.jit(train_step)(state, make_batch(jax.random.key(1)))
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from cfp.models.gpt import GPT, GPTConfig
+from cfp.models.moe import MoE, MoEConfig
+from cfp.models.options import Option, Scalar, options_of
+from cfp.models.train import (
+    Batch,
+    TrainConfig,
+    TrainState,
+    TrainStep,
+    init_state,
+    make_train_step,
+    random_batch,
+)
+
+InitFn = Callable[[jax.Array], TrainState]
+BatchFn = Callable[[jax.Array], Batch]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that can be built by name.
+
+    Attributes:
+      doc: one line of help.
+      config: the frozen dataclass of its options; it has `vocab` and `seq`.
+      module: makes the module, tokens to logits, from such a configuration.
+    """
+
+    doc: str
+    config: type
+    module: Callable[[Any], nn.Module]
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All options, the model's own and those of training."""
+        return options_of(self.config) + options_of(TrainConfig)
+
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        "gpt": Model(doc="a GPT decoder", config=GPTConfig, module=GPT),
+        "moe": Model(doc="a GShard mixture of experts", config=MoEConfig, module=MoE),
+    }
+)
+
+
+def find(name: str) -> Model:
+    """Looks a model up.
+
+    Raises:
+      ValueError: there is none of that name; the message lists those there are.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Batch]]:
+    """Makes a train step and its abstract arguments; allocates no array.
+
+    Args:
+      name: a key of `MODELS`.
+      **options: see `find(name).options`.
+
+    Returns:
+      `(train_step, (state, batch))`, the arguments as trees of jax.ShapeDtypeStruct.
+
+    Raises:
+      ValueError: the name or an option is unknown, or the options do not fit together.
+    """
+    recipe = _Recipe.of(name, options)
+    train_step = make_train_step(recipe.module, recipe.train.optimizer())
+    return train_step, recipe.abstract_args()
+
+
+def initialise(name: str, **options: Scalar) -> tuple[InitFn, BatchFn]:
+    """Makes the functions that give a model's first state and a random batch.
+
+    Args and errors are those of `build`.
+
+    Returns:
+      `(init_fn, make_batch)`. Each takes a `jax.random.key` and is jitted; to have the
+      result sharded, wrap it: `jax.jit(init_fn, out_shardings=...)`.
+    """
+    recipe = _Recipe.of(name, options)
+    recipe.abstract_args()  # Raises here, not at the first call, if options misfit.
+    return jax.jit(recipe.init), jax.jit(recipe.batch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """A model with its options settled."""
+
+    config: Any
+    train: TrainConfig
+    module: nn.Module
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Scalar]) -> "_Recipe":
+        model = find(name)
+        known = [option.name for option in model.options]
+        for option in options:
+            if option not in known:
+                raise ValueError(
+                    f"model {name!r} has no option {option!r}; known options: "
+                    f"{', '.join(known)}"
+                )
+        for_train = {option.name for option in options_of(TrainConfig)}
+        train = {k: v for k, v in options.items() if k in for_train}
+        shape = {k: v for k, v in options.items() if k not in for_train}
+        config = model.config(**shape)
+        return cls(
+            config=config,
+            train=TrainConfig(**train),  # pyright: ignore[reportArgumentType]
+            module=model.module(config),
+        )
+
+    def init(self, key: jax.Array) -> TrainState:
+        optimizer = self.train.optimizer()
+        return init_state(self.module, optimizer, key, self.batch(key)["tokens"])
+
+    def batch(self, key: jax.Array) -> Batch:
+        config = self.config
+        return random_batch(key, self.train.batch, config.seq, config.vocab)
+
+    def abstract_args(self) -> tuple[TrainState, Batch]:
+        def args() -> tuple[TrainState, Batch]:
+            key = jax.random.key(0)
+            return self.init(key), self.batch(key)
+
+        return jax.eval_shape(args)

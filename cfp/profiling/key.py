@@ -1,0 +1,238 @@
+"""What a measurement depends on, as a list of named parts.
+
+The digest of the parts is the key in the store. The names are kept beside it, so
+that a miss can be explained: "jax_version was 0.10.2, is 0.11.2".
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from cfp.errors import DeviceError, compose
+
+Parts = tuple[tuple[str, str], ...]
+
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
+# Flags that change what is written, cached or seen, but not what a program costs
+# (the number of devices is a part of its own).
+_IRRELEVANT_XLA_FLAGS = re.compile(
+    r"--xla_(dump_.*|force_host_platform_device_count|gpu_cuda_data_dir"
+    r"|gpu_dump_.*|gpu_per_fusion_autotune_cache_dir|gpu_kernel_cache_file"
+    r"|gpu_experimental_autotune_cache_mode|gpu_experimental_autotuner_cache_dir)"
+)
+_ALLOCATOR_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """An ordered list of (name, value) parts.
+
+    Put first what is measured and last where: of two stored keys that differ
+    from a wanted one in equally many parts, `explain` takes the one that agrees
+    on the earlier parts.
+    """
+
+    parts: Parts
+
+    def __post_init__(self):
+        names = [name for name, _ in self.parts]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"expected every part once, got more of {doubled}")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parts, in hex."""
+        # JSON keeps ("a", "bc") and ("ab", "c") apart.
+        return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
+
+    def differing(self, other: "ProfileKey") -> tuple[str, ...]:
+        """Names of the parts that `other` lacks, has besides, or has otherwise."""
+        ours, theirs = dict(self.parts), dict(other.parts)
+        return tuple(
+            name
+            for name in dict.fromkeys((*ours, *theirs))
+            if ours.get(name) != theirs.get(name)
+        )
+
+    def nearest(self, other_keys: Iterable["ProfileKey"]) -> "ProfileKey | None":
+        """Of `other_keys`, the one that differs in the fewest parts."""
+        order = {name: index for index, (name, _) in enumerate(self.parts)}
+
+        def distance(other: ProfileKey) -> tuple[int, list[int]]:
+            differing = self.differing(other)
+            return len(differing), [-order.get(name, len(order)) for name in differing]
+
+        return min(other_keys, key=distance, default=None)
+
+    def explain(self, other_keys: Iterable["ProfileKey"]) -> str:
+        """Says which parts differ from the nearest of `other_keys`, a line each."""
+        other = self.nearest(other_keys)
+        if other is None:
+            return "nothing has been measured yet"
+        differing = self.differing(other)
+        if not differing:
+            if self == other:
+                return "it has been measured"
+            return "the nearest measurement has the same parts in another order"
+        ours, theirs = dict(self.parts), dict(other.parts)
+        lines = [
+            f"  {name}: {_contrast(theirs.get(name), ours.get(name))}"
+            for name in differing
+        ]
+        return "\n".join(("the nearest measurement differs in", *lines))
+
+
+class Device(Protocol):
+    """What is asked of a `jax.Device`, which type checkers take for a variable."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def client(self) -> Any: ...
+
+
+def environment_parts(devices: Sequence[Device]) -> Parts:
+    """The parts of a key that say where something was measured.
+
+    Args:
+      devices: `jax.Device`s: all devices of the mesh, of every process.
+
+    Raises:
+      DeviceError: if there are none.
+    """
+    if not devices:
+        raise DeviceError(
+            compose(
+                "There is no device to measure on.",
+                expected="at least one device",
+                got="an empty list",
+                attempt="pass jax.devices(), or the devices of your mesh",
+            )
+        )
+    platform_name = devices[0].platform
+    parts = {
+        "platform": platform_name,
+        "device_kind": ", ".join(sorted({device.device_kind for device in devices})),
+        "devices": str(len(devices)),
+        "processes": str(len({device.process_index for device in devices})),
+        "jax_version": jax.__version__,
+        "jaxlib_version": metadata.version("jaxlib"),
+        "driver_version": devices[0].client.platform_version,
+        "xla_flags": normalise_xla_flags(os.environ.get("XLA_FLAGS", "")),
+        "matmul_precision": _setting("jax_default_matmul_precision"),
+        "enable_x64": _setting("jax_enable_x64"),
+        "prng_impl": _setting("jax_default_prng_impl"),
+        "threefry_partitionable": _setting("jax_threefry_partitionable"),
+    }
+    if platform_name in _GPU_PLATFORMS:
+        parts["nccl"] = _variables(
+            name
+            for name in os.environ
+            # What NCCL logs, and where to, changes no time.
+            if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG")
+        )
+        # These decide what runs out of memory, and what an allocation costs.
+        parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
+    elif platform_name == "tpu":
+        parts["libtpu_flags"] = normalise_xla_flags(
+            os.environ.get("LIBTPU_INIT_ARGS", "")
+        )
+    elif platform_name == "cpu":
+        # Every CPU's device kind is "cpu".
+        parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
+    return tuple(parts.items())
+
+
+def normalise_xla_flags(flags: str) -> str:
+    """The flags that may change a measurement, sorted by name.
+
+    Args:
+      flags: as in the environment variable: flags, or the name of a file of
+        flags, which XLA takes it for if it does not begin with a dash.
+
+    Returns:
+      One space between two flags. Flags of one name keep their order, since some
+      of them add up and of the others the last one counts.
+    """
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        try:
+            flags = Path(flags).read_text()
+        except OSError:
+            return flags.strip()
+    kept = [
+        flag
+        for flag in _split(flags)
+        if not _IRRELEVANT_XLA_FLAGS.fullmatch(flag.partition("=")[0])
+    ]
+    kept.sort(key=lambda flag: flag.partition("=")[0])
+    once = [flag for i, flag in enumerate(kept) if i == 0 or flag != kept[i - 1]]
+    return shlex.join(once)
+
+
+def _split(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError:
+        # Quotes that do not pair up: XLA will complain, not the key.
+        return flags.split()
+
+
+def _setting(name: str) -> str:
+    # Settings come and go with versions of JAX, and so does their influence.
+    return str(getattr(jax.config, name, "absent"))
+
+
+def _variables(names: Iterable[str]) -> str:
+    return shlex.join(
+        f"{name}={os.environ[name]}" for name in sorted(names) if name in os.environ
+    )
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
+
+def _contrast(theirs: str | None, ours: str | None) -> str:
+    """Both values, each cut to where they begin to differ."""
+    both = list(zip(theirs or "", ours or "", strict=False))
+    same = next((i for i, (one, other) in enumerate(both) if one != other), len(both))
+    start = max(same - _SHOWN_CHARACTERS // 3, 0)
+
+    def show(value: str | None) -> str:
+        if value is None:
+            return "absent"
+        if len(value) <= _SHOWN_CHARACTERS:
+            return repr(value)
+        cut = value[start : start + _SHOWN_CHARACTERS]
+        before = "..." if start else ""
+        after = "..." if start + _SHOWN_CHARACTERS < len(value) else ""
+        return f"{before}{cut!r}{after}"
+
+    return f"was {show(theirs)}, is {show(ours)}"

@@ -1,0 +1,189 @@
+"""The SQLite file under a `ProfileStore`: opened, checked, set aside if damaged."""
+
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows: see _only_opener.
+    fcntl = None
+
+SCHEMA_VERSION = 1
+
+_TABLE = (
+    "CREATE TABLE records "
+    "(key TEXT PRIMARY KEY NOT NULL, json BLOB NOT NULL, checksum BLOB NOT NULL)"
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenFile:
+    """A file that has passed its checks, and the way to it.
+
+    Attributes:
+      path: where it was opened.
+      connection: in autocommit mode; several threads may use it in turn.
+      identity: device and inode.
+    """
+
+    path: Path
+    connection: sqlite3.Connection
+    identity: tuple[int, int]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file.
+
+        SQLite goes on writing to a file that was deleted or renamed below it, and
+        all of that would be lost.
+        """
+        try:
+            return _identity(self.path) == self.identity
+        except FileNotFoundError:
+            return False
+
+
+def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> OpenFile:
+    """Opens a file that passes all checks, a fresh one if need be.
+
+    A file that fails is renamed to `<name>.damaged-<time>`, with its log.
+
+    Args:
+      path: the file; it and its directory are made if they are missing.
+      busy_seconds: how long to wait for another process that is writing.
+      thorough: check the index against the table too, which takes far longer.
+        Wanted after `is_damage`, since the quick check has passed the file once.
+
+    Raises:
+      OSError, sqlite3.Error: if the file cannot be made, read or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _only_opener(path):
+        try:
+            connection = _connect(path, busy_seconds, thorough)
+        except _DamagedError as damage:
+            _log.warning(
+                "the profile cache %s was damaged and is set aside (%s); a fresh one "
+                "is begun: what it held will be measured again",
+                path,
+                damage,
+            )
+            connection = _connect(path, busy_seconds, thorough)
+        return OpenFile(path=path, connection=connection, identity=_identity(path))
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error says that the file was damaged, or moved, while in use."""
+    # Errors that come from Python's side of sqlite3 have no code.
+    code = getattr(error, "sqlite_errorcode", 0)
+    # The low byte is the error, the others say more about it.
+    return code == sqlite3.SQLITE_READONLY_DBMOVED or code & 0xFF in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    )
+
+
+class _DamagedError(OSError):
+    """The file was no store of this version, whatever else it may have been."""
+
+
+def _connect(path: Path, busy_seconds: float, thorough: bool) -> sqlite3.Connection:
+    """Opens, checks and, if it is new, fills the file.
+
+    Raises:
+      _DamagedError: if it was not a sound store; it has been set aside.
+      sqlite3.Error: if it cannot be opened at all.
+    """
+    connection = sqlite3.connect(
+        path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
+    )
+    try:
+        try:
+            _prepare(connection, thorough)
+        except sqlite3.DatabaseError as error:
+            # Our statements are right, so a plain error means what the file says
+            # of itself: "unsupported file format" and the like.
+            if is_damage(error) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                raise _DamagedError(str(error)) from error
+            raise
+    except _DamagedError as damage:
+        # Before closing: to close a file, SQLite writes its log into it.
+        aside = _set_aside(path)
+        connection.close()
+        raise _DamagedError(f"{damage}; it is now {aside.name}") from damage
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, thorough: bool) -> None:
+    # Damaged text may be anything; the reader's checksums will tell.
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    check = "integrity_check" if thorough else "quick_check"
+    answers = connection.execute(f"PRAGMA {check}(1)").fetchall()
+    if answers != [("ok",)]:
+        raise _DamagedError(" ".join(str(answers[0][0]).split()))
+    connection.execute("PRAGMA journal_mode = WAL")
+    # With WAL a killed process loses nothing, a power cut the last records, and
+    # neither damages the file.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("BEGIN IMMEDIATE")
+    _check_or_make_schema(connection)
+    connection.execute("COMMIT")
+
+
+def _check_or_make_schema(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
+    if not version and not tables:
+        connection.execute(_TABLE)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    elif version != SCHEMA_VERSION:
+        raise _DamagedError(f"schema version {version}, not {SCHEMA_VERSION}")
+    # None is the index that SQLite makes for the primary key.
+    elif tables != [_TABLE, None]:
+        raise _DamagedError("its tables are not those of a profile cache")
+
+
+@contextlib.contextmanager
+def _only_opener(path: Path) -> Iterator[None]:
+    """Lets one process at a time open the file.
+
+    Two that find it damaged would otherwise both set it aside, the second one
+    the fresh file of the first. Where there are no file locks (Windows, some
+    network file systems) that risk is taken.
+    """
+    with open(path.with_name(f"{path.name}.lock"), "ab") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+        yield
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _set_aside(path: Path) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    # The log first: without its database it is harmless, but a fresh database
+    # must never meet an old log.
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+    return aside

@@ -1,0 +1,247 @@
+"""Times something that runs on devices, until the number can be trusted.
+
+Nothing here knows JAX. What is timed is a callable `run(n)` that executes the
+thing n times and returns once the devices are done; a sample is the time of
+`run(n)` divided by n, with n chosen so that a sample lasts some milliseconds:
+one launch and one wait then weigh little.
+
+In a program of several processes all must execute the same number of times, or
+their collectives wait for each other for ever. Every decision here follows from
+durations only, and each duration passes through `agree`: give one that returns
+the same number in all processes (process 0's, or the largest), and all decide
+alike.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Run = Callable[[int], object]
+
+_SMALLEST_WINDOW = 3
+_STEADY_TOLERANCE = 0.02
+_LARGEST_REPEAT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one thing took: every sample, none thrown away.
+
+    Attributes:
+      samples_ms: milliseconds per execution, in the order they were taken.
+      warmup_ms: the same, of the executions before them.
+    """
+
+    samples_ms: tuple[float, ...]
+    warmup_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def relative_spread(self) -> float:
+        return relative_spread(self.samples_ms)
+
+
+def interquartile_range(samples: Sequence[float]) -> float:
+    """Third minus first quartile; infinite below two samples, which say nothing.
+
+    Quartiles are interpolated linearly, with the smallest and largest sample as
+    the ends (numpy's default).
+    """
+    if len(samples) < 2:
+        return math.inf
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
+
+
+def relative_spread(samples: Sequence[float]) -> float:
+    """How uncertain the median is, as a part of it: IQR / (sqrt(n) * median).
+
+    For normally distributed samples this is 1.08 standard errors of the median.
+    """
+    width = interquartile_range(samples)
+    if width in (0.0, math.inf):
+        return width
+    median = statistics.median(samples)
+    return width / (math.sqrt(len(samples)) * median) if median else math.inf
+
+
+def measure(
+    run: Run,
+    *,
+    warmup_seconds: float = 1.0,
+    min_samples: int = 5,
+    max_samples: int = 100,
+    target_spread: float = 0.005,
+    budget_seconds: float = 10.0,
+    min_sample_ms: float = 5.0,
+    clock: Callable[[], float] = time.perf_counter,
+    agree: Callable[[float], float] = float,
+) -> Timing:
+    """Times one thing: warm up until steady, then sample until sure.
+
+    The warm-up lasts at least `warmup_seconds` and until the last quarter of its
+    samples (three at least) agrees with the quarter before, in the median and
+    within 2%: clocks drop under load, so an early sample flatters. It never takes
+    more than half of the budget. The very first execution loads code and opens
+    communicators; it is kept in `warmup_ms` and not charged to the budget.
+
+    Args:
+      run: `run(n)` executes n times and blocks until the devices are done.
+      warmup_seconds: the shortest warm-up.
+      min_samples: `target_spread` cannot end the sampling before these.
+      max_samples: the sampling ends with these.
+      target_spread: enough certainty, see `relative_spread`.
+      budget_seconds: no new sample starts once this is spent; one is always
+        taken, even if that leaves fewer than `min_samples`.
+      min_sample_ms: how long one sample should last at least.
+      clock: seconds, monotonic.
+      agree: makes a duration the same in all processes of the program.
+
+    Returns:
+      All samples.
+    """
+    if not 1 <= min_samples <= max_samples:
+        raise ValueError(
+            f"expected 1 <= min_samples <= max_samples, got {min_samples} and "
+            f"{max_samples}"
+        )
+    subject = _Subject(run, min_sample_ms, clock, agree)
+    while not subject.calibrated or (
+        subject.spent_seconds < budget_seconds / 2
+        and (subject.spent_seconds < warmup_seconds or not subject.steady)
+    ):
+        subject.warm_up()
+    samples_ms: list[float] = []
+    while len(samples_ms) < max_samples:
+        samples_ms.append(subject.sample())
+        if subject.spent_seconds >= budget_seconds:
+            break
+        if len(samples_ms) >= min_samples:
+            if relative_spread(samples_ms) <= target_spread:
+                break
+    return Timing(samples_ms=tuple(samples_ms), warmup_ms=tuple(subject.warmup_ms))
+
+
+def interleave(
+    runs: Mapping[str, Run],
+    rounds: int,
+    *,
+    warmup_seconds: float = 1.0,
+    budget_seconds: float = math.inf,
+    min_sample_ms: float = 5.0,
+    clock: Callable[[], float] = time.perf_counter,
+    agree: Callable[[float], float] = float,
+) -> dict[str, Timing]:
+    """Times alternatives in turn, so that drift falls on all of them alike.
+
+    Round by round each alternative gives one sample, and the order is rotated by
+    one every round: A B C, B C A, C A B. All are warmed up together before, in
+    turn too, for at least `warmup_seconds` in all.
+
+    Args:
+      runs: name to `run(n)`, see `measure`.
+      rounds: how many samples each gets.
+      warmup_seconds: the shortest warm-up, shared by all alternatives.
+      budget_seconds: no new round starts once this is spent (warm-up included,
+        each first execution not); one round is always made.
+      min_sample_ms: how long one sample should last at least.
+      clock: seconds, monotonic.
+      agree: makes a duration the same in all processes of the program.
+
+    Returns:
+      Name to timing, in the order of `runs`, all with equally many samples.
+    """
+    if rounds < 1:
+        raise ValueError(f"expected at least 1 round, got {rounds}")
+    subjects = {
+        name: _Subject(run, min_sample_ms, clock, agree) for name, run in runs.items()
+    }
+
+    def spent_seconds() -> float:
+        return sum(subject.spent_seconds for subject in subjects.values())
+
+    while any(not subject.calibrated for subject in subjects.values()) or (
+        subjects and spent_seconds() < min(warmup_seconds, budget_seconds / 2)
+    ):
+        for subject in subjects.values():
+            subject.warm_up()
+    samples_ms: dict[str, list[float]] = {name: [] for name in subjects}
+    names = list(subjects)
+    for index in range(rounds):
+        if index and spent_seconds() >= budget_seconds:
+            break
+        start = index % max(len(names), 1)
+        for name in names[start:] + names[:start]:
+            samples_ms[name].append(subjects[name].sample())
+    return {
+        name: Timing(
+            samples_ms=tuple(samples_ms[name]), warmup_ms=tuple(subject.warmup_ms)
+        )
+        for name, subject in subjects.items()
+    }
+
+
+class _Subject:
+    """One thing under the clock: how often a sample repeats it, what was spent."""
+
+    def __init__(
+        self,
+        run: Run,
+        min_sample_ms: float,
+        clock: Callable[[], float],
+        agree: Callable[[float], float],
+    ):
+        self._run = run
+        self._min_sample_seconds = min_sample_ms / 1e3
+        self._clock = clock
+        self._agree = agree
+        self._repeat = 1
+        self.calibrated = False
+        self.spent_seconds = 0.0
+        self.warmup_ms: list[float] = []
+
+    @property
+    def steady(self) -> bool:
+        """Whether the newest warm-up samples agree with those before them."""
+        # The first is left out: it is always far off.
+        warmup_ms = self.warmup_ms[1:]
+        # Windows grow with the warm-up: a drop over seconds does not show between
+        # neighbours that are milliseconds apart.
+        window = max(_SMALLEST_WINDOW, len(warmup_ms) // 4)
+        if len(warmup_ms) < 2 * window:
+            return False
+        before = statistics.median(warmup_ms[-2 * window : -window])
+        after = statistics.median(warmup_ms[-window:])
+        return abs(after - before) <= _STEADY_TOLERANCE * before
+
+    def warm_up(self) -> None:
+        """Executes once more, and finds how often a sample should repeat."""
+        seconds = self._time()
+        self.warmup_ms.append(seconds / self._repeat * 1e3)
+        if len(self.warmup_ms) == 1:
+            # Loading code and opening communicators: no measure of anything.
+            self.spent_seconds = 0.0
+        elif self._repeat >= _LARGEST_REPEAT or seconds >= self._min_sample_seconds:
+            self.calibrated = True
+        else:
+            # A short sample is mostly launch and wait: do not believe its ratio
+            # beyond a factor of ten. A tenth more, to pass at the next look.
+            growth = 1.1 * self._min_sample_seconds / max(seconds, 1e-9)
+            repeat = math.ceil(self._repeat * min(growth, 10.0))
+            self._repeat = min(max(repeat, self._repeat + 1), _LARGEST_REPEAT)
+
+    def sample(self) -> float:
+        """Milliseconds per execution, of one sample."""
+        return self._time() / self._repeat * 1e3
+
+    def _time(self) -> float:
+        start = self._clock()
+        self._run(self._repeat)
+        seconds = self._agree(self._clock() - start)
+        self.spent_seconds += seconds
+        return seconds

@@ -1,0 +1,193 @@
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfp.errors import DeviceError
+from cfp.profiling.key import ProfileKey, environment_parts, normalise_xla_flags
+
+
+def key(**parts: str) -> ProfileKey:
+    return ProfileKey(tuple(parts.items()))
+
+
+def test_digest_is_the_same_for_ever():
+    # A change here throws away every user's cache: raise SCHEMA_VERSION instead.
+    assert (
+        key(segment="s", mesh="4").digest
+        == "85e818338cc7a5a0af9f250bc94429157e7a9ccd888ce8a6f5847810aa792326"
+    )
+
+
+parts_lists = st.lists(
+    st.tuples(st.text(), st.text()), max_size=4, unique_by=lambda part: part[0]
+).map(tuple)
+
+
+@settings(deadline=None)
+@given(parts_lists, parts_lists)
+def test_digests_are_equal_for_equal_parts_only(one, other):
+    assert (ProfileKey(one).digest == ProfileKey(other).digest) == (one == other)
+
+
+def test_digest_keeps_parts_apart_and_in_order():
+    assert key(a="bc").digest != key(ab="c").digest
+    assert key(a="1", b="2").digest != key(b="2", a="1").digest
+
+
+def test_a_part_may_come_once_only():
+    with pytest.raises(ValueError, match=r"\['a'\]"):
+        ProfileKey((("a", "1"), ("b", "1"), ("a", "2")))
+
+
+def test_explain_names_the_part_that_differs_and_no_other():
+    wanted = key(segment="gpt", mesh="4", jax_version="0.11.2")
+    stored = [
+        key(segment="moe", mesh="8", jax_version="0.11.2"),
+        key(segment="gpt", mesh="4", jax_version="0.10.2"),
+        key(segment="moe", mesh="8", jax_version="0.10.2"),
+    ]
+    assert wanted.nearest(stored) is stored[1]
+    assert wanted.explain(stored).splitlines() == [
+        "the nearest measurement differs in",
+        "  jax_version: was '0.10.2', is '0.11.2'",
+    ]
+
+
+def test_explain_names_parts_that_one_side_lacks():
+    text = key(segment="gpt", nccl="").explain([key(segment="gpt", processor="x")])
+    assert "nccl: was absent, is ''" in text
+    assert "processor: was 'x', is absent" in text
+    assert "segment" not in text
+
+
+def test_of_equally_near_keys_the_same_segment_is_nearer():
+    wanted = key(segment="gpt", mesh="4", jax_version="2")
+    other_segment = key(segment="moe", mesh="4", jax_version="2")
+    other_version = key(segment="gpt", mesh="4", jax_version="1")
+    assert wanted.nearest([other_segment, other_version]) is other_version
+
+
+def test_explain_shows_where_long_values_differ():
+    long = "a" * 500
+    text = key(flags=f"{long}X{long}").explain([key(flags=f"{long}Y{long}")])
+    assert "Y" in text and "X" in text
+    assert len(text) < 250
+    text = key(flags=long + "tail").explain([key(flags=long)])
+    assert "tail" in text
+
+
+def test_explain_without_a_difference():
+    wanted = key(a="1", b="2")
+    assert wanted.explain([]) == "nothing has been measured yet"
+    assert wanted.explain([wanted]) == "it has been measured"
+    assert "another order" in wanted.explain([key(b="2", a="1")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "normal"),
+    [
+        ("", ""),
+        ("--xla_b=1  --xla_a=2\n", "--xla_a=2 --xla_b=1"),
+        ("--xla_dump_to=/x --xla_dump_hlo_as_text --xla_a", "--xla_a"),
+        ("--xla_force_host_platform_device_count=8", ""),
+        ("--xla_gpu_per_fusion_autotune_cache_dir=/x --xla_a=1", "--xla_a=1"),
+        ("--xla_gpu_autotune_level=0", "--xla_gpu_autotune_level=0"),
+        ("--xla_a=1 --xla_a=1", "--xla_a=1"),
+        # The last one counts: their order is part of what they mean.
+        ("--xla_a=2 --xla_a=1", "--xla_a=2 --xla_a=1"),
+        ("--xla_a=1 --xla_a=2", "--xla_a=1 --xla_a=2"),
+        ("--xla_a='one two'", "'--xla_a=one two'"),
+        ("--xla_a='unpaired", """'--xla_a='"'"'unpaired'"""),
+    ],
+)
+def test_normalise_xla_flags(flags, normal):
+    assert normalise_xla_flags(flags) == normal
+    assert normalise_xla_flags(normal) == normal
+
+
+def test_flags_from_a_file(tmp_path):
+    file = tmp_path / "flags"
+    file.write_text("--xla_b=1\n--xla_a=2\n--xla_dump_to=/x\n")
+    assert normalise_xla_flags(str(file)) == "--xla_a=2 --xla_b=1"
+    assert normalise_xla_flags("no-such-file") == "no-such-file"
+
+
+@pytest.fixture(scope="module")
+def cpu() -> list[Any]:
+    # Before any test sets flags that XLA does not know and would die of.
+    return jax.devices("cpu")[:1]
+
+
+def test_environment_of_this_machine(cpu, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b --xla_a --xla_dump_to=/x")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    parts = dict(environment_parts(cpu))
+    assert parts["platform"] == "cpu"
+    assert parts["devices"] == parts["processes"] == "1"
+    assert parts["jax_version"] == jax.__version__
+    assert parts["jaxlib_version"] == metadata.version("jaxlib")
+    assert parts["xla_flags"] == "--xla_a --xla_b"
+    assert parts["processor"].endswith(" cores")
+    assert "nccl" not in parts
+    assert all(isinstance(value, str) for value in parts.values())
+    assert environment_parts(cpu) == tuple(parts.items())
+
+
+def test_settings_of_jax_are_parts(cpu):
+    before = ProfileKey(environment_parts(cpu))
+    with jax.default_matmul_precision("highest"):
+        inside = ProfileKey(environment_parts(cpu))
+    assert inside.differing(before) == ("matmul_precision",)
+    with jax.enable_x64(dict(before.parts)["enable_x64"] == "False"):
+        inside = ProfileKey(environment_parts(cpu))
+    assert inside.differing(before) == ("enable_x64",)
+    with jax.default_prng_impl("rbg"):
+        inside = ProfileKey(environment_parts(cpu))
+    assert inside.differing(before) == ("prng_impl",)
+    assert dict(before.parts)["threefry_partitionable"] in ("True", "False", "absent")
+
+
+def fake_gpu(process_index: int, device_kind: str = "NVIDIA H200") -> Any:
+    return SimpleNamespace(
+        process_index=process_index,
+        platform="gpu",
+        device_kind=device_kind,
+        client=SimpleNamespace(platform_version="cuda 12090"),
+    )
+
+
+def test_environment_of_gpus(monkeypatch):
+    devices = [fake_gpu(index // 2) for index in range(4)]
+    for name in ("NCCL_P2P_DISABLE", "NCCL_ALGO", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    before = ProfileKey(environment_parts(devices))
+    parts = dict(before.parts)
+    assert (parts["devices"], parts["processes"]) == ("4", "2")
+    assert parts["device_kind"] == "NVIDIA H200"
+    assert parts["driver_version"] == "cuda 12090"
+    assert "processor" not in parts
+
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    after = ProfileKey(environment_parts(devices))
+    assert after.differing(before) == ("nccl",)
+    assert dict(after.parts)["nccl"] == "NCCL_ALGO=Ring NCCL_P2P_DISABLE=1"
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    assert ProfileKey(environment_parts(devices)).differing(after) == ("allocator",)
+
+
+def test_mixed_kinds_are_named_once_each():
+    devices = [fake_gpu(0, kind) for kind in ("b", "a", "b")]
+    assert dict(environment_parts(devices))["device_kind"] == "a, b"
+
+
+def test_no_devices():
+    with pytest.raises(DeviceError, match=r"try: pass jax.devices\(\)"):
+        environment_parts([])

@@ -1,0 +1,149 @@
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfp.profiling.record import STATUSES, Collective, ProfileRecord
+
+OK = ProfileRecord(
+    key="k",
+    parts=(("segment", "s"), ("mesh", "4")),
+    status="ok",
+    samples_ms=(4.0, 1.0, 2.0, 3.0),
+    argument_bytes=10,
+    collectives=(Collective(kind="all-reduce", bytes=8, group_size=4, count=2),),
+    created="2026-01-02T03:04:05+00:00",
+)
+
+counts = st.integers(min_value=0, max_value=2**70)
+times = st.floats(min_value=0, allow_infinity=False, allow_nan=False)
+collectives = st.builds(
+    Collective, kind=st.text(), bytes=counts, group_size=counts, count=counts
+)
+
+
+@st.composite
+def records(draw) -> ProfileRecord:
+    status = draw(st.sampled_from(STATUSES))
+    return ProfileRecord(
+        key=draw(st.text()),
+        parts=tuple(draw(st.lists(st.tuples(st.text(), st.text()), max_size=4))),
+        status=status,
+        reason=draw(st.text()),
+        samples_ms=tuple(
+            draw(st.lists(times, min_size=1 if status == "ok" else 0, max_size=5))
+        ),
+        argument_bytes=draw(counts),
+        output_bytes=draw(counts),
+        alias_bytes=draw(counts),
+        temp_bytes=draw(counts),
+        code_bytes=draw(counts),
+        build_seconds=draw(times),
+        run_seconds=draw(times),
+        collectives=tuple(draw(st.lists(collectives, max_size=3))),
+        created=draw(st.datetimes()).isoformat() + "Z",
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(records())
+def test_json_round_trip(record: ProfileRecord):
+    text = record.to_json()
+    assert "\n" not in text
+    copy = ProfileRecord.from_json(text)
+    assert copy == record
+    assert hash(copy) == hash(record)
+    assert copy.to_json() == text
+
+
+def test_summaries_of_an_ok_record():
+    assert OK.ok
+    assert OK.time_ms == statistics.median([1, 2, 3, 4]) == 2.5
+    assert OK.spread_ms == 3.25 - 1.75
+
+
+def test_a_single_sample_has_an_unknown_spread():
+    record = dataclasses.replace(OK, samples_ms=(7.0,))
+    assert record.time_ms == 7.0
+    assert record.spread_ms == math.inf
+
+
+def test_a_failure_costs_infinitely_much_and_keeps_its_samples():
+    record = dataclasses.replace(OK, status="crashed", reason="bus error")
+    assert not record.ok
+    assert record.time_ms == record.spread_ms == math.inf
+    assert record.samples_ms == OK.samples_ms
+
+
+def test_defaults_are_a_plain_failure_made_now():
+    record = ProfileRecord(key="k", parts=(), status="timeout")
+    assert record.created.endswith("+00:00")
+    assert ProfileRecord.from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": "fine"}, "status"),
+        ({"samples_ms": ()}, "samples_ms"),
+        ({"samples_ms": (math.nan,)}, "finite"),
+        ({"samples_ms": (math.inf,)}, "finite"),
+        ({"build_seconds": -1.0}, "finite"),
+        ({"created": "yesterday"}, "created"),
+        ({"created": "2026-01-02T03:04:05"}, "created"),
+        ({"created": "2026-01-02T03:04:05+01:00"}, "created"),
+    ],
+)
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(OK, **changes)
+
+
+def test_every_field_is_required_and_no_other_is_known():
+    data = json.loads(OK.to_json())
+    assert set(data) == {item.name for item in dataclasses.fields(ProfileRecord)}
+    for name in data:
+        less = {key: value for key, value in data.items() if key != name}
+        with pytest.raises(ValueError, match=f"missing fields.*{name}"):
+            ProfileRecord.from_json(json.dumps(less))
+    with pytest.raises(ValueError, match=r"unknown fields \['colour'\]"):
+        ProfileRecord.from_json(json.dumps(data | {"colour": "red"}))
+    del data["collectives"][0]["count"]
+    with pytest.raises(ValueError, match=r"collectives: missing fields \['count'\]"):
+        ProfileRecord.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("key", 3),
+        ("parts", {"a": "b"}),
+        ("parts", [["a", "b", "c"]]),
+        ("parts", [["a", 1]]),
+        ("parts", ["ab"]),
+        ("status", None),
+        ("samples_ms", 1.0),
+        ("samples_ms", ["1.0"]),
+        ("samples_ms", [True]),
+        ("temp_bytes", 1.0),
+        ("temp_bytes", True),
+        ("temp_bytes", -1),
+        ("run_seconds", "1"),
+        ("collectives", [[]]),
+        ("created", 5),
+    ],
+)
+def test_wrong_types_are_refused(name, value):
+    data = json.loads(OK.to_json()) | {name: value}
+    with pytest.raises(ValueError, match=name):
+        ProfileRecord.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"record"'])
+def test_what_is_no_record_is_refused(text):
+    with pytest.raises(ValueError):
+        ProfileRecord.from_json(text)

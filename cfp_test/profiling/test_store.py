@@ -1,0 +1,498 @@
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from cfp.errors import CacheError
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import Collective, ProfileRecord, Status
+from cfp.profiling.store import ProfileStore, default_cache_dir
+
+
+def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:
+    key = ProfileKey((("segment", name), ("mesh", "4"), ("jax_version", "0.10.2")))
+    return ProfileRecord(
+        key=key.digest,
+        parts=key.parts,
+        status=status,
+        reason="" if status == "ok" else "no room",
+        samples_ms=(value, value + 1.0) if status == "ok" else (),
+        collectives=(Collective(kind="all-reduce", bytes=8, group_size=4, count=2),),
+        created="2026-01-02T03:04:05+00:00",
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "profiles.sqlite3"
+
+
+def fill(path: Path, count: int = 60) -> dict[str, ProfileRecord]:
+    """A store with records in a closed file, its log written back."""
+    records = [make(f"segment {index}", value=float(index)) for index in range(count)]
+    with ProfileStore(path) as store:
+        for record in records:
+            assert store.put(record)
+    assert not path.with_name(f"{path.name}-wal").exists()
+    return {record.key: record for record in records}
+
+
+def set_aside(path: Path) -> list[str]:
+    return sorted(item.name for item in path.parent.glob(f"{path.name}.damaged-*Z"))
+
+
+def test_records_outlive_the_store(path):
+    record = make("gpt")
+    with ProfileStore(path) as store:
+        assert len(store) == 0
+        assert store.get(record.key) is None
+        assert store.put(record)
+        assert store.get(record.key) == record
+    with ProfileStore(path) as store:
+        assert len(store) == 1
+        assert store.get(record.key) == record
+        assert store.records() == [record]
+    assert set_aside(path) == []
+
+
+def test_get_many_returns_what_there_is_in_the_order_asked(path):
+    records = fill(path, 1200)
+    keys = list(records)[::-1]
+    with ProfileStore(path) as store:
+        found = store.get_many([*keys, "absent", keys[0]])
+        assert list(found) == keys
+        assert found == records
+        assert store.get_many([]) == {}
+
+
+OK_1, OK_2 = make("gpt", value=1.0), make("gpt", value=2.0)
+FAILED_1 = make("gpt", status="out_of_memory")
+FAILED_2 = make("gpt", status="crashed")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "replace", "kept"),
+    [
+        (OK_1, OK_1, False, OK_1),
+        (OK_1, OK_2, False, OK_1),
+        (OK_1, OK_2, True, OK_2),
+        (OK_1, FAILED_1, False, OK_1),
+        (OK_1, FAILED_1, True, FAILED_1),
+        (FAILED_1, OK_1, False, OK_1),
+        (FAILED_1, FAILED_2, False, FAILED_1),
+        (FAILED_1, FAILED_2, True, FAILED_2),
+    ],
+)
+def test_which_record_of_a_key_stays(path, first, second, replace, kept):
+    with ProfileStore(path) as store:
+        assert store.put(first)
+        assert store.put(second, replace=replace) == (kept == second != first)
+        assert store.get(first.key) == kept
+        assert len(store) == 1
+
+
+def test_keys_like_and_explain(path):
+    with ProfileStore(path) as store:
+        wanted = ProfileKey(
+            (("segment", "gpt"), ("mesh", "4"), ("jax_version", "0.11.2"))
+        )
+        assert store.explain(wanted) == "nothing has been measured yet"
+        gpt, moe = make("gpt"), make("moe", status="timeout")
+        store.put(gpt)
+        store.put(moe)
+        assert store.keys_like({"segment": "gpt"}) == [ProfileKey(gpt.parts)]
+        assert len(store.keys_like({"mesh": "4"})) == len(store.keys_like()) == 2
+        assert store.keys_like({"mesh": "gpt"}) == []
+        assert store.explain(wanted).splitlines() == [
+            "the nearest measurement differs in",
+            "  jax_version: was '0.10.2', is '0.11.2'",
+        ]
+        assert store.explain(ProfileKey(gpt.parts)) == "it has been measured"
+
+
+def test_export_and_merge(path, tmp_path):
+    records = fill(path, 20)
+    lines = tmp_path / "profiles.jsonl"
+    with ProfileStore(path) as store:
+        assert store.export(lines) == 20
+    assert [item.name for item in tmp_path.glob("*.unfinished")] == []
+    texts = lines.read_text().splitlines()
+    assert {ProfileRecord.from_json(text) for text in texts} == set(records.values())
+
+    known = next(iter(records.values()))
+    with ProfileStore(tmp_path / "other.sqlite3") as other:
+        other.put(dataclasses.replace(known, samples_ms=(9.0,)))
+        assert other.merge(lines) == 19
+        assert other.merge(lines) == 0
+        assert other.get_many(records) == records | {
+            known.key: dataclasses.replace(known, samples_ms=(9.0,))
+        }
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{",
+        json.dumps(json.loads(make("a").to_json()) | {"colour": "red"}),
+        dataclasses.replace(make("a"), key="0" * 64).to_json(),
+    ],
+)
+def test_a_bad_line_merges_nothing(path, tmp_path, bad):
+    lines = tmp_path / "profiles.jsonl"
+    lines.write_text(f"{make('b').to_json()}\n{bad}\n")
+    with ProfileStore(path) as store:
+        with pytest.raises(CacheError, match=r"(?s)Nothing.*after 1 good lines.*try:"):
+            store.merge(lines)
+        assert len(store) == 0
+
+
+def test_files_that_cannot_be_exported_to_or_merged_from(path, tmp_path):
+    with ProfileStore(path) as store:
+        store.put(make("gpt"))
+        with pytest.raises(CacheError, match="No such file"):
+            store.merge(tmp_path / "absent")
+        with pytest.raises(CacheError, match="cannot be exported"):
+            store.export(tmp_path / "absent" / "profiles.jsonl")
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(CacheError, match="cannot be exported"):
+            store.export(tmp_path / "folder")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["cache", "folder"]
+
+
+def test_a_closed_store_is_of_no_use(path):
+    store = ProfileStore(path)
+    store.close()
+    store.close()
+    with pytest.raises(ValueError, match="closed"):
+        len(store)
+
+
+# Several at once
+
+
+def write_some(path: str, names: list[str], start) -> None:
+    with ProfileStore(path) as store:
+        start.wait(60)
+        for name in names:
+            store.put(make(name))
+
+
+def test_two_processes_write_at_once(path):
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(2)
+    shared = [f"shared {index}" for index in range(20)]
+    names = [
+        [f"{process} {index}" for index in range(180)] + shared for process in range(2)
+    ]
+    processes = [
+        context.Process(target=write_some, args=(str(path), some, start))
+        for some in names
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    with ProfileStore(path) as store:
+        assert len(store) == 380
+        keys = [make(name).key for some in names for name in some]
+        assert len(store.get_many(keys)) == 380
+    assert set_aside(path) == []
+
+
+def test_threads_share_a_store(path):
+    def write(thread: int) -> None:
+        for index in range(50):
+            store.put(make(f"{thread} {index}"))
+            assert store.get(make(f"{thread} {index}").key)
+
+    with ProfileStore(path) as store:
+        threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(store) == 200
+
+
+def test_stores_that_find_damage_at_once_set_one_file_aside(path):
+    fill(path)
+    path.write_bytes(b"no database" * 1000)
+    stores: list[ProfileStore] = []
+
+    def open_and_write(name: str) -> None:
+        barrier.wait()
+        stores.append(ProfileStore(path))
+        stores[-1].put(make(name))
+
+    barrier = threading.Barrier(6)
+    threads = [
+        threading.Thread(target=open_and_write, args=(str(index),))
+        for index in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set_aside(path)) == 1
+    assert [len(store) for store in stores] == [6] * 6
+    for store in stores:
+        store.close()
+
+
+def write_for_ever(path: str, pipe) -> None:
+    with ProfileStore(path) as store:
+        for index in range(10**9):
+            store.put(make(str(index)))
+            pipe.send_bytes(str(index).encode())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_a_killed_writer_loses_nothing_that_it_had_put(path, caplog):
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=write_for_ever, args=(str(path), sender))
+    process.start()
+    sender.close()
+    assert process.pid is not None
+    for _ in range(100):
+        assert receiver.poll(60)
+        last = int(receiver.recv_bytes())
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    try:
+        while True:
+            last = int(receiver.recv_bytes())
+    except EOFError:
+        receiver.close()
+    with caplog.at_level(logging.WARNING), ProfileStore(path) as store:
+        keys = [make(str(index)).key for index in range(last + 1)]
+        assert len(store.get_many(keys)) == last + 1
+        assert store.put(make("after"))
+    assert set_aside(path) == []
+    assert caplog.records == []
+
+
+# Damage
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_a_truncated_file_is_set_aside(path, part, caplog):
+    records = fill(path)
+    data = path.read_bytes()[: int(path.stat().st_size * part)]
+    path.write_bytes(data)
+    with ProfileStore(path) as store:
+        assert len(store) == 0
+        assert store.get_many(records) == {}
+        (aside,) = set_aside(path)
+        assert path.with_name(aside).read_bytes() == data
+        assert store.put(make("after"))
+    assert aside in caplog.text and "damaged" in caplog.text
+    with ProfileStore(path) as store:
+        assert len(store) == 1
+    assert set_aside(path) == [aside]
+
+
+def test_the_log_is_set_aside_too(path):
+    fill(path)
+    with ProfileStore(path) as store:
+        store.put(make("gpt"))
+        log = path.with_name(f"{path.name}-wal").read_bytes()
+        assert log
+        damaged = path.read_bytes()[:4096] + b"no database" * 5000
+        path.write_bytes(damaged)
+        ProfileStore(path).close()
+        (aside,) = set_aside(path)
+        assert path.with_name(aside).read_bytes() == damaged
+        assert path.with_name(f"{aside}-wal").read_bytes() == log
+        assert path.with_name(f"{aside}-shm").exists()
+
+
+def test_a_flipped_bit_never_changes_an_answer(path):
+    records = fill(path)
+    one = next(iter(records.values()))
+    data = path.read_bytes()
+    # Every header byte that says something, and a sample of all pages.
+    offsets = [*range(16, 100, 3), *range(100, len(data), len(data) // 60)]
+    outcomes = set()
+    for number, offset in enumerate(offsets):
+        damaged = bytearray(data)
+        damaged[offset] ^= 1 << number % 8
+        copy = path.parent / str(number) / path.name
+        copy.parent.mkdir()
+        copy.write_bytes(damaged)
+        with ProfileStore(copy) as store:
+            found = store.get_many(records)
+            assert found.items() <= records.items()
+            assert all(record == records[record.key] for record in store.records())
+            store.put(one)
+            assert store.get(one.key) == one
+            for record in records.values():
+                store.put(record)
+            assert store.get_many(records) == records
+        outcomes.add((len(found), bool(set_aside(copy))))
+    assert (0, True) in outcomes
+    assert (len(records), False) in outcomes
+    assert (len(records) - 1, False) in outcomes
+
+
+@pytest.mark.parametrize("column", ["key", "json", "checksum"])
+def test_a_row_with_a_wrong_checksum_is_dropped(path, column, caplog):
+    records = fill(path, 3)
+    victim = next(iter(records.values()))
+    connection = sqlite3.connect(path)
+    changed = "'f' || substr(key, 2)"
+    if column != "key":
+        changed = f"CAST(replace({column}, substr({column}, 9, 1), x'7a') AS BLOB)"
+    with connection:
+        connection.execute(
+            f"UPDATE records SET {column} = {changed} WHERE key = ?", [victim.key]
+        )
+    connection.close()
+    with ProfileStore(path) as store:
+        assert len(store) == 3
+        rest = {key: value for key, value in records.items() if key != victim.key}
+        assert {record.key: record for record in store.records()} == rest
+        assert "dropped the damaged profile" in caplog.text
+        assert len(store) == 2
+        assert store.put(victim)
+        assert store.get_many(records) == records
+    assert set_aside(path) == []
+
+
+def test_a_sound_checksum_over_nonsense_is_dropped(path):
+    record = make("gpt")
+    fill(path, 0)
+    connection = sqlite3.connect(path)
+    from cfp.profiling.store import _checksum
+
+    with connection:
+        connection.execute(
+            "INSERT INTO records VALUES (?, ?, ?)",
+            (record.key, b"{}", _checksum(record.key, b"{}")),
+        )
+    connection.close()
+    with ProfileStore(path) as store:
+        assert store.get(record.key) is None
+        assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["PRAGMA user_version = 7", "CREATE TABLE more (x)", "DROP TABLE records"],
+)
+def test_another_schema_is_set_aside(path, statement):
+    fill(path, 3)
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.close()
+    with ProfileStore(path) as store:
+        assert len(store) == 0
+    assert len(set_aside(path)) == 1
+
+
+def test_an_empty_file_is_a_new_store(path):
+    path.parent.mkdir()
+    path.touch()
+    with ProfileStore(path) as store:
+        assert store.put(make("gpt"))
+    assert set_aside(path) == []
+
+
+def test_damage_below_an_open_store(path):
+    fill(path)
+    with ProfileStore(path) as store, ProfileStore(path) as third:
+        damaged = bytearray(path.read_bytes())
+        damaged[4096:] = bytes(len(damaged) - 4096)
+        # In place, as a bad disk does it.
+        with path.open("r+b") as file:
+            file.write(damaged)
+        with ProfileStore(path) as other:
+            assert len(set_aside(path)) == 1
+            assert other.put(make("theirs"))
+            assert store.put(make("ours"))
+            assert third.get(make("theirs").key) == make("theirs")
+            assert store.get(make("theirs").key) == make("theirs")
+            assert other.get(make("ours").key) == make("ours")
+    with ProfileStore(path) as store:
+        assert len(store) == 2
+    assert len(set_aside(path)) == 1
+
+
+def test_damage_that_the_quick_check_misses(path):
+    """An index that does not lead to its rows."""
+    records = fill(path)
+    data = path.read_bytes()
+    connection = sqlite3.connect(path)
+    (page,) = connection.execute(
+        "SELECT rootpage FROM sqlite_schema WHERE type = 'index'"
+    ).fetchone()
+    connection.close()
+    victim = next(key for key in records if key.encode() in data[(page - 1) * 4096 :])
+    place = data.index(victim.encode(), (page - 1) * 4096)
+    path.write_bytes(data[:place] + b"0" * 8 + data[place + 8 :])
+    with ProfileStore(path) as store:
+        assert set_aside(path) == []
+        for record in records.values():
+            store.put(record, replace=True)
+        assert store.get_many(records).items() <= records.items()
+        store.put(records[victim])
+        assert store.get(victim) == records[victim]
+
+
+def test_a_cache_deleted_below_an_open_store(path):
+    with ProfileStore(path) as store:
+        store.put(make("before"))
+        for item in path.parent.iterdir():
+            item.unlink()
+        path.parent.rmdir()
+        assert store.put(make("after"))
+        assert store.get(make("before").key) is None
+        assert store.get(make("after").key) == make("after")
+
+
+# Places
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheError, match=r"(?s)file.*try: set CFP_CACHE_DIR"):
+        ProfileStore(tmp_path / "file" / "cache" / "profiles.sqlite3")
+
+
+def test_a_path_that_is_a_directory(tmp_path):
+    with pytest.raises(CacheError, match="unable to open"):
+        ProfileStore(tmp_path)
+
+
+def test_a_writer_that_never_ends(path):
+    with ProfileStore(path, busy_seconds=0.05) as store:
+        connection = sqlite3.connect(path)
+        connection.execute("BEGIN IMMEDIATE")
+        with pytest.raises(CacheError, match="locked"):
+            store.put(make("gpt"))
+        assert store.get(make("gpt").key) is None
+        connection.close()
+        assert store.put(make("gpt"))
+
+
+def test_default_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CFP_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == tmp_path / ".cache" / "cfp"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_cache_dir() == tmp_path / ".cache" / "cfp"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert default_cache_dir() == Path("/xdg/cfp")
+    monkeypatch.setenv("CFP_CACHE_DIR", "~/mine")
+    assert default_cache_dir() == tmp_path / "mine"
+    assert not (tmp_path / "mine").exists()

@@ -1,0 +1,273 @@
+import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfp.profiling.timing import (
+    Timing,
+    interleave,
+    interquartile_range,
+    measure,
+    relative_spread,
+)
+
+
+class FakeDevice:
+    """A clock, and things to run that move it."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.log: list[tuple[str, int]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def thing(
+        self,
+        name: str,
+        seconds: Callable[[int, float], float],
+        launch_seconds: float = 0.0,
+    ):
+        """`seconds(i, now)` is what the i-th execution takes."""
+        executed = 0
+
+        def run(n: int) -> None:
+            nonlocal executed
+            self.log.append((name, n))
+            self.now += launch_seconds
+            for _ in range(n):
+                self.now += seconds(executed, self.now)
+                executed += 1
+
+        return run
+
+
+def noise(index: int) -> float:
+    return 1.0 + 0.1 * math.sin(12.9898 * index)
+
+
+def test_a_constant_time_is_found_at_once():
+    device = FakeDevice()
+    timing = measure(device.thing("a", lambda *_: 0.010), clock=device.clock)
+    assert len(timing.samples_ms) == 5
+    assert timing.samples_ms == pytest.approx([10.0] * 5)
+    assert timing.median_ms == pytest.approx(10.0)
+    # A second of warm-up, and the first that is not charged.
+    assert sum(timing.warmup_ms) == pytest.approx(1010, abs=11)
+    assert all(n == 1 for _, n in device.log)
+
+
+def test_a_short_thing_is_repeated_until_a_sample_is_long_enough():
+    device = FakeDevice()
+    run = device.thing("a", lambda *_: 20e-6, launch_seconds=50e-6)
+    timing = measure(run, clock=device.clock, min_sample_ms=5.0, warmup_seconds=0.1)
+    repeats = {n for _, n in device.log[-len(timing.samples_ms) :]}
+    assert len(repeats) == 1
+    repeat = repeats.pop()
+    assert 5e-3 <= repeat * 20e-6 + 50e-6 < 10e-3
+    # The launch is spread over the repeats, no longer two thirds of the sample.
+    assert timing.median_ms == pytest.approx(0.020 + 0.050 / repeat)
+
+
+def test_warm_up_waits_for_clocks_that_drop_over_seconds():
+    device = FakeDevice()
+    started = device.now
+
+    def throttling(_: int, now: float) -> float:
+        return 0.010 * (1 + min((now - started) / 3.0, 1.0))
+
+    timing = measure(
+        device.thing("a", throttling), clock=device.clock, budget_seconds=20.0
+    )
+    assert 3.0 < sum(timing.warmup_ms) / 1e3 < 6.0
+    assert timing.samples_ms == pytest.approx([20.0] * 5)
+
+
+def test_warm_up_waits_for_clocks_that_drop_in_steps():
+    device = FakeDevice()
+    steps = iter([0.5, *[0.010] * 4, *[0.012] * 3, *[0.015] * 3, *[0.020] * 999])
+    timing = measure(
+        device.thing("b", lambda *_: next(steps)),
+        clock=device.clock,
+        warmup_seconds=0.05,
+    )
+    assert timing.samples_ms == pytest.approx([20.0] * len(timing.samples_ms))
+    assert timing.warmup_ms[0] == pytest.approx(500.0)
+
+
+def test_sampling_goes_on_until_the_median_is_sure():
+    device = FakeDevice()
+    run = device.thing("a", lambda index, _: 0.010 * noise(index))
+    timing = measure(run, clock=device.clock, target_spread=0.02)
+    assert timing.relative_spread <= 0.02
+    assert len(timing.samples_ms) > 5
+    assert relative_spread(timing.samples_ms[:-1]) > 0.02
+
+
+def test_samples_end_at_their_largest_number():
+    device = FakeDevice()
+    run = device.thing("a", lambda index, _: 0.010 * noise(index))
+    timing = measure(
+        run, clock=device.clock, target_spread=0.0, max_samples=17, min_samples=3
+    )
+    assert len(timing.samples_ms) == 17
+
+
+@pytest.mark.parametrize("budget_seconds", [0.0, 0.5, 2.0, 5.0])
+@pytest.mark.parametrize("step_seconds", [0.001, 0.3, 4.0])
+def test_the_budget_holds(budget_seconds, step_seconds):
+    device = FakeDevice()
+    run = device.thing("a", lambda index, _: step_seconds * noise(index))
+    started = device.now
+    timing = measure(
+        run,
+        clock=device.clock,
+        target_spread=0.0,
+        max_samples=10**6,
+        budget_seconds=budget_seconds,
+    )
+    assert len(timing.samples_ms) >= 1
+    spent = device.now - started - timing.warmup_ms[0] / 1e3
+    # One execution to calibrate and one sample are made in any case.
+    assert spent <= budget_seconds + 2 * max(step_seconds * 1.1, 0.01)
+    if step_seconds == 0.3 and budget_seconds == 5.0:
+        assert spent >= budget_seconds
+        assert 2.0 < sum(timing.samples_ms) / 1e3 < 4.4
+
+
+def test_a_slow_first_execution_is_kept_but_not_charged():
+    device = FakeDevice()
+    run = device.thing("a", lambda index, _: 60.0 if index == 0 else 0.1)
+    timing = measure(run, clock=device.clock, budget_seconds=10.0)
+    assert timing.warmup_ms[0] == pytest.approx(60e3)
+    assert len(timing.samples_ms) == 5
+
+
+def test_every_execution_is_in_the_result():
+    device = FakeDevice()
+    run = device.thing("a", lambda index, _: 0.003 * noise(index))
+    started = device.now
+    timing = measure(run, clock=device.clock, max_samples=40)
+    values = (*timing.warmup_ms, *timing.samples_ms)
+    assert len(values) == len(device.log)
+    total = sum(ms * n for ms, (_, n) in zip(values, device.log, strict=True))
+    assert total / 1e3 == pytest.approx(device.now - started)
+
+
+def test_processes_that_agree_on_durations_execute_equally_often():
+    logs, heard = [], []
+    for rank in range(2):
+        device = FakeDevice()
+        run = device.thing("a", lambda i, _, r=rank: 0.004 * noise(i) * (1 + 0.3 * r))
+        answers = iter(tuple(heard))
+
+        def agree(seconds: float, rank=rank, answers=answers) -> float:
+            if rank:
+                return next(answers)
+            heard.append(seconds)
+            return seconds
+
+        timing = measure(run, clock=device.clock, agree=agree)
+        logs.append((device.log, timing))
+    assert logs[0] == logs[1]
+
+
+def test_failures_pass_through():
+    def run(n: int) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure(run)
+
+
+def test_wrong_limits_are_refused():
+    with pytest.raises(ValueError, match="min_samples"):
+        measure(lambda n: None, min_samples=3, max_samples=2)
+    with pytest.raises(ValueError, match="min_samples"):
+        measure(lambda n: None, min_samples=0)
+    with pytest.raises(ValueError, match="round"):
+        interleave({}, 0)
+
+
+def test_interleave_rotates_and_is_fair_under_drift():
+    device = FakeDevice()
+    started = device.now
+
+    def drifting(scale: float):
+        return lambda _, now: scale * 0.010 * (1 + (now - started) / 10)
+
+    costs = {"a": 1.0, "b": 1.1, "c": 0.9}
+    runs = {name: device.thing(name, drifting(scale)) for name, scale in costs.items()}
+    timings = interleave(runs, 9, clock=device.clock, warmup_seconds=0.2)
+    assert list(timings) == ["a", "b", "c"]
+    order = "".join(name for name, _ in device.log[-27:])
+    assert order == "abcbcacab" * 3
+    warmup = "".join(name for name, _ in device.log[:-27])
+    assert warmup == "abc" * (len(warmup) // 3)
+    for name, timing in timings.items():
+        assert len(timing.samples_ms) == 9
+        assert len(timing.warmup_ms) == len(warmup) // 3
+        ratio = timing.median_ms / timings["a"].median_ms
+        assert ratio == pytest.approx(costs[name], rel=0.02)
+
+
+def test_interleave_repeats_each_as_often_as_it_needs():
+    device = FakeDevice()
+    runs = {
+        "short": device.thing("short", lambda *_: 1e-4),
+        "long": device.thing("long", lambda *_: 0.02),
+    }
+    timings = interleave(runs, 3, clock=device.clock, warmup_seconds=0.0)
+    last = dict(device.log)
+    assert last["long"] == 1
+    assert last["short"] >= 50
+    assert timings["short"].median_ms == pytest.approx(0.1)
+    assert timings["long"].median_ms == pytest.approx(20.0)
+
+
+def test_interleave_ends_with_the_budget_after_a_whole_round():
+    device = FakeDevice()
+    runs = {name: device.thing(name, lambda *_: 0.5) for name in "ab"}
+    timings = interleave(
+        runs, 50, clock=device.clock, warmup_seconds=1.0, budget_seconds=4.0
+    )
+    # One second of warm-up after the first executions, then three rounds.
+    assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
+    one = interleave(runs, 50, clock=device.clock, budget_seconds=0.0)
+    assert [len(timing.samples_ms) for timing in one.values()] == [1, 1]
+
+
+def test_interleave_of_nothing():
+    assert interleave({}, 3) == {}
+
+
+def test_a_real_clock():
+    timing = measure(
+        lambda n: sum(range(n * 1000)),
+        warmup_seconds=0.02,
+        budget_seconds=0.2,
+        min_sample_ms=1.0,
+    )
+    assert all(ms > 0 for ms in timing.samples_ms)
+    assert timing.median_ms < 5.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(min_value=0.001, max_value=1e6), min_size=2, max_size=50))
+def test_spread_is_numpys_interquartile_range(samples):
+    first, third = np.percentile(samples, [25, 75])
+    width = interquartile_range(samples)
+    assert width == pytest.approx(third - first, rel=1e-6, abs=1e-6)
+    expected = width / statistics.median(samples) / math.sqrt(len(samples))
+    assert relative_spread(samples) == pytest.approx(expected)
+
+
+def test_spread_of_little():
+    assert relative_spread([]) == relative_spread([3.0]) == math.inf
+    assert relative_spread([3.0, 3.0]) == 0.0
+    assert relative_spread([0.0, 0.0, 0.0, 5.0, 6.0]) == math.inf
+    assert Timing(samples_ms=(2.0, 2.0), warmup_ms=()).relative_spread == 0.0

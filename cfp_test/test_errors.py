@@ -1,0 +1,47 @@
+import inspect
+import pickle
+
+import pytest
+
+from cfp import errors
+
+
+def test_every_error_is_a_cfp_error():
+    found = [
+        item
+        for _, item in inspect.getmembers(errors, inspect.isclass)
+        if item.__module__ == errors.__name__
+    ]
+    assert len(found) == 9
+    assert all(issubclass(item, errors.CfpError) for item in found)
+
+
+def test_message_says_expected_got_and_attempt():
+    message = errors.compose("Bad mesh.", expected="8", got="6", attempt="mesh (2, 3)")
+    assert message.splitlines() == [
+        "Bad mesh.",
+        "  expected: 8",
+        "  got: 6",
+        "  try: mesh (2, 3)",
+    ]
+
+
+def test_memory_budget_error_lists_the_largest_first_and_survives_pickling():
+    error = errors.MemoryBudgetError(
+        "too small",
+        smallest_feasible_bytes=70,
+        contributors=[("biases", 1), ("weights", 60)],
+    )
+    error.add_note("on device 3")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.MemoryBudgetError
+    assert str(copy) == "too small"
+    assert copy.smallest_feasible_bytes == 70
+    assert copy.contributors == [("weights", 60), ("biases", 1)]
+    assert copy.__notes__ == ["on device 3"]
+
+
+def test_plain_errors_survive_pickling():
+    copy = pickle.loads(pickle.dumps(errors.CacheError("no room")))
+    with pytest.raises(errors.CacheError, match="no room"):
+        raise copy

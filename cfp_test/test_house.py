@@ -1,0 +1,357 @@
+"""The rules of the house, held by reading the sources of the package.
+
+Each rule is a function from a source tree to a list of breaches, tried here on made-up
+modules too, so that a rule that finds nothing is known to look.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cfp"
+
+# The rooms, in the order of the passes. A module imports from its own room and from
+# those above it. A new room is one more line here, at its place.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("program",),
+    ("analysis",),
+    ("profiling",),
+    ("search",),
+    ("plan",),
+    ("execute",),
+    ("presets",),
+    ("models",),
+    ("report",),
+    ("cluster",),
+    ("api",),
+    ("__init__",),  # The public names, gathered from the rooms above.
+    ("cli", "demo", "__main__"),
+)
+
+# Only this room touches MLIR and what JAX keeps to itself.
+MLIR_ROOM = "program"
+MLIR_MODULES = ("jax.extend.mlir", "jaxlib", "jax._src")
+MLIR_ATTRIBUTES = ("_lowering",)
+
+# Every use of something non-public, as (file, name): modules in full, attributes with
+# a leading dot. Each can break with a release of JAX: add one only if there is no
+# public way, and say in the code what it is for.
+NON_PUBLIC: set[tuple[str, str]] = set()
+
+MAX_LINES = 400
+FORBIDDEN_FILES = ("utils.py",)
+
+# cfp plans any program: only these may know of particular models and libraries, in
+# any way or, for those in the second list, in docstrings and comments.
+MODEL_WORDS = ("gpt", "moe", "llama", "bert", "flax")
+MAY_NAME_MODELS = ("models/", "demo.py", "cli.py")
+MAY_NAME_MODELS_IN_DOCS = ("presets.py",)
+
+
+def sources() -> dict[str, str]:
+    """The package's modules: path from the package's folder -> text."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): path.read_text()
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+# ------------------------------------------------------------------- reading imports
+
+
+def module_name(file: str) -> str:
+    """'program/graph.py' -> 'cfp.program.graph'; '__init__.py' -> 'cfp'."""
+    parts = ["cfp", *file.removesuffix(".py").split("/")]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(file: str, text: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of all imports, wherever they stand.
+
+    `from a import b` gives `a.b`, whether b is a module or not.
+    """
+    package = module_name(file).split(".")
+    if not file.endswith("__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = package[: len(package) - node.level + 1]
+                base = ".".join([*up, *([base] if base else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+# ---------------------------------------------------------------- (a) order of rooms
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def import_breaches(files: dict[str, str]) -> list[str]:
+    level = {room: i for i, rooms in enumerate(ROOMS) for room in rooms}
+    breaches = []
+    for file, text in files.items():
+        own = room_of(file)
+        if own not in level:
+            breaches.append(f"cfp/{file}: room {own!r} has no place in ROOMS")
+            continue
+        for line, name in imported(file, text):
+            top, _, rest = name.partition(".")
+            if top != "cfp":
+                continue
+            room = rest.split(".")[0]
+            # Anything else is a public name that the package itself gathered.
+            room = room if room in level else "__init__"
+            if level[room] > level[own]:
+                breaches.append(
+                    f"cfp/{file}:{line}: {own} imports from {room} ({name})"
+                )
+    return breaches
+
+
+def test_imports_follow_the_order_of_the_passes():
+    assert import_breaches(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "breach"),
+    [
+        ("program/trace.py", "from cfp.program.graph import Op", None),
+        ("program/trace.py", "import cfp.errors", None),
+        ("program/trace.py", "from . import graph", None),
+        ("search/ilp.py", "from ..analysis import blocks", None),
+        ("__init__.py", "from cfp.api import parallelize", None),
+        ("__init__.py", "from .api import parallelize", None),
+        ("cli.py", "import cfp", None),
+        ("demo.py", "from cfp.cli import main", None),
+        ("api.py", "import jax", None),
+        ("program/trace.py", "import cfp.plan", "program imports from plan"),
+        ("program/trace.py", "from cfp import plan", "program imports from plan"),
+        ("program/trace.py", "def f():\n  from ..api import g", "imports from api"),
+        ("program/__init__.py", "from ..analysis import a", "imports from analysis"),
+        ("plan.py", "from .report import tables", "plan imports from report"),
+        ("api.py", "import cfp", "api imports from __init__"),
+        ("api.py", "from cfp import parallelize", "api imports from __init__"),
+        ("api.py", "from cfp.cli import main", "api imports from cli"),
+        ("api.py", "if TYPE_CHECKING:\n  import cfp.cli", "api imports from cli"),
+        ("attic/x.py", "", "room 'attic' has no place in ROOMS"),
+    ],
+)
+def test_import_rule(file, text, breach):
+    found = import_breaches({file: text})
+    assert (not found) if breach is None else (breach in found[0])
+
+
+# ------------------------------------------------------- (b) MLIR and what is private
+
+
+def attributes(text: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, name) of each attribute reached, also by name with getattr."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[1].value)
+
+
+def mlir_breaches(files: dict[str, str]) -> list[str]:
+    breaches = []
+    for file, text in files.items():
+        if room_of(file) == MLIR_ROOM:
+            continue
+        for line, name in imported(file, text):
+            if within(name, MLIR_MODULES):
+                breaches.append(f"cfp/{file}:{line}: imports {name}")
+        for line, name in attributes(text):
+            if name in MLIR_ATTRIBUTES:
+                breaches.append(f"cfp/{file}:{line}: reaches .{name}")
+    return breaches
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_private_names(text: str) -> set[str]:
+    """The private names that a module defines: its own affair, in that module."""
+    names = {"_replace", "_asdict", "_fields", "_make"}  # Public, on a NamedTuple.
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def non_public_uses(files: dict[str, str]) -> set[tuple[str, str]]:
+    """All (file, name) of modules and attributes that are private to another."""
+    uses = set()
+    for file, text in files.items():
+        for _, name in imported(file, text):
+            if name.split(".")[0] == "cfp":
+                continue
+            if within(name, ("jaxlib",)) or any(map(is_private, name.split("."))):
+                uses.add((file, name))
+        own = own_private_names(text)
+        for _, name in attributes(text):
+            if is_private(name) and name not in own:
+                uses.add((file, f".{name}"))
+    return uses
+
+
+def test_only_one_room_touches_mlir():
+    assert mlir_breaches(sources()) == []
+
+
+def test_non_public_uses_are_those_listed():
+    assert non_public_uses(sources()) == NON_PUBLIC
+
+
+@pytest.mark.parametrize(
+    ("text", "breach"),
+    [
+        ("from jax.extend.mlir import ir", "imports jax.extend.mlir.ir"),
+        ("from jax.extend import mlir", "imports jax.extend.mlir"),
+        ("import jaxlib", "imports jaxlib"),
+        ("import jax._src.core as c", "imports jax._src.core"),
+        ("def f(lowered):\n  return lowered._lowering.stablehlo()", "._lowering"),
+        ("x = getattr(lowered, '_lowering')", "._lowering"),
+        ("import jax.extend.core", None),
+        ("import jaxlibrary", None),
+    ],
+)
+def test_mlir_rule(text, breach):
+    found = mlir_breaches({"analysis/blocks.py": text})
+    assert (not found) if breach is None else (breach in found[0])
+    assert mlir_breaches({"program/trace.py": text}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "uses"),
+    [
+        ("from jax._src import core", {"jax._src.core"}),
+        ("from jaxlib.mlir import ir", {"jaxlib.mlir.ir"}),
+        ("from jax.extend.mlir import ir", set()),
+        ("from cfp.models.registry import _Recipe", set()),
+        ("from __future__ import annotations", set()),
+        ("x = lowered._lowering.stablehlo()", {"._lowering"}),
+        ("x = getattr(lowered, '_lowering', None)", {"._lowering"}),
+        ("x = f(y)[0]._executable._hlo", {"._executable", "._hlo"}),
+        ("class A:\n  def __init__(self):\n    self._x = 1\n  b = a._x", set()),
+        ("class A:\n  _x: int = 1\n  def f(self, o):\n    return o._x", set()),
+        ("class A:\n  def _f(self):\n    return self._f().__class__", set()),
+        ("x = record._replace(a=1)", set()),
+    ],
+)
+def test_non_public_rule(text, uses):
+    found = non_public_uses({"program/trace.py": text})
+    assert found == {("program/trace.py", use) for use in uses}
+
+
+# ---------------------------------------------------------------- (c), (d) the files
+
+
+def test_files_stay_short():
+    lengths = {file: len(text.splitlines()) for file, text in sources().items()}
+    assert {file: n for file, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_no_file_is_a_drawer_for_everything():
+    assert [f for f in sources() if Path(f).name in FORBIDDEN_FILES] == []
+
+
+# --------------------------------------------------------- (e) no model is special
+
+
+MODEL_WORD = re.compile(
+    # A word begins after something that is no letter, or where camel case has a hump,
+    # and ends before anything but a small letter.
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
+    rf"(?i:{'|'.join(MODEL_WORDS)})"
+    r"(?![a-z])"
+)
+
+
+def docstring_lines(text: str) -> set[int]:
+    """The lines on which docstrings stand."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
+            match node.body:
+                case [ast.Expr(value=ast.Constant(value=str())) as doc, *_]:
+                    lines.update(range(doc.lineno, (doc.end_lineno or 0) + 1))
+    return lines
+
+
+def model_word_breaches(files: dict[str, str]) -> list[str]:
+    """Finds model words in identifiers and strings; in comments they may stand."""
+    breaches = []
+    for file, text in files.items():
+        if file.startswith(MAY_NAME_MODELS):
+            continue
+        docs = docstring_lines(text) if file in MAY_NAME_MODELS_IN_DOCS else set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT or token.start[0] in docs:
+                continue
+            for word in MODEL_WORD.findall(token.string):
+                breaches.append(f"cfp/{file}:{token.start[0]}: {word}")
+    return breaches
+
+
+def test_no_model_is_known_by_name():
+    assert model_word_breaches(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpt = 1", ["gpt"]),
+        ("x = GPTConfig()", ["GPT"]),
+        ("from a import MoEConfig as C", ["MoE"]),
+        ("def plan_moe_layer(): pass", ["moe"]),
+        ("import flax.linen", ["flax"]),
+        ("runLlama2()", ["Llama"]),
+        ("'a BERT'", ["BERT"]),
+        ("'''\nSuch as gpt2.'''", ["gpt"]),
+        ("x = f'{y} gpt {z}'", ["gpt"]),
+        ("# As a GPT does.", []),
+        ("hubert = 'Hubert Albert'", []),
+        ("flaxen = smoed = 1", []),
+    ],
+)
+def test_model_word_rule(text, words):
+    found = model_word_breaches({"api.py": text + "\n"})
+    assert [breach.split(": ")[1] for breach in found] == words
+    assert model_word_breaches({"models/a.py": text + "\n"}) == []
+
+
+def test_presets_may_name_models_in_docs_only():
+    text = '"""Megatron for a GPT."""\ndef f():\n    """GPT."""\n    return "gpt"\n'
+    assert model_word_breaches({"presets.py": text}) == ["cfp/presets.py:4: gpt"]

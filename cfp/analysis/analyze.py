@@ -45,5 +45,6 @@ def build_frame(
         block_of=tuple(block_of),
         group_of={op: g.index for g in groups for op in g.ops},
         group_of_arg={a: g.index for g in groups for a in g.args},
+        region_ops=tuple(op.id for op in program.ops if op.body),
         pins=dict(pins or {}),
     )

@@ -8,7 +8,7 @@ there is a resharding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -64,6 +64,7 @@ class Frame:
     block_of: tuple[int, ...]  # op id -> block index, or -1
     group_of: Mapping[int, int]  # update op id -> group index
     group_of_arg: Mapping[int, int]  # argument position -> group index
+    region_ops: tuple[int, ...]  # loops and branches
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
 
 
@@ -131,6 +132,19 @@ class Layout:
             self._lay_out_group(frame.groups[index], mode)
         self._values()
 
+    def spec(self, value: int) -> Spec | None:
+        """The sharding a value is made with; None where the compiler may decide."""
+        known = self.value_spec.get(value)
+        if known is not None:
+            return known
+        record = self.frame.program.values[value]
+        if record.producer in self.frame.program.leaf_ops:
+            return None
+        replicated = ((),) * len(record.shape)
+        if record.producer < 0:
+            return self.read_spec(value) or replicated
+        return replicated
+
     # -- what an op wants ----------------------------------------------------
 
     def use_spec(self, op_id: int, index: int) -> Spec | None:
@@ -182,7 +196,7 @@ class Layout:
         specs = []
         for v in program.outputs:
             value = program.values[v]
-            specs.append(self.value_spec.get(v) or ((),) * len(value.shape))
+            specs.append(self.spec(v) or ((),) * len(value.shape))
         for position, output in enumerate(self.frame.paired):
             if output is not None:
                 specs[output] = self.arg_spec(position)
@@ -190,14 +204,15 @@ class Layout:
 
     def arg_spec(self, position: int) -> Spec:
         """The sharding of an argument of the program."""
-        return self.value_spec[self.frame.program.args[position]]
+        value = self.frame.program.args[position]
+        return self.spec(value) or ((),) * len(self.frame.program.values[value].shape)
 
     # -- building ------------------------------------------------------------
 
     def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
         program, mesh = self.frame.program, self.frame.mesh
         main = program.args[group.args[0]]
-        used = self._first_use(main) or ((),) * len(group.shape)
+        used = self.read_spec(main) or ((),) * len(group.shape)
         used = self.frame.pins.get(group.args[0], used)
         wide = used if mode is Storage.USED else extend_spec(used, group.shape, mesh)
         self._group_specs[group.index] = (used, wide)
@@ -247,7 +262,7 @@ class Layout:
                         axes[major] = names
                 self.axes[user] = tuple(axes)
 
-    def _first_use(self, value: int) -> Spec | None:
+    def read_spec(self, value: int) -> Spec | None:
         """How the first op that reads a value, in program order, wants it."""
         for user, index in sorted(self.frame.program.users[value]):
             op = self.frame.program.ops[user]
@@ -269,7 +284,7 @@ class Layout:
         place = loop.results.index(canonical)
         found = None
         for entry in loop.entries[place :: len(loop.operands)]:
-            found = found or self._first_use(entry)
+            found = found or self.read_spec(entry)
         if found is None:
             shape = program.values[canonical].shape
             producer = program.values[loop.yields[place]].producer
@@ -284,18 +299,17 @@ class Layout:
 
     def _values(self) -> None:
         program = self.frame.program
-        for op in program.ops:
-            if op.kind == "while":
-                for result in op.results:
+        for op_id in self.frame.region_ops:
+            op = program.ops[op_id]
+            for result in op.results:
+                if op.kind == "while":
                     self._carried(result)
-        for op in program.ops:
-            if op.id not in self.axes:
-                if op.id not in program.leaf_ops and op.kind != "while":
-                    for result in op.results:
-                        spec = self._first_use(result) if op.body else None
-                        shape = program.values[result].shape
-                        self.value_spec.setdefault(result, spec or ((),) * len(shape))
-                continue
+                else:
+                    shape = program.values[result].shape
+                    spec = self.read_spec(result) or ((),) * len(shape)
+                    self.value_spec[result] = spec
+        for op_id in sorted(self.axes):
+            op = program.ops[op_id]
             partial = self.unreduced(op)
             for index, result in enumerate(op.results):
                 natural = self.natural_spec(op, index)
@@ -303,12 +317,8 @@ class Layout:
                 if partial:
                     natural = self._scattered(result, natural, partial)
                 self.value_spec[result] = natural
-        for position, value in enumerate(program.args):
-            if position in self.frame.pins:
-                self.value_spec[value] = self.frame.pins[position]
-            elif value not in self.value_spec:
-                shape = program.values[value].shape
-                self.value_spec[value] = self._first_use(value) or ((),) * len(shape)
+        for position, spec in self.frame.pins.items():
+            self.value_spec[program.args[position]] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
         """Where a partial sum goes: scattered, if the first reader wants it so."""
@@ -332,23 +342,33 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
     return Layout(frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage)))
 
 
-def constraints(layout: Layout) -> Constraints:
-    """What a layout tells the compiler: one entry where a value is made, one for
-    each use that wants it otherwise."""
+def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
+    """What a layout tells the compiler.
+
+    One entry where a value is made, one for each use that wants it otherwise.
+
+    Args:
+        layout: the layout.
+        ops: ids of the ops to speak of; all of them if None.
+    """
     program = layout.frame.program
     values: dict[int, Spec] = {}
-    for op in program.ops:
-        if layout.covers(op.id):
-            for result in op.results:
-                if program.values[result].shape:
-                    values[result] = layout.value_spec[result]
+    for op_id in layout.axes:
+        if ops is not None and op_id not in ops:
+            continue
+        for result in program.ops[op_id].results:
+            if program.values[result].shape:
+                values[result] = layout.value_spec[result]
     uses: dict[tuple[int, int], Spec] = {}
-    for op in program.ops:
+    for op in program.ops if ops is None else [program.ops[i] for i in ops]:
         for index, v in enumerate((*op.operands, *op.yields)):
             value = program.values[v]
-            if not value.shape or v not in layout.value_spec:
+            if not value.shape:
                 continue
             wanted = layout.use_spec(op.id, index)
-            if wanted is not None and wanted != layout.value_spec[v]:
+            if wanted is None:
+                continue
+            have = layout.spec(v)
+            if have is not None and have != wanted:
                 uses[op.id, index] = wanted
     return Constraints(values, uses)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from cfp.analysis.blocks import find_blocks
 from cfp.analysis.classes import carried_values
 from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
+from cfp.analysis.segments import Segment, find_segments
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.program.graph import Program
@@ -48,3 +51,39 @@ def build_frame(
         region_ops=tuple(op.id for op in program.ops if op.body),
         pins=dict(pins or {}),
     )
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the analyze pass finds.
+
+    Attributes:
+        frame: blocks, state, and how strategies become shardings.
+        segments: the runs of blocks, in order.
+    """
+
+    frame: Frame
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def representatives(self) -> tuple[int, ...]:
+        """For each kind the segment that is measured for all of its kind.
+
+        The second where there are three or more: the first and the last of a stack
+        have other neighbours than the rest.
+        """
+        found: dict[int, list[int]] = {}
+        for segment in self.segments:
+            found.setdefault(segment.kind, []).append(segment.index)
+        return tuple(
+            members[1] if len(members) > 2 else members[0]
+            for _, members in sorted(found.items())
+        )
+
+
+def analyze(
+    program: Program, mesh: Mesh, pins: Mapping[int, Spec] | None = None
+) -> Analysis:
+    """Finds the blocks, the state and the segments of a program on a mesh."""
+    frame = build_frame(program, mesh, pins)
+    return Analysis(frame, find_segments(frame))

@@ -40,18 +40,17 @@ class StorageGroup:
 def pair_outputs(program: Program) -> tuple[int | None, ...]:
     """For each argument the output that is its new value, or None.
 
-    Donation says so; otherwise equal types with equal paths below the root do.
+    Equal types with equal paths below the root say so. Donation speaks for the rest:
+    JAX matches donated arguments with results by type alone, so it comes second.
     """
-    paired: list[int | None] = list(program.alias)
-    taken = {o for o in paired if o is not None}
+    paired: list[int | None] = [None] * len(program.args)
+    taken: set[int] = set()
     by_path: dict[tuple, list[int]] = {}
     for index, name in enumerate(program.output_names):
         value = program.values[program.outputs[index]]
         for tail in {name, name.partition("/")[2]}:
             by_path.setdefault((tail, value.shape, value.dtype), []).append(index)
     for index, name in enumerate(program.arg_names):
-        if paired[index] is not None:
-            continue
         value = program.values[program.args[index]]
         tail = name.partition("/")[2]
         for candidate in by_path.get((tail, value.shape, value.dtype), ()):
@@ -59,6 +58,10 @@ def pair_outputs(program: Program) -> tuple[int | None, ...]:
                 paired[index] = candidate
                 taken.add(candidate)
                 break
+    for index, output in enumerate(program.alias):
+        if paired[index] is None and output is not None and output not in taken:
+            paired[index] = output
+            taken.add(output)
     return tuple(paired)
 
 

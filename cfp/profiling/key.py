@@ -22,7 +22,7 @@ from cfp.errors import DeviceError, compose
 
 Parts = tuple[tuple[str, str], ...]
 
-_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 # Flags that change what is written, cached or seen, but not what a program costs
 # (the number of devices is a part of its own).
@@ -146,7 +146,7 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         "prng_impl": _setting("jax_default_prng_impl"),
         "threefry_partitionable": _setting("jax_threefry_partitionable"),
     }
-    if platform_name in _GPU_PLATFORMS:
+    if platform_name in GPU_PLATFORMS:
         parts["nccl"] = _variables(
             name
             for name in os.environ

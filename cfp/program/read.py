@@ -16,6 +16,7 @@ from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_ru
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _MAX_ATTRIBUTE_CHARS = 400
+_MAX_PRINTED_ELEMENTS = 1024
 
 
 def read_program(
@@ -69,7 +70,10 @@ def fingerprint(module: ir.Module) -> str:
     }
     for name in saved:
         del function.attributes[name]
-    text = function.get_asm(enable_debug_info=False)
+    # Large constants are data like the arguments, and may be gigabytes as text.
+    text = function.get_asm(
+        enable_debug_info=False, large_elements_limit=_MAX_PRINTED_ELEMENTS
+    )
     for name, attribute in saved.items():
         function.attributes[name] = attribute
     return hashlib.sha256(text.encode()).hexdigest()
@@ -146,7 +150,7 @@ class _Reader:
                 source=_source(op.location) if op.name in _NAMED_SOURCE else "",
                 parent=parent,
                 repeat=repeat,
-                attributes=_attributes(op),
+                attributes=_attributes(op, index),
                 yields=tuple(yields),
                 entries=tuple(entries),
                 body=body,
@@ -170,7 +174,11 @@ class _Reader:
         return None
 
     def _note_constant(self, op: ir.Operation, results: list[int]) -> None:
-        if op.name != "stablehlo.constant" or self.values[results[0]].shape:
+        if op.name != "stablehlo.constant":
+            return
+        value = self.values[results[0]]
+        # The bindings know no attribute class for some other types (complex ones).
+        if value.shape or not value.dtype.removeprefix("u").startswith("i"):
             return
         attribute = op.attributes["value"]
         if isinstance(attribute, ir.DenseIntElementsAttr):
@@ -234,9 +242,13 @@ def _source(location: ir.Location) -> str:
     return ""
 
 
-def _attributes(op: ir.Operation) -> str:
+def _attributes(op: ir.Operation, index: int) -> str:
     if op.name in shardy.REGION_OPS or not len(op.attributes):
         return ""
+    if op.name == "stablehlo.constant":
+        text = op.get_asm(large_elements_limit=_MAX_PRINTED_ELEMENTS)
+        # What is not printed counts as different from everything else.
+        return text.partition(" = ")[2] + (f" #{index}" if "__elided__" in text else "")
     parts = []
     for name in op.attributes:
         if name != shardy.RULE:

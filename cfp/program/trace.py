@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -64,6 +65,24 @@ class FlatStep:
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
         return flat
+
+    @cached_property
+    def traced(self) -> jax.stages.Traced:
+        """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
+
+        Raises:
+            StepNotTraceable: JAX cannot trace the function.
+        """
+        try:
+            return jax.jit(self.flat_fn).trace(*self.avals)
+        except Exception as error:
+            # Whatever the user's code raises while it is traced is the user's to mend.
+            raise StepNotTraceable(
+                f"JAX could not trace {self.flat_fn.__name__!r}: "
+                f"{type(error).__name__}: {error}\n"
+                "The step must be a function that jax.jit accepts; arguments that are "
+                "not arrays belong in static_argnums."
+            ) from error
 
 
 def flatten_step(
@@ -194,30 +213,25 @@ def lower_step(
     Raises:
         StepNotTraceable: JAX cannot trace the function.
     """
-    donate = tuple(i for i, d in enumerate(step.donated) if d)
-    try:
-        out_shape = jax.eval_shape(step.flat_fn, *step.avals)
-        out_avals, out_tree = tree_flatten(out_shape)
-        if isinstance(out_shardings, list | tuple):
-            out_shardings = tree_unflatten(out_tree, list(out_shardings))
-        jitted = jax.jit(
-            step.flat_fn,
-            in_shardings=tuple(in_shardings),
-            out_shardings=out_shardings,
-            donate_argnums=donate,
-            keep_unused=True,
-        )
-        lowered = jitted.lower(*step.avals)
-    except StepNotTraceable:
-        raise
-    except Exception as error:
-        # Whatever the user's code raises while it is traced is the user's to mend.
-        raise StepNotTraceable(
-            f"JAX could not trace {step.flat_fn.__name__!r}: "
-            f"{type(error).__name__}: {error}\n"
-            "The step must be a function that jax.jit accepts; arguments that are "
-            "not arrays belong in static_argnums."
-        ) from error
+    out_avals, out_tree = tree_flatten(step.traced.out_info)
+    if isinstance(out_shardings, list | tuple):
+        out_shardings = tree_unflatten(out_tree, list(out_shardings))
+    run = jaxpr_as_fun(step.traced.jaxpr)
+
+    # A function of its own: JAX keeps what it lowered for a function it has seen, and
+    # hands out the same module again, with the constraints of an earlier plan in it.
+    def replay(*leaves: Any) -> Any:
+        return tree_unflatten(out_tree, run(*leaves))
+
+    replay.__name__ = replay.__qualname__ = step.flat_fn.__name__
+    jitted = jax.jit(
+        replay,
+        in_shardings=tuple(in_shardings),
+        out_shardings=out_shardings,
+        donate_argnums=tuple(i for i, d in enumerate(step.donated) if d),
+        keep_unused=True,
+    )
+    lowered = jitted.lower(*step.avals)
     module = lowered.compiler_ir("stablehlo")
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, tuple(out_avals), erased)
@@ -234,20 +248,24 @@ def trace(step: FlatStep, mesh: Mesh) -> tuple[Program, Lowering]:
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated)
+    return read_lowering(step, lowering), lowering
+
+
+def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
+    """Reads the program of a lowered step."""
     paths, _ = tree_flatten_with_path(
         tree_unflatten(lowering.out_tree, list(range(len(lowering.out_avals))))
     )
     output_names = [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
     ]
-    program = read_program(
+    return read_program(
         lowering.module,
         arg_names=step.arg_names,
         output_names=output_names,
         alias=_aliases(lowering.module, step.donated),
         erased_constraints=lowering.erased_constraints,
     )
-    return program, lowering
 
 
 def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:

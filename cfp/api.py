@@ -1,0 +1,143 @@
+"""Automatic sharding, from a step function to a plan: the whole story.
+
+    trace      step + abstract arguments  -> Program
+    analyze    Program + mesh             -> Analysis   blocks, strategies, segments
+    profile    Analysis                   -> Profiles   what each choice costs, measured
+    search     Analysis + Profiles        -> Choice     the fastest that fits in memory
+    race       Choice and the classics    -> Plan       timed on the whole program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.analysis.analyze import analyze
+from cfp.analysis.pins import resolve_pins
+from cfp.plan import Plan
+from cfp.planner import Planner, PlannerSettings
+from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.units import parse_bytes
+
+Pins = Mapping[str, PartitionSpec | NamedSharding]
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+    memory_budget: int | str | None = None,
+    pins: Pins | None = None,
+    preset: str | None = None,
+    cache_dir: str | Path | None = None,
+    settings: PlannerSettings | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plans how to shard a step on a mesh.
+
+    Args:
+        fn: any function of pytrees that ``jax.jit`` accepts: a training step, an
+            evaluation step, anything.
+        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. Nothing
+            is allocated for them.
+        mesh: the devices; profiling runs on them.
+        static_argnums: positions of arguments that are not arrays.
+        donate_argnums: positions of arguments that the step may overwrite, usually
+            the training state.
+        memory_budget: memory of one device that the plan may use, in bytes or as
+            text such as "80GiB"; by default what the device has.
+        pins: shardings that the plan must keep, by path of the argument, with globs:
+            ``{"params/*/kernel": PartitionSpec(None, "x")}``.
+        preset: take a classic strategy instead of searching, such as
+            "data_parallel", "fully_sharded" or "tensor_parallel".
+        cache_dir: where measurements are kept; by default the user's cache directory.
+        settings: how much to measure, and who is told about progress.
+
+    Raises:
+        CfpError: the step, the arguments, the mesh, the pins or the budget do not
+            work out; each message says what to do.
+    """
+    mesh = planning_mesh(mesh)
+    budget = parse_bytes(memory_budget)
+    step = flatten_step(
+        fn, args, kwargs, static_argnums=static_argnums, donate_argnums=donate_argnums
+    )
+    program, lowering = trace(step, mesh)
+    axes = tuple(mesh.shape.items())
+    pinned = resolve_pins(pins or {}, program, axes)
+    analysis = analyze(program, axes, pinned)
+    with Planner(analysis, mesh, cache_dir, budget, settings) as planner:
+        if preset is not None:
+            choice = planner.preset(preset)
+        else:
+            profiles = planner.profile()
+            choice = planner.search(profiles)
+        return planner.race(choice).bound_to(step, lowering.out_tree)
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None, *, mesh: Mesh, **options: Any
+) -> Any:
+    """A step that plans itself at its first call, and then runs sharded.
+
+    Also a decorator: ``@cfp.parallelize(mesh=mesh, donate_argnums=0)``.
+
+    Args:
+        fn: the step.
+        mesh: the devices.
+        options: as for :func:`plan`.
+
+    Returns:
+        A callable like ``fn``; its ``plan`` is the plan that it runs under.
+    """
+    if fn is None:
+        return lambda function: parallelize(function, mesh=mesh, **options)
+    return ParallelStep(fn, mesh, options)
+
+
+class ParallelStep:
+    """A step function that is planned at its first call; see :func:`parallelize`.
+
+    Arguments of other shapes or types are planned anew, like ``jax.jit`` compiles
+    anew.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, options: Mapping[str, Any]
+    ) -> None:
+        self._fn = fn
+        self._mesh = mesh
+        self._options = {**options}
+        for name in ("static_argnums", "donate_argnums"):
+            if isinstance(self._options.get(name), int):
+                self._options[name] = (self._options[name],)
+        self._steps: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
+        self._latest: Plan | None = None
+        self.__name__ = getattr(fn, "__name__", "step")
+        self.__doc__ = fn.__doc__
+        self.__wrapped__ = fn
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest call."""
+        if self._latest is None:
+            raise RuntimeError(
+                "The step is planned at its first call. Call it, or use "
+                "cfp.plan(step, *args, mesh=mesh) to plan without running."
+            )
+        return self._latest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        static = self._options.get("static_argnums", ())
+        step = flatten_step(self._fn, args, kwargs, static_argnums=static)
+        key = (step.in_tree, step.static, step.avals)
+        if key not in self._steps:
+            found = plan(self._fn, *args, mesh=self._mesh, **self._options, **kwargs)
+            self._steps[key] = (found, found.compile(self._fn, *args, **kwargs))
+        self._latest, compiled = self._steps[key]
+        return compiled(*args, **kwargs)

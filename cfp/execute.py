@@ -1,0 +1,175 @@
+"""Runs a step under a plan's shardings, and checks it against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves, tree_unflatten
+
+from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch
+from cfp.program.graft import Constraints, constrain, partition_spec
+from cfp.program.trace import FlatStep, lower_step, read_lowering
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step, compiled under a plan, that is called like the function it came from.
+
+    Attributes:
+        step: the user's function and the structure of its arguments.
+        compiled: the compiled program over flat arguments.
+        in_shardings, out_shardings: one for each leaf.
+        out_tree: the structure of the results.
+    """
+
+    step: FlatStep
+    compiled: jax.stages.Compiled
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    out_tree: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; arguments go to their shardings where they are elsewhere."""
+        leaves = self.step.flatten(args, kwargs)
+        placed = [
+            leaf
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding
+            else _place(leaf, sharding, aval)
+            for leaf, sharding, aval in zip(
+                leaves, self.in_shardings, self.step.avals, strict=True
+            )
+        ]
+        return self.compiled(*placed)
+
+    def arg_shardings(self) -> tuple[Any, ...]:
+        """The arguments' shardings as a pytree like the dynamic arguments."""
+        args, _ = tree_unflatten(self.step.in_tree, list(self.in_shardings))
+        return args
+
+    def result_shardings(self) -> Any:
+        """The results' shardings as a pytree like the results."""
+        return tree_unflatten(self.out_tree, list(self.out_shardings))
+
+    @cached_property
+    def hlo(self) -> str:
+        """The optimised program as text."""
+        return self.compiled.as_text() or ""
+
+
+def _place(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:
+    if np.shape(leaf) != aval.shape:
+        raise PlanMismatch(
+            f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
+            "Plan again for the new shapes."
+        )
+    if not isinstance(leaf, jax.Array):
+        leaf = jnp.asarray(leaf, aval.dtype)
+    return jax.device_put(leaf, sharding)
+
+
+def compile_step(
+    step: FlatStep,
+    mesh: Mesh,
+    fingerprint: str,
+    arg_specs: Sequence[Spec],
+    output_specs: Sequence[Spec],
+    constraints: Constraints,
+    options: Mapping[str, str | bool | int] | None = None,
+) -> CompiledStep:
+    """Lowers a step under shardings, inserts the constraints, and compiles it.
+
+    Args:
+        step: the step and its arguments.
+        mesh: the devices.
+        fingerprint: of the program that the constraints were made for.
+        arg_specs, output_specs: a sharding for each leaf.
+        constraints: what the partitioner is told about values inside.
+        options: XLA compiler options.
+
+    Raises:
+        PlanMismatch: the step's program is not the one that was planned.
+    """
+    ins = tuple(
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(arg_specs, step.avals, strict=True)
+    )
+    ranks = [len(aval.shape) for aval in _results(step)]
+    if len(ranks) != len(output_specs):
+        raise PlanMismatch(
+            f"The plan is for {len(output_specs)} results, the step has {len(ranks)}."
+        )
+    outs = tuple(
+        NamedSharding(mesh, partition_spec(spec, rank))
+        for spec, rank in zip(output_specs, ranks, strict=True)
+    )
+    lowering = lower_step(step, ins, list(outs))
+    program = read_lowering(step, lowering)
+    if program.fingerprint != fingerprint:
+        raise PlanMismatch(
+            "The step's program is not the one that was planned: the function, the "
+            "shapes or dtypes of its arguments, or the versions of jax and jaxlib "
+            "have changed. Plan again."
+        )
+    constrain(lowering.module, program, mesh, constraints)
+    compiled = lowering.lowered.compile(compiler_options=dict(options or {}) or None)
+    return CompiledStep(step, compiled, ins, outs, lowering.out_tree)
+
+
+def _results(step: FlatStep) -> list[Any]:
+    return tree_leaves(jax.eval_shape(step.flat_fn, *step.avals))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a result is from one device's: relative L2 of one leaf."""
+
+    path: str
+    relative_l2: float
+
+
+def compare(found: Any, expected: Any) -> list[Difference]:
+    """Relative L2 distances of all leaves, largest first; NaN counts as infinite."""
+    pairs, tree = jax.tree_util.tree_flatten_with_path(expected)
+    if jax.tree_util.tree_structure(found) != tree:
+        raise ValueError("results of different structures cannot be compared")
+    differences = []
+    for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        differences.append(Difference(name, _relative_l2(have, want)))
+    return sorted(differences, key=lambda d: -d.relative_l2)
+
+
+def _relative_l2(have: Any, want: Any) -> float:
+    a, b = _as_float(have), _as_float(want)
+    scale = np.linalg.norm(b.ravel())
+    error = np.linalg.norm((a - b).ravel())
+    if not np.isfinite(error):
+        same = np.array_equal(a, b, equal_nan=True)
+        return 0.0 if same else float("inf")
+    return float(error / scale) if scale > 0 else float(error)
+
+
+def _as_float(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    kind = np.complex128 if np.iscomplexobj(array) else np.float64
+    return array.astype(kind)
+
+
+def run_on_one_device(
+    fn: Callable[..., Any], args: Sequence[Any], device: jax.Device
+) -> Any:
+    """Runs a step, plainly jitted, on one device."""
+    local = jax.device_put(tuple(args), device)
+    return jax.jit(fn)(*local)

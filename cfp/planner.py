@@ -1,0 +1,312 @@
+"""The passes behind :mod:`cfp.api` that need devices: profile, search and race."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, constraints, lay_out
+from cfp.describe import plan_rows
+from cfp.errors import CfpError, DeviceError, MemoryBudgetError
+from cfp.plan import Plan, RaceRow, type_text
+from cfp.presets import presets
+from cfp.profiling.collectives import Rates, measure_rates
+from cfp.profiling.key import environment_parts
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import Progress, profile
+from cfp.profiling.store import ProfileStore, default_cache_dir
+from cfp.program.graft import aval
+from cfp.search.guided import (
+    Wanted,
+    build_problem,
+    over_budget,
+    segment_candidate,
+    wanted_profiles,
+    whole_choice,
+)
+from cfp.search.ilp import solve_ilp
+from cfp.search.measure import whole_job
+from cfp.search.problem import Problem, Solution
+from cfp.search.race import Finalist, RaceResult, race
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """How much to measure, and who is told.
+
+    Attributes:
+        per_kind: how many strategies to measure for each kind of segment.
+        race: whether the best plan and the classics are timed on the whole program;
+            otherwise the prediction is trusted.
+        measure: whether devices may be used; otherwise only records that are in the
+            store already.
+        progress: told of every event, a :class:`Progress` or a line of text.
+    """
+
+    per_kind: int = 16
+    race: bool = True
+    measure: bool = True
+    progress: Callable[[Progress | str], None] | None = None
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What the profile pass measured.
+
+    Attributes:
+        wanted: the candidates of every kind of segment, with their jobs.
+        records: what was measured, by key.
+        rates: the devices' rates.
+        measured, cached, failed: counts of strategies.
+        seconds: how long the pass took.
+    """
+
+    wanted: list[Wanted]
+    records: Mapping[str, ProfileRecord]
+    rates: Rates
+    measured: int
+    cached: int
+    failed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A choice for the whole program, and where it came from."""
+
+    name: str
+    choice: Choice
+    predicted_ms: float | None = None
+    problem: Problem | None = None
+    solution: Solution | None = None
+    search: Mapping[str, float] = field(default_factory=dict)
+
+
+class Planner:
+    """Profiles, searches and races one analysed program; owns the store."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        mesh: Mesh,
+        cache_dir: str | Path | None = None,
+        budget_bytes: int | None = None,
+        settings: PlannerSettings | None = None,
+    ) -> None:
+        self.analysis = analysis
+        self.mesh = mesh
+        self.settings = settings or PlannerSettings()
+        self.devices = list(mesh.devices.flat)
+        self.budget_bytes = budget_bytes or device_memory(self.devices[0])
+        self.environment = environment_parts(self.devices)
+        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        self.store = ProfileStore(folder / "profiles.sqlite")
+        self.classics = presets(analysis.frame)
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
+
+    def preset(self, name: str) -> Decision:
+        """A classic strategy, by name."""
+        if name not in self.classics:
+            raise CfpError(
+                f"There is no preset {name!r} for this program. There are: "
+                f"{', '.join(self.classics)}."
+            )
+        return Decision(name, self.classics[name])
+
+    def profile(self) -> Profiles:
+        """Measures the candidates of every kind of segment."""
+        started = time.perf_counter()
+        rates = measure_rates(self.mesh, self.store, progress=self._tell)
+        wanted = wanted_profiles(
+            self.analysis, self.classics, rates, self.environment, self.settings.per_kind
+        )
+        jobs = [item.job for item in wanted]
+        if not self.settings.measure:
+            records = self.store.get_many([job.key.digest for job in jobs])
+            return Profiles(
+                wanted, records, rates, 0, len(records), 0, time.perf_counter() - started
+            )
+        summary = profile(
+            self.analysis.frame.program, self.mesh, jobs, self.store, progress=self._tell
+        )
+        return Profiles(
+            wanted,
+            summary.records,
+            rates,
+            summary.measured,
+            summary.cached,
+            summary.failed,
+            time.perf_counter() - started,
+        )
+
+    def search(self, profiles: Profiles) -> Decision:
+        """The fastest measured choice that fits in memory.
+
+        Raises:
+            MemoryBudgetError: none fits.
+        """
+        started = time.perf_counter()
+        problem = build_problem(
+            self.analysis,
+            profiles.wanted,
+            profiles.records,
+            profiles.rates,
+            self.budget_bytes,
+        )
+        found = solve_ilp(problem)
+        if found is None:
+            raise over_budget(self.analysis, problem)
+        counts = {
+            "strategies_measured": profiles.measured,
+            "strategies_cached": profiles.cached,
+            "strategies_failed": profiles.failed,
+            "profile_seconds": profiles.seconds,
+            "search_seconds": time.perf_counter() - started,
+        }
+        choice = whole_choice(self.analysis, problem, found)
+        return Decision("planned", choice, found.cost_ms, problem, found, counts)
+
+    def race(self, decision: Decision) -> Plan:
+        """Times the decision and the classics on the whole program; keeps the fastest.
+
+        Raises:
+            MemoryBudgetError: none of them fits in memory.
+            DeviceError: none of them runs.
+        """
+        if not self.settings.race or not self.settings.measure:
+            return self._plan(decision, decision, [])
+        started = time.perf_counter()
+        entries = [decision]
+        if decision.name == "planned":
+            entries += [
+                Decision(name, choice, self._predict(decision, choice))
+                for name, choice in self.classics.items()
+            ]
+        frame = self.analysis.frame
+        finalists = [
+            Finalist(
+                name=entry.name,
+                job=whole_job(frame, entry.choice, self.environment, entry.name),
+                predicted_ms=entry.predicted_ms,
+            )
+            for entry in entries
+        ]
+        results = race(
+            frame.program,
+            self.mesh,
+            finalists,
+            self.store,
+            budget_bytes=self.budget_bytes,
+            progress=self._tell,
+        )
+        best = min(range(len(results)), key=lambda i: results[i].time_ms)
+        if results[best].time_ms == float("inf"):
+            raise self._nobody(results)
+        counts = {**decision.search, "race_seconds": time.perf_counter() - started}
+        counts["race_cached"] = float(all(r.cached for r in results))
+        winner = entries[best]
+        return self._plan(
+            Decision(winner.name, winner.choice, winner.predicted_ms, search=counts),
+            decision,
+            results,
+            results[best],
+        )
+
+    # -- inside --------------------------------------------------------------
+
+    def _tell(self, event: Any) -> None:
+        if self.settings.progress is not None:
+            self.settings.progress(event)
+
+    def _predict(self, decision: Decision, choice: Choice) -> float | None:
+        """What the profiles say about another choice, if all of it was measured."""
+        problem = decision.problem
+        if problem is None:
+            return None
+        picks = []
+        for segment in self.analysis.segments:
+            wanted = segment_candidate(self.analysis, segment.index, choice).key
+            options = problem.options[segment.kind]
+            found = [i for i, o in enumerate(options) if o.candidate.key == wanted]
+            if not found:
+                return None
+            picks.append(found[0])
+        return problem.cost_ms(picks)
+
+    def _nobody(self, results: list[RaceResult]) -> CfpError:
+        fits = [r for r in results if r.fits]
+        if not fits:
+            smallest = min(r.peak_bytes for r in results)
+            return MemoryBudgetError(
+                f"Of {len(results)} compiled plans the smallest needs "
+                f"{smallest / 2**30:.3f} GiB on each device; the budget is "
+                f"{(self.budget_bytes or 0) / 2**30:.3f} GiB. Raise the budget, use "
+                "more devices, or make the batch smaller.",
+                smallest_feasible_bytes=smallest,
+                contributors=[(r.name, r.peak_bytes) for r in results],
+            )
+        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
+        return DeviceError(f"No plan ran on the devices. {reasons}")
+
+    def _plan(
+        self,
+        winner: Decision,
+        decision: Decision,
+        results: list[RaceResult],
+        won: RaceResult | None = None,
+    ) -> Plan:
+        frame = self.analysis.frame
+        program = frame.program
+        layout = lay_out(frame, winner.choice)
+        timed = won is not None and won.record.ok
+        return Plan(
+            fingerprint=program.fingerprint,
+            mesh_axes=frame.mesh,
+            arg_names=program.arg_names,
+            arg_types=tuple(type_text(aval(program, v)) for v in program.args),
+            arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
+            output_specs=layout.output_specs(),
+            constraints=constraints(layout),
+            donated=tuple(a is not None for a in program.alias),
+            winner=winner.name,
+            predicted_ms=winner.predicted_ms,
+            measured_ms=won.time_ms if won is not None and timed else None,
+            peak_bytes=won.peak_bytes if won is not None else None,
+            rows=plan_rows(self.analysis, winner.choice, decision.problem),
+            race=tuple(_race_row(r) for r in results),
+            environment=dict(self.environment),
+            search=dict(winner.search),
+            mesh=self.mesh,
+        )
+
+
+def _race_row(result: RaceResult) -> RaceRow:
+    record = result.record
+    note = "" if record.ok else f"{record.status}: {record.reason}"
+    if record.ok and not result.fits:
+        note = "over the memory budget"
+    return RaceRow(
+        name=result.name,
+        predicted_ms=result.predicted_ms,
+        samples_ms=record.samples_ms,
+        time_ms=record.time_ms if record.ok else None,
+        peak_bytes=result.peak_bytes,
+        note=note,
+    )
+
+
+def device_memory(device: Any) -> int | None:
+    """Memory of a device that programs may use, or None where it does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None

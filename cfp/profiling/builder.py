@@ -1,0 +1,287 @@
+"""Builds one thing to measure: a part of a program, compiled under its shardings.
+
+A part that cannot be built is a record like any other: what the compiler refused
+once it will refuse again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from cfp.profiling.hlo import collectives_in
+from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.record import Collective, ProfileRecord, Status
+from cfp.program.graft import Constraints, Part, Spec, lower_part
+from cfp.program.graph import Program
+
+# What a compiler says when a program does not fit can list every buffer.
+_LONGEST_REASON = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One part of a program to measure under one set of shardings.
+
+    Attributes:
+      key: what it is kept under. Jobs with equal keys are taken for the same.
+      label: what progress shows, such as "segment 1: 3 of 24".
+      part: the ops, from `cfp.program.graft.cut_part`.
+      constraints: what the compiler is told about them.
+      in_specs: shardings of the part's inputs.
+      out_specs: shardings of the part's outputs.
+      feedback: (input position, output position) pairs: the input is donated, and
+        the output takes its place in the next iteration.
+      options: compiler options, by name.
+
+    Raises:
+      ValueError: if specs or positions do not fit the part or each other.
+    """
+
+    key: ProfileKey
+    label: str
+    part: Part
+    constraints: Constraints
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    feedback: tuple[tuple[int, int], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self):
+        found = (len(self.in_specs), len(self.out_specs))
+        wanted = (len(self.part.inputs), len(self.part.outputs))
+        if found != wanted:
+            raise ValueError(
+                f"{self.label}: expected specs for {wanted[0]} inputs and {wanted[1]} "
+                f"outputs, got {found[0]} and {found[1]}"
+            )
+        for side, positions in enumerate(zip(*self.feedback, strict=True)):
+            if len(set(positions)) != len(positions):
+                raise ValueError(f"{self.label}: feedback has a position twice")
+            if not all(0 <= place < wanted[side] for place in positions):
+                raise ValueError(f"{self.label}: feedback is out of range")
+        for put, got in self.feedback:
+            if self.in_specs[put] != self.out_specs[got]:
+                raise ValueError(
+                    f"{self.label}: expected feedback into input {put} sharded "
+                    f"{self.in_specs[put]}, got output {got}: {self.out_specs[got]}"
+                )
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of the inputs whose memory the part overwrites."""
+        return tuple(place for place, _ in self.feedback)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildEnvironment:
+    """Where compilers keep what helps the next compile. Changes no result.
+
+    Tuning fusions on a GPU takes most of a compile and keeps the device busy, so
+    that compiles in several threads get in each other's way; with a directory of
+    what was tuned they do not.
+
+    Attributes:
+      autotune_dir: XLA's per-fusion autotuning results.
+      compilation_cache_dir: JAX's persistent compilation cache, used where the
+        user has not set one; see `cfp.profiling.runner.profile`.
+    """
+
+    autotune_dir: Path | None = None
+    compilation_cache_dir: Path | None = None
+
+    @classmethod
+    def beside(cls, store_path: Path) -> BuildEnvironment:
+        """Directories next to a profile store."""
+        return cls(autotune_dir=store_path.parent / "autotune")
+
+    def options(self, platform: str) -> dict[str, str]:
+        """Compiler options for a platform; none where there is nothing to keep."""
+        if platform not in GPU_PLATFORMS or self.autotune_dir is None:
+            return {}
+        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+
+    def prepare(self, platform: str) -> None:
+        """Makes the directories that `options` names: XLA refuses missing ones."""
+        if self.autotune_dir is not None and self.options(platform):
+            self.autotune_dir.mkdir(parents=True, exist_ok=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A compiled program and what the compiler says about it.
+
+    Attributes:
+      key: what it is measured under.
+      compiled: takes and returns flat arrays.
+      argument_bytes: of the arguments; as the four below on one device.
+      output_bytes: of the results.
+      alias_bytes: of results that live in a donated argument's memory.
+      temp_bytes: the largest need for temporaries.
+      code_bytes: of the generated code.
+      collectives: what one run sends.
+      build_seconds: tracing, lowering and compiling.
+    """
+
+    key: ProfileKey
+    compiled: jax.stages.Compiled
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    code_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    build_seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory needed on one device, everything included."""
+        return (
+            self.argument_bytes
+            + self.output_bytes
+            - self.alias_bytes
+            + self.temp_bytes
+            + self.code_bytes
+        )
+
+    def record(
+        self,
+        status: Status,
+        *,
+        reason: str = "",
+        samples_ms: Sequence[float] = (),
+        run_seconds: float = 0.0,
+    ) -> ProfileRecord:
+        """What became of it, with what the compiler said."""
+        return ProfileRecord(
+            key=self.key.digest,
+            parts=self.key.parts,
+            status=status,
+            reason=reason,
+            samples_ms=tuple(samples_ms),
+            argument_bytes=self.argument_bytes,
+            output_bytes=self.output_bytes,
+            alias_bytes=self.alias_bytes,
+            temp_bytes=self.temp_bytes,
+            code_bytes=self.code_bytes,
+            build_seconds=self.build_seconds,
+            run_seconds=run_seconds,
+            collectives=self.collectives,
+        )
+
+
+def build(
+    program: Program,
+    mesh: Mesh,
+    job: Job,
+    environment: BuildEnvironment | None = None,
+) -> Built | ProfileRecord:
+    """Lowers and compiles a job.
+
+    May be called in several threads at once: compiling leaves Python to others.
+
+    Args:
+      program: the program that the job's part belongs to.
+      mesh: the devices.
+      job: what to build.
+      environment: directories for the compiler.
+
+    Returns:
+      The compiled part, or the record of why there is none.
+    """
+    started = time.perf_counter()
+    options = dict(job.options)
+    if environment is not None:
+        platform = mesh.devices.flat[0].platform
+        environment.prepare(platform)
+        options = {**environment.options(platform), **options}
+    try:
+        lowered = lower_part(
+            program,
+            job.part,
+            mesh,
+            job.constraints,
+            job.in_specs,
+            job.out_specs,
+            job.donated,
+        )
+        return compile_lowered(job.key, lowered, options, started=started)
+    except AssertionError:
+        raise  # A bug of ours says nothing about the part.
+    except Exception as error:  # The compiler's errors have no type in common.
+        seconds = time.perf_counter() - started
+        return build_failure(job.key, error, build_seconds=seconds)
+
+
+def compile_lowered(
+    key: ProfileKey,
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, str],
+    *,
+    started: float,
+) -> Built:
+    """Compiles a lowering and reads what the compiler says about it.
+
+    Args:
+      key: what it is to be measured under.
+      lowered: what to compile.
+      options: compiler options.
+      started: when its build began, as of `time.perf_counter`.
+    """
+    compiled = lowered.compile(compiler_options=dict(options) or None)
+    build_seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    sizes = {}
+    if memory is not None:  # Not every backend keeps account.
+        sizes = {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "code_bytes": memory.generated_code_size_in_bytes,
+        }
+    return Built(
+        key=key,
+        compiled=compiled,
+        collectives=collectives_in(text) if text else (),
+        build_seconds=build_seconds,
+        # Some backends state -1 for what they do not know.
+        **{name: max(0, int(size)) for name, size in sizes.items()},
+    )
+
+
+def build_failure(
+    key: ProfileKey, error: Exception, *, build_seconds: float
+) -> ProfileRecord:
+    """The record of something that could not be built."""
+    return ProfileRecord(
+        key=key.digest,
+        parts=key.parts,
+        status="out_of_memory" if is_out_of_memory(error) else "compile_error",
+        reason=reason_of(error),
+        build_seconds=build_seconds,
+    )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of the compiler or the runtime means too little memory."""
+    if isinstance(error, MemoryError):
+        return True
+    # JAX gives XLA's status codes as the first word of the message.
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """An error as a record keeps it: its type and the beginning of its message."""
+    text = f"{type(error).__name__}: {error}".strip()
+    if len(text) > _LONGEST_REASON:
+        text = text[: _LONGEST_REASON - 3] + "..."
+    return text

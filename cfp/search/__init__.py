@@ -1,0 +1,1 @@
+"""Search: which choices are worth measuring, and which of the measured to take."""

@@ -1,0 +1,19 @@
+"""Tries every choice: the oracle that other solvers are held to."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cfp.search.problem import Problem, Solution, solution
+
+
+def solve_exhaustively(problem: Problem) -> Solution | None:
+    """The cheapest choice that fits, or None if none does."""
+    best: Solution | None = None
+    ranges = [range(len(problem.options[kind])) for kind in problem.kinds]
+    for picks in product(*ranges):
+        if problem.fits(picks):
+            found = solution(problem, picks)
+            if best is None or found.cost_ms < best.cost_ms:
+                best = found
+    return best

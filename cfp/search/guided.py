@@ -1,0 +1,256 @@
+"""Profiling that search asks for, and the problem that the profiles make up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.errors import DeviceError, MemoryBudgetError
+from cfp.profiling.builder import Job
+from cfp.profiling.collectives import Rates
+from cfp.profiling.key import Parts
+from cfp.profiling.record import ProfileRecord
+from cfp.search.candidates import choose_candidates
+from cfp.search.estimate import Estimator
+from cfp.search.measure import segment_bytes, segment_job, segment_layout
+from cfp.search.problem import Candidate, Option, Problem, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A candidate of a kind of segment, and the job that measures it."""
+
+    kind: int
+    candidate: Candidate
+    job: Job
+
+
+def wanted_profiles(
+    analysis: Analysis,
+    classics: Mapping[str, Choice],
+    rates: Rates,
+    environment: Parts,
+    per_kind: int,
+) -> list[Wanted]:
+    """What to measure: for each kind of segment the classics and the best by estimate.
+
+    Args:
+        analysis: the program's analysis.
+        classics: choices whose part in every segment must be among the candidates.
+        rates: the devices' rates, for the estimates.
+        environment: what else a profile depends on.
+        per_kind: how many candidates to measure for each kind.
+    """
+    frame, segments = analysis.frame, analysis.segments
+    estimator = Estimator(frame, rates)
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        segment = segments[index]
+        behind = segments[index + 1] if index + 1 < len(segments) else None
+        twin = behind if behind is not None and behind.kind == kind else None
+        estimate = estimator.segment(segment, twin)
+        required = {
+            (c := segment_candidate(analysis, index, choice)).key: c
+            for choice in classics.values()
+        }
+        candidates = choose_candidates(estimate, list(required.values()), per_kind)
+        for number, candidate in enumerate(candidates):
+            label = f"segment {kind}: {number + 1} of {len(candidates)}"
+            job = segment_job(frame, segments, index, candidate, environment, label)
+            found.append(Wanted(kind, candidate, job))
+    return found
+
+
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
+    """The part of a whole program's choice that concerns one segment."""
+    segment = analysis.segments[index]
+    modes = [choice.storage[g] for g in segment.groups]
+    storage = max(set(modes), key=modes.count) if modes else Storage.USED
+    return Candidate(tuple(choice.blocks[b] for b in segment.blocks), storage)
+
+
+def build_problem(
+    analysis: Analysis,
+    wanted: list[Wanted],
+    records: Mapping[str, ProfileRecord],
+    rates: Rates,
+    budget_bytes: int | None,
+) -> Problem:
+    """The search problem over everything that was measured.
+
+    Raises:
+        DeviceError: no candidate of some segment could be measured.
+    """
+    frame, segments = analysis.frame, analysis.segments
+    options: list[list[Option]] = [[] for _ in analysis.representatives]
+    reasons: dict[int, str] = {}
+    for item in wanted:
+        record = records.get(item.job.key.digest)
+        if record is None:
+            continue
+        if not record.ok:
+            reasons[item.kind] = f"{record.status}: {record.reason}"
+            continue
+        index = analysis.representatives[item.kind]
+        layout = segment_layout(frame, segments, index, item.candidate)
+        kept = segment_bytes(frame, segments[index], layout)
+        options[item.kind].append(
+            Option(
+                candidate=item.candidate,
+                time_ms=record.time_ms,
+                state_bytes=kept.state_bytes,
+                residual_bytes=kept.residual_bytes,
+                temp_bytes=max(0, record.temp_bytes - kept.residual_bytes),
+            )
+        )
+    for kind, found in enumerate(options):
+        if not found:
+            raise DeviceError(
+                f"No strategy of segment kind {kind} could be measured "
+                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
+                "use more devices, or a smaller batch."
+            )
+    return Problem(
+        kinds=tuple(s.kind for s in segments),
+        options=tuple(tuple(found) for found in options),
+        edge_ms=_edges(analysis, options, rates),
+        fixed_bytes=0,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _edges(
+    analysis: Analysis, options: list[list[Option]], rates: Rates
+) -> dict[tuple[int, int], list[list[float]]]:
+    """Resharding between neighbours, from the first pair of each two kinds."""
+    frame, segments = analysis.frame, analysis.segments
+    estimator = Estimator(frame, rates)
+    edges: dict[tuple[int, int], list[list[float]]] = {}
+    for left, right in zip(segments, segments[1:], strict=False):
+        pair = (left.kind, right.kind)
+        if pair in edges:
+            continue
+        before, after = options[left.kind], options[right.kind]
+        lefts = [_layout_of(analysis, left.index, o.candidate) for o in before]
+        rights = [_layout_of(analysis, right.index, o.candidate) for o in after]
+        ahead = _between(analysis, left.index, right.index)
+        back = _between(analysis, right.index, left.index)
+        edges[pair] = [
+            [
+                _handover(estimator, a, b, ahead) + _handover(estimator, b, a, back)
+                for b in rights
+            ]
+            for a in lefts
+        ]
+    return edges
+
+
+def _layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
+    return segment_layout(analysis.frame, analysis.segments, index, candidate)
+
+
+def _between(analysis: Analysis, maker: int, reader: int) -> list[int]:
+    """Values that one segment's ops make and another's read."""
+    program = analysis.frame.program
+    reads = set(analysis.segments[reader].ops)
+    found = []
+    for op_id in analysis.segments[maker].ops:
+        if op_id in program.leaf_ops:
+            continue
+        for v in program.ops[op_id].results:
+            if program.values[v].shape and any(
+                user in reads for user, _ in program.users[v]
+            ):
+                found.append(v)
+    return found
+
+
+def _handover(
+    estimator: Estimator, maker: Layout, reader: Layout, values: list[int]
+) -> float:
+    total = 0.0
+    for v in values:
+        have, want = maker.spec(v), reader.read_spec(v)
+        if have is not None and want is not None:
+            size = maker.frame.program.values[v].size_bytes
+            total += estimator.moves.cost_ms(size, have, (), want)
+    return total
+
+
+def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
+    """The whole program's choice that a solution stands for."""
+    frame = analysis.frame
+    strategies = [None] * len(frame.blocks)
+    storage = [Storage.USED] * len(frame.groups)
+    for segment, pick in zip(analysis.segments, found.picks, strict=True):
+        candidate = problem.options[segment.kind][pick].candidate
+        for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
+            strategies[block] = strategy
+        for group in segment.groups:
+            storage[group] = candidate.storage
+    assert all(s is not None for s in strategies), "a block belongs to no segment"
+    return Choice(tuple(s for s in strategies if s is not None), tuple(storage))
+
+
+def smallest_bytes(problem: Problem) -> int:
+    """The smallest budget in which some choice fits.
+
+    For every bound on the temporaries, each kind takes its option with the least
+    kept memory.
+    """
+    best = None
+    bounds = sorted({o.temp_bytes for found in problem.options for o in found})
+    for bound in bounds:
+        kept = [
+            min(
+                (
+                    o.state_bytes + o.residual_bytes
+                    for o in found
+                    if o.temp_bytes <= bound
+                ),
+                default=None,
+            )
+            for found in problem.options
+        ]
+        used = [kept[kind] for kind in problem.kinds]
+        if all(k is not None for k in used):
+            total = problem.fixed_bytes + bound + sum(k for k in used if k is not None)
+            best = total if best is None else min(best, total)
+    assert best is not None, "a problem has options for every kind"
+    return best
+
+
+def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
+    """The error for a budget that nothing fits in."""
+    smallest = smallest_bytes(problem)
+    frame = analysis.frame
+    program = frame.program
+    largest = sorted(
+        (
+            (program.arg_names[a], program.values[program.args[a]].size_bytes)
+            for a in range(len(program.args))
+        ),
+        key=lambda item: -item[1],
+    )[:5]
+    names = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in largest)
+    budget = problem.budget_bytes or 0
+    return MemoryBudgetError(
+        f"No plan fits in {budget / 2**30:.3f} GiB of memory on each device. The "
+        f"smallest budget that would do is about {smallest / 2**30:.3f} GiB. The "
+        f"largest arguments, unsharded: {names}. Raise the budget, use more devices, "
+        "or make the batch smaller.",
+        smallest_feasible_bytes=smallest,
+        contributors=largest,
+    )
+
+
+ProgressCallback = Callable[[object], None]
+
+
+def planning_devices(mesh: Mesh) -> list:
+    """The devices of a mesh, in its order."""
+    return list(mesh.devices.flat)

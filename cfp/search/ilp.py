@@ -1,0 +1,88 @@
+r"""The search as an integer linear program, solved by HiGHS through PuLP.
+
+For segment i with options o and binary x[i,o], and y[i,o,p] for neighbouring
+segments i and i+1::
+
+    minimise    sum_io  time[i,o] x[i,o]  +  sum_iop  edge[o,p] y[i,o,p]
+    subject to  sum_o x[i,o] = 1                                  for each i   (one)
+                sum_p y[i,o,p] = x[i,o]                         for each i,o  (leave)
+                sum_o y[i,o,p] = x[i+1,p]                       for each i,p  (enter)
+                fixed + sum_io kept[i,o] x[i,o] + t <= budget                  (fit)
+                t >= sum_o temp[i,o] x[i,o]                       for each i   (peak)
+
+``kept`` is state and residuals, t the largest temporary. With x binary, y may be
+continuous in [0, 1]: (leave) and (enter) then force it to the product of its x.
+"""
+
+from __future__ import annotations
+
+import pulp
+
+from cfp.search.problem import Problem, Solution, solution
+
+_MIB = 2.0**20  # keeps the coefficients of memory near those of time
+
+
+def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | None:
+    """The cheapest choice that fits, or None if none does."""
+    model = pulp.LpProblem("segments", pulp.LpMinimize)
+    cost: list = []
+    x = [_one(model, problem, i, cost) for i in range(len(problem.kinds))]
+    for i in range(len(problem.kinds) - 1):
+        _edges(model, problem, i, x, cost)
+    if problem.budget_bytes is not None:
+        _fit(model, problem, x)
+    model.setObjective(pulp.lpSum(cost))
+    solver = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0)
+    model.solve(solver)
+    if pulp.LpStatus[model.status] != "Optimal":
+        return None
+    picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
+    return solution(problem, picks)
+
+
+def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
+    options = problem.options[problem.kinds[i]]
+    row = [
+        pulp.LpVariable(f"x_{i}_{o}", cat=pulp.LpBinary) for o in range(len(options))
+    ]
+    model.addConstraint(pulp.lpSum(row) == 1, f"one_{i}")
+    cost.extend(o.time_ms * v for o, v in zip(options, row, strict=True))
+    return row
+
+
+def _edges(
+    model: pulp.LpProblem, problem: Problem, i: int, x: list[list], cost: list
+) -> None:
+    matrix = problem.edge_ms.get((problem.kinds[i], problem.kinds[i + 1]))
+    if matrix is None:
+        return
+    y = [
+        [
+            pulp.LpVariable(f"y_{i}_{o}_{p}", lowBound=0, upBound=1)
+            for p in range(len(x[i + 1]))
+        ]
+        for o in range(len(x[i]))
+    ]
+    for o, row in enumerate(y):
+        model.addConstraint(pulp.lpSum(row) == x[i][o], f"leave_{i}_{o}")
+        cost.extend(matrix[o][p] * v for p, v in enumerate(row))
+    for p in range(len(x[i + 1])):
+        entering = pulp.lpSum(row[p] for row in y)
+        model.addConstraint(entering == x[i + 1][p], f"enter_{i}_{p}")
+
+
+def _fit(model: pulp.LpProblem, problem: Problem, x: list[list]) -> None:
+    assert problem.budget_bytes is not None
+    peak = pulp.LpVariable("t", lowBound=0)
+    kept = []
+    for i, row in enumerate(x):
+        options = problem.options[problem.kinds[i]]
+        for o, v in zip(options, row, strict=True):
+            kept.append((o.state_bytes + o.residual_bytes) / _MIB * v)
+        temps = pulp.lpSum(
+            o.temp_bytes / _MIB * v for o, v in zip(options, row, strict=True)
+        )
+        model.addConstraint(peak >= temps, f"peak_{i}")
+    room = (problem.budget_bytes - problem.fixed_bytes) / _MIB
+    model.addConstraint(pulp.lpSum(kept) + peak <= room, "fit")

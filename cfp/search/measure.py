@@ -1,0 +1,205 @@
+"""From choices to things to measure: segments, and whole programs, as jobs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from jax.sharding import Mesh
+
+from cfp.analysis.layout import Choice, Frame, Layout, constraints, spec_ways
+from cfp.analysis.segments import Segment
+from cfp.analysis.strategies import Spec
+from cfp.profiling.builder import Job
+from cfp.profiling.key import Parts, ProfileKey
+from cfp.program.graft import Constraints, Part, cut_part
+from cfp.program.graph import Program
+from cfp.search.problem import Candidate
+
+
+def with_bodies(program: Program, ops: Iterable[int]) -> set[int]:
+    """Some top-level ops and everything in their regions."""
+    found = set()
+    for op in ops:
+        found.add(op)
+        found.update(program.ops[op].body)
+    return found
+
+
+def segment_layout(
+    frame: Frame, segments: Sequence[Segment], index: int, candidate: Candidate
+) -> Layout:
+    """The layout of one segment under a candidate.
+
+    Segments of the same kind right before and behind are laid out alike, so that
+    what crosses into them is handed over as they would read it.
+    """
+    segment = segments[index]
+    strategies = {}
+    for near in (index - 1, index + 1, index):
+        if 0 <= near < len(segments) and segments[near].kind == segment.kind:
+            strategies.update(
+                zip(segments[near].blocks, candidate.strategies, strict=True)
+            )
+    storage = dict.fromkeys(segment.groups, candidate.storage)
+    return Layout(frame, strategies, storage)
+
+
+def segment_job(
+    frame: Frame,
+    segments: Sequence[Segment],
+    index: int,
+    candidate: Candidate,
+    environment: Parts,
+    label: str,
+) -> Job:
+    """The job that measures one segment under a candidate."""
+    layout = segment_layout(frame, segments, index, candidate)
+    return make_job(frame, layout, segments[index].ops, environment, label)
+
+
+def whole_job(
+    frame: Frame,
+    choice: Choice,
+    environment: Parts,
+    label: str,
+    options: tuple[tuple[str, str], ...] = (),
+) -> Job:
+    """The job that measures a whole program under a choice."""
+    layout = Layout(
+        frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
+    )
+    ops = [op.id for op in frame.program.ops if op.parent < 0]
+    return make_job(frame, layout, ops, environment, label, options)
+
+
+def make_job(
+    frame: Frame,
+    layout: Layout,
+    ops: Sequence[int],
+    environment: Parts,
+    label: str,
+    options: tuple[tuple[str, str], ...] = (),
+) -> Job:
+    """The job that measures some of a program's ops under a layout."""
+    program = frame.program
+    part = cut_part(program, ops)
+    told = constraints(layout, with_bodies(program, part.ops))
+    position = {v: i for i, v in enumerate(program.args)}
+    in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
+    out_place = {v: i for i, v in enumerate(part.outputs)}
+    out_specs: list[Spec] = [
+        layout.spec(v) or ((),) * len(program.values[v].shape) for v in part.outputs
+    ]
+    feedback = []
+    for place, v in enumerate(part.inputs):
+        argument = position.get(v)
+        output = frame.paired[argument] if argument is not None else None
+        if argument is None or output is None:
+            continue
+        made = program.outputs[output]
+        if made in out_place:
+            out_specs[out_place[made]] = in_specs[place]
+            if program.alias[argument] is not None:
+                feedback.append((place, out_place[made]))
+    return Job(
+        key=_key(frame, part, told, in_specs, tuple(out_specs), environment, options),
+        label=label,
+        part=part,
+        constraints=told,
+        in_specs=in_specs,
+        out_specs=tuple(out_specs),
+        feedback=tuple(feedback),
+        options=options,
+    )
+
+
+def _input_spec(layout: Layout, v: int) -> Spec:
+    program = layout.frame.program
+    value = program.values[v]
+    spec = layout.spec(v) if value.producer < 0 else layout.read_spec(v)
+    return spec or ((),) * len(value.shape)
+
+
+def _key(
+    frame: Frame,
+    part: Part,
+    told: Constraints,
+    in_specs: tuple[Spec, ...],
+    out_specs: tuple[Spec, ...],
+    environment: Parts,
+    options: tuple[tuple[str, str], ...],
+) -> ProfileKey:
+    """The key of a job: its ops and shardings, numbered from its own start.
+
+    Equal layers of different models, or of different depths, have equal keys.
+    """
+    program = frame.program
+    local: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
+    ops_digest = hashlib.sha256()
+    local_op: dict[int, int] = {}
+    for op_id in sorted(with_bodies(program, part.ops)):
+        op = program.ops[op_id]
+        local_op[op_id] = len(local_op)
+        for v in (*op.entries, *op.results):
+            local.setdefault(v, len(local))
+        reads = [local.setdefault(v, len(local)) for v in (*op.operands, *op.yields)]
+        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
+        ops_digest.update(repr((op.name, op.attributes, reads, types)).encode())
+    told_digest = hashlib.sha256()
+    values = sorted((local[v], s) for v, s in told.values.items())
+    uses = sorted(((local_op[o], i), s) for (o, i), s in told.uses.items())
+    told_digest.update(repr((values, uses, in_specs, out_specs)).encode())
+    return ProfileKey(
+        (
+            ("ops", ops_digest.hexdigest()),
+            ("shardings", told_digest.hexdigest()),
+            ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
+            ("compiler_options", repr(options)),
+            *environment,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentBytes:
+    """What a segment keeps on each device, apart from its temporaries."""
+
+    state_bytes: int
+    residual_bytes: int
+
+
+def segment_bytes(frame: Frame, segment: Segment, layout: Layout) -> SegmentBytes:
+    """State, and values that live from the forward to the backward pass."""
+    program = frame.program
+    state = 0
+    for index in segment.groups:
+        for position in frame.groups[index].args:
+            value = program.values[program.args[position]]
+            spec = layout.arg_spec(position)
+            state += ceil(value.size_bytes / spec_ways(spec, frame.mesh))
+    turn = turning_point(frame)
+    residual = 0
+    mine = set(segment.ops)
+    for op_id in segment.ops:
+        if op_id >= turn or op_id not in mine or op_id in program.leaf_ops:
+            continue
+        for v in program.ops[op_id].results:
+            if any(user >= turn for user, _ in program.users[v]):
+                spec = layout.spec(v) or ()
+                size = program.values[v].size_bytes
+                residual += ceil(size / spec_ways(spec, frame.mesh))
+    return SegmentBytes(state_bytes=state, residual_bytes=residual)
+
+
+def turning_point(frame: Frame) -> int:
+    """The id of the first op of the backward pass; behind all ops if there is none."""
+    derived = [m.op for b in frame.blocks for m in b.members if m.derived]
+    return min(derived, default=len(frame.program.ops))
+
+
+def device_mesh_axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """Names and sizes of a mesh's axes."""
+    return tuple(mesh.shape.items())

@@ -1,0 +1,113 @@
+"""The search problem as pure data, and its solution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cfp.analysis.layout import Storage
+from cfp.analysis.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A choice for a segment: one strategy per block, one storage mode for all."""
+
+    strategies: tuple[Strategy, ...]
+    storage: Storage
+    estimate_ms: float = 0.0
+
+    @property
+    def key(self) -> tuple[tuple[Strategy, ...], Storage]:
+        """What tells candidates apart."""
+        return self.strategies, self.storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A measured choice for a kind of segment.
+
+    Attributes:
+        candidate: the choice.
+        time_ms: measured time of the segment.
+        state_bytes: parameters and optimizer state, on each device.
+        residual_bytes: values kept from the forward to the backward pass.
+        temp_bytes: the most that the segment needs besides, while it runs.
+    """
+
+    candidate: Candidate
+    time_ms: float
+    state_bytes: int
+    residual_bytes: int
+    temp_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Pick one option for every segment.
+
+    Attributes:
+        kinds: for each segment its kind.
+        options: for each kind its options.
+        edge_ms: for a pair of kinds that follow each other, ``[option][option]``
+            milliseconds to reshard what passes between them.
+        fixed_bytes: memory that every choice needs.
+        budget_bytes: memory of one device, or None for no limit.
+    """
+
+    kinds: tuple[int, ...]
+    options: tuple[tuple[Option, ...], ...]
+    edge_ms: Mapping[tuple[int, int], Sequence[Sequence[float]]]
+    fixed_bytes: int = 0
+    budget_bytes: int | None = None
+
+    def cost_ms(self, picks: Sequence[int]) -> float:
+        """The predicted time of one option index per segment."""
+        total = sum(
+            self.options[kind][pick].time_ms
+            for kind, pick in zip(self.kinds, picks, strict=True)
+        )
+        for i in range(len(picks) - 1):
+            matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
+            if matrix is not None:
+                total += matrix[picks[i]][picks[i + 1]]
+        return total
+
+    def memory_bytes(self, picks: Sequence[int]) -> int:
+        """The predicted peak: state and residuals of all, temporaries of the worst."""
+        chosen = [
+            self.options[kind][pick]
+            for kind, pick in zip(self.kinds, picks, strict=True)
+        ]
+        kept = sum(o.state_bytes + o.residual_bytes for o in chosen)
+        return self.fixed_bytes + kept + max((o.temp_bytes for o in chosen), default=0)
+
+    def fits(self, picks: Sequence[int]) -> bool:
+        """Whether a choice stays within the budget."""
+        return self.budget_bytes is None or (
+            self.memory_bytes(picks) <= self.budget_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The outcome of a solver.
+
+    Attributes:
+        picks: the option index for each segment.
+        cost_ms: its predicted time.
+        memory_bytes: its predicted peak memory on each device.
+    """
+
+    picks: tuple[int, ...]
+    cost_ms: float
+    memory_bytes: int
+
+
+def solution(problem: Problem, picks: Sequence[int]) -> Solution:
+    """A solution with its costs."""
+    return Solution(
+        picks=tuple(picks),
+        cost_ms=problem.cost_ms(picks),
+        memory_bytes=problem.memory_bytes(picks),
+    )

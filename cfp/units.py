@@ -1,0 +1,40 @@
+"""Numbers with units, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from cfp.errors import CfpError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: int | float | str | None) -> int | None:
+    """A number of bytes from ``80GiB``, ``1.5 GB``, ``4096`` or a number.
+
+    Raises:
+        CfpError: the text is not a positive amount of memory.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
+    scale = {**_UNITS, **_BINARY}.get(match[2]) if match else None
+    try:
+        amount = float(match[1]) * scale if match and scale else 0.0
+    except ValueError:
+        amount = 0.0
+    if amount < 1:
+        raise CfpError(
+            f"Expected an amount of memory such as '80GiB' or '512MB', got {text!r}."
+        )
+    return int(amount)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,150 @@
+"""Compiles a program with a choice of shardings and compares it with one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.layout import Choice, Frame, Layout, Storage, constraints, lay_out
+from cfp.analysis.strategies import block_strategies
+from cfp.program.graft import constrain, partition_spec
+from cfp.program.trace import FlatStep, flatten_step, lower_step, planning_mesh, trace
+
+MeshSizes = tuple[tuple[str, int], ...]
+
+# An output whose numbers all cancel to zero holds nothing but rounding errors; below
+# this root mean square, differences count as none.
+NOISE = 1e-7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program on a mesh, with what one device computes."""
+
+    name: str
+    step: FlatStep
+    mesh: Mesh
+    frame: Frame
+    leaves: tuple[Any, ...]
+    expected: tuple[Any, ...]
+    tolerance: float
+
+
+def make_mesh(sizes: MeshSizes) -> Mesh:
+    """A planning mesh over the first devices."""
+    names = tuple(name for name, _ in sizes)
+    shape = tuple(size for _, size in sizes)
+    count = int(np.prod(shape))
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[:count])
+    return planning_mesh(mesh)
+
+
+def prepare(name: str, make: Callable[[], Any], sizes: MeshSizes) -> Case | None:
+    """Traces and analyses an example; None if it needs another mesh."""
+    fn, args, *rest = make()
+    options = dict(rest[0]) if rest else {}
+    if options.pop("mesh", sizes) != sizes:
+        return None
+    tolerance = options.pop("tolerance", 1e-5)
+    kwargs = options.pop("kwargs", {})
+    step = flatten_step(fn, args, kwargs, **options)
+    mesh = make_mesh(sizes)
+    program, _ = trace(step, mesh)
+    leaves = tuple(step.flatten(args, kwargs))
+    expected = jax.tree.leaves(jax.jit(step.flat_fn)(*leaves))
+    host = tuple(to_host(leaf) for leaf in expected)
+    frame = build_frame(program, tuple(mesh.shape.items()))
+    return Case(name, step, mesh, frame, leaves, host, tolerance)
+
+
+def draw(frame: Frame, seed: int) -> Choice:
+    """A random strategy for every block and storage mode for every group."""
+    rng = random.Random(seed)
+    blocks = tuple(
+        rng.choice(block_strategies(frame.program, block, frame.mesh))
+        for block in frame.blocks
+    )
+    storage = tuple(rng.choice(list(Storage)) for _ in frame.groups)
+    return Choice(blocks, storage)
+
+
+def shardings(case: Case, layout: Layout) -> tuple[list[Any], list[Any]]:
+    """The shardings of the arguments and of the outputs."""
+    ins = [
+        NamedSharding(case.mesh, partition_spec(layout.arg_spec(i), len(aval.shape)))
+        for i, aval in enumerate(case.step.avals)
+    ]
+    outs = [
+        NamedSharding(case.mesh, partition_spec(spec, np.ndim(value)))
+        for spec, value in zip(layout.output_specs(), case.expected, strict=True)
+    ]
+    return ins, outs
+
+
+def compile_choice(case: Case, choice: Choice) -> Callable[[], list[Any]]:
+    """Compiles a case; what comes back runs it on fresh copies of the arguments."""
+    layout = lay_out(case.frame, choice)
+    ins, outs = shardings(case, layout)
+    lowering = lower_step(case.step, ins, outs)
+    constrain(lowering.module, case.frame.program, case.mesh, constraints(layout))
+    compiled = lowering.lowered.compile()
+
+    def run() -> list[Any]:
+        arrays = [jnp.array(x) if not is_key(x) else x for x in case.leaves]
+        placed = [jax.device_put(x, s) for x, s in zip(arrays, ins, strict=True)]
+        return jax.tree.leaves(compiled(*placed))
+
+    run.compiled = compiled
+    return run
+
+
+def is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def to_host(x: Any) -> np.ndarray:
+    """An array as NumPy has it, wide enough to be compared."""
+    if is_key(x):
+        # Its trailing dims are JAX's own: a view keeps the rank that users see.
+        data = np.asarray(jax.random.key_data(x))
+        return np.ascontiguousarray(data).view([("key", data.dtype, data.shape[-1:])])[
+            ..., 0
+        ]
+    found = np.asarray(x)
+    if found.dtype.kind == "V" or found.dtype == np.float16:  # bfloat16, float8
+        return found.astype(np.float32)
+    return found
+
+
+def difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2 distance; infinite where shapes, integers or NaNs differ."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return np.inf
+    if got.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(got, expected) else np.inf
+    finite = np.isfinite(expected)
+    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
+        return np.inf
+    distance = np.linalg.norm((got - expected)[finite])
+    if not distance > NOISE * np.sqrt(got.size):
+        return 0.0 if np.isfinite(distance) else np.inf
+    return float(distance / (np.linalg.norm(expected[finite]) + 1e-30))
+
+
+def differences(case: Case, outputs: list[Any]) -> dict[str, float]:
+    """The outputs that are further off than the case allows."""
+    names = case.frame.program.output_names
+    far = {}
+    for name, got, expected in zip(names, outputs, case.expected, strict=True):
+        distance = difference(to_host(got), expected)
+        if not distance <= case.tolerance:
+            far[name] = distance
+    return far

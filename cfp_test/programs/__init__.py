@@ -1,0 +1,1 @@
+"""Step functions of many kinds: ``*_step()`` gives ``(step, arguments[, options])``."""

@@ -71,7 +71,9 @@ class Attention(nn.Module):
             kernel_init=KERNEL_INIT,
         )
         query = project(name="query")(x)
-        key = project(name="key")(x)
+        # A bias of the keys shifts all scores of a query alike, which softmax takes
+        # away: its gradient is rounding noise, which Adam would blow up.
+        key = project(name="key", use_bias=False)(x)
         value = project(name="value")(x)
 
         with jax.named_scope("scores"):

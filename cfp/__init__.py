@@ -1,0 +1,36 @@
+"""Automatic sharding for JAX, measured on your own devices."""
+
+from cfp.api import ParallelStep, parallelize, plan
+from cfp.errors import (
+    CacheError,
+    CfpError,
+    DeviceError,
+    MemoryBudgetError,
+    MeshError,
+    PinError,
+    PlanMismatch,
+    StepNotTraceable,
+    TargetError,
+)
+from cfp.execute import compare
+from cfp.plan import Plan
+from cfp.planner import PlannerSettings
+
+__all__ = [
+    "CacheError",
+    "CfpError",
+    "DeviceError",
+    "MemoryBudgetError",
+    "MeshError",
+    "ParallelStep",
+    "PinError",
+    "Plan",
+    "PlanMismatch",
+    "PlannerSettings",
+    "StepNotTraceable",
+    "TargetError",
+    "compare",
+    "parallelize",
+    "plan",
+]
+__version__ = "0.1.0"

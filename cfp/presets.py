@@ -4,8 +4,8 @@ None of them knows a model. A mesh axis gets a *role*, and the role walks throug
 blocks in program order:
 
 ``data``
-    Shards what came from the batch: the first dim of every argument that is not
-    state, followed through the program by the ops' own factors.
+    Shards what came from the batch: the first dim of the data among the arguments
+    (:func:`data_arguments`), followed through the program by the ops' own factors.
 ``tensor``
     Shards weights: a contraction with a weight is split along the weight's own
     factor (by columns) unless its input arrives sharded along the contracted
@@ -120,11 +120,8 @@ class _Walk:
         choices = [AxisChoice()] * len(self.frame.blocks)
         anchors = {b.anchor: b.index for b in self.frame.blocks}
         if self.role in ("data", "expert"):
-            for position, value in enumerate(program.args):
-                if position not in self.frame.group_of_arg and (
-                    program.values[value].shape
-                ):
-                    self.marked[value] = {0}
+            for position in data_arguments(self.frame):
+                self.marked[program.args[position]] = {0}
         for op in program.ops:
             for entry in op.entries:
                 self._follow_entry(entry)
@@ -221,12 +218,38 @@ class _Walk:
         return [plain]
 
 
+def data_arguments(frame: Frame) -> list[int]:
+    """Positions of the arguments that hold a batch, as far as structure tells.
+
+    State is no data, nor is anything that is passed along with it in one argument.
+    Of the other arguments of the step those are data whose leaves agree in their
+    first dim, as the leaves of a batch do and those of a set of weights do not. Where
+    nothing is state, the argument with the most leaves holds the weights.
+    """
+    program = frame.program
+    roots: dict[str, list[int]] = {}
+    for position, name in enumerate(program.arg_names):
+        roots.setdefault(name.partition("/")[0], []).append(position)
+    held = {program.arg_names[p].partition("/")[0] for p in frame.group_of_arg}
+    if not held and len(roots) > 1:
+        largest = max(roots, key=lambda root: len(roots[root]))
+        held = {largest} if len(roots[largest]) > 1 else set()
+    found = []
+    for root, positions in roots.items():
+        shapes = {p: program.values[program.args[p]].shape for p in positions}
+        leading = {shape[0] for shape in shapes.values() if shape}
+        if root not in held and len(leading) == 1:
+            found.extend(p for p, shape in shapes.items() if shape)
+    return found
+
+
 def _weights(frame: Frame) -> list[bool]:
-    """For each value whether it is made of state alone."""
+    """For each value whether it is made of parameters alone."""
     program: Program = frame.program
     state = [False] * len(program.values)
-    for position in frame.group_of_arg:
-        state[program.args[position]] = True
+    data = set(data_arguments(frame))
+    for position, value in enumerate(program.args):
+        state[value] = position not in data
     for op in program.ops:
         for v in (*op.operands, *op.entries):
             origin = program.values[v].origin

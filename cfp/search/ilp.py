@@ -44,7 +44,8 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
     options = problem.options[problem.kinds[i]]
     row = [
-        pulp.LpVariable(f"x_{i}_{o}", cat=pulp.LpBinary) for o in range(len(options))
+        model.add_variable(f"x_{i}_{o}", cat=pulp.LpBinary)
+        for o in range(len(options))
     ]
     model.addConstraint(pulp.lpSum(row) == 1, f"one_{i}")
     cost.extend(o.time_ms * v for o, v in zip(options, row, strict=True))
@@ -59,7 +60,7 @@ def _edges(
         return
     y = [
         [
-            pulp.LpVariable(f"y_{i}_{o}_{p}", lowBound=0, upBound=1)
+            model.add_variable(f"y_{i}_{o}_{p}", lowBound=0, upBound=1)
             for p in range(len(x[i + 1]))
         ]
         for o in range(len(x[i]))
@@ -74,7 +75,7 @@ def _edges(
 
 def _fit(model: pulp.LpProblem, problem: Problem, x: list[list]) -> None:
     assert problem.budget_bytes is not None
-    peak = pulp.LpVariable("t", lowBound=0)
+    peak = model.add_variable("t", lowBound=0)
     kept = []
     for i, row in enumerate(x):
         options = problem.options[problem.kinds[i]]

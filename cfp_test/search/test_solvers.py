@@ -1,0 +1,116 @@
+"""The ILP against the oracle, and the properties of the problem itself."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfp.analysis.layout import Storage
+from cfp.search.exhaustive import solve_exhaustively
+from cfp.search.guided import smallest_bytes
+from cfp.search.ilp import solve_ilp
+from cfp.search.problem import Candidate, Option, Problem
+
+MIB = 2**20
+
+
+def option(time_ms, state, residual, temp):
+    return Option(
+        candidate=Candidate((), Storage.USED),
+        time_ms=time_ms,
+        state_bytes=state * MIB,
+        residual_bytes=residual * MIB,
+        temp_bytes=temp * MIB,
+    )
+
+
+options = st.builds(
+    option,
+    st.floats(0.1, 100.0),
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.integers(0, 12),
+)
+
+
+@st.composite
+def problems(draw, budgets=st.one_of(st.none(), st.integers(1, 120))):
+    kinds = draw(st.integers(1, 3))
+    found = tuple(
+        tuple(draw(st.lists(options, min_size=1, max_size=4))) for _ in range(kinds)
+    )
+    edges = {
+        (a, b): [[draw(st.floats(0.0, 30.0)) for _ in found[b]] for _ in found[a]]
+        for a in range(kinds)
+        for b in range(kinds)
+        if draw(st.booleans())
+    }
+    budget = draw(budgets)
+    return Problem(
+        kinds=tuple(draw(st.lists(st.integers(0, kinds - 1), min_size=1, max_size=5))),
+        options=found,
+        edge_ms=edges,
+        fixed_bytes=draw(st.integers(0, 5)) * MIB,
+        budget_bytes=None if budget is None else budget * MIB,
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_the_ilp_agrees_with_the_oracle(problem):
+    found, best = solve_ilp(problem), solve_exhaustively(problem)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert problem.fits(found.picks)
+        assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
+
+
+@pytest.mark.nightly
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_the_ilp_agrees_with_the_oracle_many_times(problem):
+    found, best = solve_ilp(problem), solve_exhaustively(problem)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(budgets=st.none()))
+def test_the_smallest_budget_is_feasible_and_no_smaller_one_is(problem):
+    smallest = smallest_bytes(problem)
+
+    def within(budget):
+        return Problem(
+            kinds=problem.kinds,
+            options=problem.options,
+            edge_ms=problem.edge_ms,
+            fixed_bytes=problem.fixed_bytes,
+            budget_bytes=budget,
+        )
+
+    assert solve_exhaustively(within(smallest)) is not None
+    assert solve_exhaustively(within(smallest - 1)) is None
+
+
+def test_the_cost_is_times_plus_edges():
+    problem = Problem(
+        kinds=(0, 1, 0),
+        options=((option(1, 1, 2, 3), option(5, 1, 1, 1)), (option(7, 4, 5, 9),)),
+        edge_ms={(0, 1): [[10.0], [20.0]], (1, 0): [[100.0, 200.0]]},
+        fixed_bytes=MIB,
+    )
+    assert problem.cost_ms((0, 0, 1)) == 1 + 10 + 7 + 200 + 5
+    # fixed 1, state and residuals 3 + 9 + 2, the largest temporary 9
+    assert problem.memory_bytes((0, 0, 1)) == (1 + 14 + 9) * MIB
+
+
+def test_a_budget_changes_only_what_it_must():
+    """Two equal segments: one of them may keep the fast and hungry option."""
+    fast, slim = option(1, 0, 10, 0), option(3, 0, 2, 0)
+    problem = Problem(
+        kinds=(0, 0), options=((fast, slim),), edge_ms={}, budget_bytes=13 * MIB
+    )
+    found = solve_ilp(problem)
+    assert found is not None
+    assert sorted(found.picks) == [0, 1]
+    assert found.cost_ms == 4

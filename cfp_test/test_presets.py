@@ -1,0 +1,209 @@
+"""What the classics compile to: the collectives that a person expects of each."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.models import build, initialise
+from cfp.planner import PlannerSettings
+from cfp.profiling.hlo import collectives_in
+
+LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64
+OPTIONS = {
+    "layers": LAYERS,
+    "batch": BATCH,
+    "seq": SEQ,
+    "hidden": HIDDEN,
+    "heads": 4,
+    "vocab": 256,
+    "dtype": "float32",
+}
+ACTIVATION_BYTES = 4 * BATCH * SEQ * HIDDEN
+NO_RACE = PlannerSettings(race=False)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+def collectives(plan, fn, args):
+    """(kind, bytes, count) of a step compiled under a plan."""
+    found = collectives_in(plan.compile(fn, *args).hlo)
+    return [(c.kind, c.bytes, c.count) for c in found]
+
+
+def total(found, kind):
+    return sum(size * count for k, size, count in found if k == kind)
+
+
+def planned(preset, mesh, tmp_path):
+    fn, args = build("gpt", **OPTIONS)
+    plan = cfp.plan(
+        fn,
+        *args,
+        mesh=mesh,
+        preset=preset,
+        donate_argnums=(0,),
+        cache_dir=tmp_path,
+        settings=NO_RACE,
+    )
+    return plan, fn, args
+
+
+def parameter_bytes(args):
+    return sum(4 * leaf.size for leaf in jax.tree.leaves(args[0].params))
+
+
+def test_data_parallel_only_reduces_gradients(mesh, tmp_path):
+    plan, fn, args = planned("data_parallel", mesh, tmp_path)
+    found = collectives(plan, fn, args)
+    assert {kind for kind, _, _ in found} == {"all-reduce"}
+    # Every gradient once; what else is reduced are a few scalars of the loss.
+    gradients = parameter_bytes(args)
+    assert gradients <= total(found, "all-reduce") <= gradients + 1024
+
+
+def test_fully_sharded_gathers_parameters(mesh, tmp_path):
+    plan, fn, args = planned("fully_sharded", mesh, tmp_path)
+    found = collectives(plan, fn, args)
+    large = sum(
+        4 * leaf.size for leaf in jax.tree.leaves(args[0].params) if leaf.size > 64
+    )
+    assert total(found, "all-gather") >= large
+    assert "all-to-all" not in {kind for kind, _, _ in found}
+    state = jax.tree.leaves(plan.in_shardings[0])
+    leaves = jax.tree.leaves(args[0])
+    for sharding, leaf in zip(state, leaves, strict=True):
+        if leaf.ndim and any(size % 4 == 0 for size in leaf.shape):
+            assert "x" in sharding.spec, leaf.shape
+
+
+def test_zero1_shards_the_optimizer_and_not_the_parameters(mesh, tmp_path):
+    plan, _, args = planned("zero1", mesh, tmp_path)
+    state = plan.in_shardings[0]
+    assert all(s.is_fully_replicated for s in jax.tree.leaves(state.params))
+    moments = zip(
+        jax.tree.leaves(state.opt_state[0].mu),
+        jax.tree.leaves(args[0].opt_state[0].mu),
+        strict=True,
+    )
+    for sharding, leaf in moments:
+        if any(size % 4 == 0 for size in leaf.shape):
+            assert not sharding.is_fully_replicated
+
+
+def forward(params, tokens):
+    """A decoder as Megatron-LM splits it: plain, forward only."""
+
+    def layer(p, x):
+        q, k, v = (jnp.einsum("bsd,dhe->bshe", x, p[n]) for n in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k))
+        x = x + jnp.einsum("bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v),
+                           p["o"])
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    x = params["embedding"][tokens]
+    for p in params["layers"]:
+        x = layer(p, x)
+    return x
+
+
+def forward_args():
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    heads = struct(HIDDEN, 4, 16)
+    layer = {
+        "q": heads,
+        "k": heads,
+        "v": heads,
+        "o": struct(4, 16, HIDDEN),
+        "up": struct(HIDDEN, 256),
+        "down": struct(256, HIDDEN),
+    }
+    params = {"embedding": struct(256, HIDDEN), "layers": [layer] * LAYERS}
+    return params, jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+
+
+def test_megatron_reduces_twice_a_layer_forward(mesh, tmp_path):
+    args = forward_args()
+    plan = cfp.plan(
+        forward,
+        *args,
+        mesh=mesh,
+        preset="tensor_parallel",
+        cache_dir=tmp_path,
+        settings=NO_RACE,
+    )
+    found = collectives(plan, forward, args)
+    # Two a layer, and one behind the lookup in the table that is split by rows.
+    assert found == [("all-reduce", ACTIVATION_BYTES, 2 * LAYERS + 1)]
+    specs = plan.in_shardings[0]["layers"][0]
+    assert specs["q"].spec == jax.P(None, "x")
+    assert specs["o"].spec == jax.P("x")
+    assert specs["up"].spec == jax.P(None, "x")
+    assert specs["down"].spec == jax.P("x")
+
+
+def test_megatron_by_pins(mesh, tmp_path):
+    """Weights pinned as Megatron stores them, and the batch kept whole."""
+    fn, args = build("gpt", **OPTIONS)
+    pins = {
+        "attention/*/kernel": jax.P(None, "x"),
+        "attention/out/kernel": jax.P("x"),
+        "mlp/up/kernel": jax.P(None, "x"),
+        "mlp/down/kernel": jax.P("x"),
+        "batch/*": jax.P(),
+    }
+    plan = cfp.plan(
+        fn,
+        *args,
+        mesh=mesh,
+        preset="tensor_parallel",
+        pins=pins,
+        cache_dir=tmp_path,
+        settings=NO_RACE,
+    )
+    layer = plan.in_shardings[0].params["layer_0"]
+    assert layer["attention"]["query"]["kernel"].spec == jax.P(None, "x")
+    assert layer["mlp"]["down"]["kernel"].spec == jax.P("x")
+    assert all(s.is_fully_replicated for s in jax.tree.leaves(plan.in_shardings[1]))
+    kinds = {kind for kind, _, _ in collectives(plan, fn, args)}
+    assert "all-gather" not in kinds and "all-to-all" not in kinds
+
+
+@pytest.mark.parametrize("model", ["gpt", "moe"])
+@pytest.mark.parametrize(
+    "preset", ["data_parallel", "fully_sharded", "tensor_parallel", "zero1"]
+)
+def test_presets_compute_what_one_device_computes(model, preset, mesh, tmp_path):
+    options = dict(OPTIONS)
+    if model == "moe":
+        options.update(experts=4, expert_group_size=64)
+    fn, args = build(model, **options)
+    init, make_batch = initialise(model, **options)
+    plan = cfp.plan(
+        fn,
+        *args,
+        mesh=mesh,
+        preset=preset,
+        donate_argnums=(0,),
+        cache_dir=tmp_path,
+        settings=NO_RACE,
+    )
+    step, reference = plan.apply(fn), jax.jit(fn)
+    key = jax.random.key(0)
+    state, expected = plan.init(init, key), init(key)
+    for turn in range(3):
+        batch = make_batch(jax.random.key(turn))
+        state, metrics = step(state, batch)
+        expected, wanted = reference(expected, batch)
+    differences = cfp.compare((state, metrics), (expected, wanted))
+    assert differences[0].relative_l2 < 1e-5, differences[:3]
+
+
+def test_an_unknown_preset_lists_the_known(mesh, tmp_path):
+    with pytest.raises(cfp.CfpError, match="data_parallel, zero1"):
+        planned("dataparallel", mesh, tmp_path)

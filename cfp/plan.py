@@ -158,8 +158,13 @@ class Plan:
         return replace(self, step=step, out_tree=jax.tree_util.tree_structure(out_shape))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
-        """The plan with the step that it was made for."""
-        return replace(self, step=step, out_tree=out_tree)
+        """The plan with the step that it was made for.
+
+        Types are told as the step shows them: a PRNG key is a key, and not the
+        integers that it is in the program.
+        """
+        types = tuple(type_text(aval) for aval in step.avals)
+        return replace(self, step=step, out_tree=out_tree, arg_types=types)
 
     def _bound(self) -> FlatStep:
         if self.step is None:

@@ -1,0 +1,294 @@
+"""The library from the outside: plan, save, load, apply, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cfp
+from cfp.planner import PlannerSettings
+
+QUICK = PlannerSettings(per_kind=2, race=False)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def loss(params, batch):
+    h = jax.nn.relu(batch["x"] @ params["up"]["kernel"] + params["up"]["bias"])
+    return jnp.mean((h @ params["down"]["kernel"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    params, opt = state
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    updates, opt = OPTIMIZER.update(gradients, opt, params)
+    return (optax.apply_updates(params, updates), opt), {"loss": value}
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    params = {
+        "up": {"kernel": jax.random.normal(a, (16, 32)) * 0.1, "bias": jnp.zeros(32)},
+        "down": {"kernel": jax.random.normal(b, (32, 8)) * 0.1},
+    }
+    return params, OPTIMIZER.init(params)
+
+
+def make_batch(key):
+    a, b = jax.random.split(key)
+    return {"x": jax.random.normal(a, (64, 16)), "y": jax.random.normal(b, (64, 8))}
+
+
+def shapes():
+    key = jax.random.key(0)
+    return jax.eval_shape(init, key), jax.eval_shape(make_batch, key)
+
+
+def assert_same(found, expected):
+    differences = cfp.compare(found, expected)
+    assert differences[0].relative_l2 < 1e-5, differences[:3]
+
+
+@pytest.mark.smoke
+def test_parallelize_plans_once_and_runs(mesh, cache):
+    step = cfp.parallelize(
+        train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
+    )
+    with pytest.raises(RuntimeError, match="first call"):
+        _ = step.plan
+    state, expected = init(jax.random.key(0)), init(jax.random.key(0))
+    for turn in range(3):
+        batch = make_batch(jax.random.key(turn))
+        state, metrics = step(state, batch)
+        expected, wanted = jax.jit(train_step)(expected, batch)
+    assert_same((state, metrics), (expected, wanted))
+    leaves = jax.tree.leaves(state)
+    assert all(leaf.sharding.device_set == set(mesh.devices.flat) for leaf in leaves)
+    assert step.__name__ == "train_step"
+
+
+def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
+    @cfp.parallelize(mesh=mesh, cache_dir=cache, settings=QUICK)
+    def double(x):
+        """Doubles."""
+        return 2 * x
+
+    assert double.__doc__ == "Doubles."
+    np.testing.assert_array_equal(double(jnp.arange(8.0)), 2 * np.arange(8.0))
+    first = double.plan
+    np.testing.assert_array_equal(double(jnp.arange(12.0)), 2 * np.arange(12.0))
+    assert double.plan.arg_types == ("float32[12]",)
+    double(jnp.arange(8.0))
+    assert double.plan is first
+
+
+def test_a_plan_survives_saving(mesh, cache, tmp_path):
+    state, batch = shapes()
+    plan = cfp.plan(
+        train_step,
+        state,
+        batch,
+        mesh=mesh,
+        donate_argnums=(0,),
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded == plan
+
+    step = loaded.apply(train_step)
+    state = loaded.init(init, jax.random.key(0))
+    batch = make_batch(jax.random.key(1))
+    expected = jax.jit(train_step)(init(jax.random.key(0)), batch)
+    assert_same(step(state, batch), expected)
+
+    with pytest.raises(cfp.PlanMismatch, match="bind"):
+        _ = loaded.in_shardings
+    bound = loaded.bind(train_step, *shapes())
+    assert bound.in_shardings == plan.in_shardings
+    assert bound.out_shardings == plan.out_shardings
+
+
+def test_shardings_are_pytrees_like_arguments_and_results(mesh, cache):
+    plan = cfp.plan(
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        preset="data_parallel",
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    state, batch = plan.in_shardings
+    assert batch["x"].spec == jax.P("x")
+    assert state[0]["up"]["kernel"].is_fully_replicated
+    new_state, metrics = plan.out_shardings
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert jax.tree.leaves(new_state) == jax.tree.leaves(state)
+    assert metrics["loss"].is_fully_replicated
+
+
+def test_state_is_initialised_in_the_plans_shardings(mesh, cache):
+    plan = cfp.plan(
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        preset="fully_sharded",
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    state = plan.init(init, jax.random.key(3))
+    found = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+    wanted = jax.tree.map(lambda sharding: sharding.spec, plan.in_shardings[0])
+    assert found == wanted
+    assert_same(state, init(jax.random.key(3)))
+    with pytest.raises(cfp.PlanMismatch, match="does not look like any argument"):
+        plan.init(lambda: jnp.zeros(3))
+
+
+def test_static_arguments_keys_and_keywords(mesh, cache):
+    def step(x, mode, key, *, scale):
+        noise = jax.random.normal(key, x.shape)
+        return (x @ x.T if mode == "gram" else x) * scale, noise
+
+    x, key = jnp.arange(64.0).reshape(8, 8), jax.random.key(7)
+    run = cfp.parallelize(
+        step, mesh=mesh, static_argnums=(1,), cache_dir=cache, settings=QUICK
+    )
+    for mode in ("gram", "plain"):
+        found = run(x, mode, key, scale=2.0)
+        assert_same(found, step(x, mode, key, scale=2.0))
+
+
+def test_a_second_plan_measures_nothing(mesh, tmp_path):
+    run = functools.partial(
+        cfp.plan, train_step, *shapes(), mesh=mesh, cache_dir=tmp_path
+    )
+    settings = PlannerSettings(per_kind=2)
+    first = run(settings=settings)
+    assert first.search["strategies_measured"] > 0
+    assert first.search["race_cached"] == 0
+    second = run(settings=settings)
+    assert second.search["strategies_measured"] == 0
+    assert second.search["strategies_cached"] == first.search["strategies_measured"]
+    assert second.search["race_cached"] == 1
+    assert second.winner == first.winner
+    assert second.measured_ms == first.measured_ms
+    # The answer is the fastest of all that were timed.
+    times = [row.time_ms for row in first.race if row.time_ms is not None]
+    assert first.measured_ms == min(times)
+    assert {"planned", "data_parallel", "fully_sharded"} <= {r.name for r in first.race}
+
+
+def test_pins_are_kept_exactly(mesh, cache):
+    pins = {"up/kernel": jax.P(None, "x"), "down/*": jax.P("x"), "batch/x": jax.P()}
+    plan = cfp.plan(
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        pins=pins,
+        donate_argnums=(0,),
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    state, batch = plan.in_shardings
+    assert state[0]["up"]["kernel"].spec == jax.P(None, "x")
+    assert state[0]["down"]["kernel"].spec == jax.P("x")
+    assert batch["x"].is_fully_replicated
+    real = plan.init(init, jax.random.key(0)), make_batch(jax.random.key(1))
+    expected = jax.jit(train_step)(init(jax.random.key(0)), real[1])
+    assert_same(plan.apply(train_step)(*real), expected)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"nothing/*": jax.P("x")}, "matches no argument"),
+        ({"up/kernel": jax.P("z")}, "no axis 'z'"),
+        ({"up/kernel": jax.P("x", "x")}, "uses axis 'x' twice"),
+        ({"up/bias": jax.P(None, "x")}, "names 2 dims"),
+        ({"opt/*": jax.P("x")}, "matches no argument"),
+    ],
+)
+def test_pins_that_do_not_fit_are_refused_by_name(pins, message, mesh, cache):
+    with pytest.raises(cfp.PinError, match=message):
+        cfp.plan(train_step, *shapes(), mesh=mesh, pins=pins, cache_dir=cache)
+
+
+def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
+    run = functools.partial(
+        cfp.plan,
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        donate_argnums=(0,),
+        cache_dir=cache,
+    )
+    with pytest.raises(cfp.MemoryBudgetError, match="smallest budget") as caught:
+        run(memory_budget=1000, settings=QUICK)
+    assert caught.value.smallest_feasible_bytes > 1000
+    assert "up/kernel" in str(caught.value)
+    plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4))
+    assert plan.peak_bytes is not None and plan.peak_bytes <= 2**20
+
+
+def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
+    run = functools.partial(cfp.plan, cache_dir=cache, settings=QUICK)
+    one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    with pytest.raises(cfp.MeshError, match="no axis of size 2"):
+        run(train_step, *shapes(), mesh=one)
+    with pytest.raises(cfp.StepNotTraceable, match="static_argnums"):
+        run(lambda x, flag: x, jnp.ones(8), "text", mesh=mesh)
+    with pytest.raises(cfp.StepNotTraceable, match="TracerBoolConversionError"):
+        run(lambda x: x if x.sum() > 0 else -x, jnp.ones(8), mesh=mesh)
+    with pytest.raises(cfp.CfpError, match="80GiB"):
+        run(train_step, *shapes(), mesh=mesh, memory_budget="plenty")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(cfp.CacheError):
+        cfp.plan(train_step, *shapes(), mesh=mesh, cache_dir=blocked / "below")
+
+
+def test_a_plan_refuses_what_it_was_not_made_for(mesh, cache, tmp_path):
+    plan = cfp.plan(
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        preset="data_parallel",
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    state, batch = shapes()
+    wide = {**batch, "x": jax.ShapeDtypeStruct((64, 17), jnp.float32)}
+    with pytest.raises(cfp.PlanMismatch, match=r"batch/x: planned for float32\[64,16\]"):
+        plan.compile(train_step, state, wide)
+
+    def other(state, batch):
+        new, metrics = train_step(state, batch)
+        return jax.tree.map(lambda leaf: leaf * 2, new), metrics
+
+    with pytest.raises(cfp.PlanMismatch, match="not the one that was planned"):
+        plan.compile(other, state, batch)
+    plan.save(tmp_path / "plan.json")
+    two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with pytest.raises(cfp.PlanMismatch, match="is for a mesh"):
+        cfp.Plan.load(tmp_path / "plan.json", mesh=two)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(cfp.PlanMismatch, match="format"):
+        cfp.Plan.load(tmp_path / "bad.json", mesh=mesh)
+    with pytest.raises(cfp.PlanMismatch, match="Cannot read"):
+        cfp.Plan.load(tmp_path / "absent.json", mesh=mesh)

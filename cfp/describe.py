@@ -7,7 +7,7 @@ from collections import Counter
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.strategies import NONE, Strategy
-from cfp.plan import PlanRow
+from cfp.plan_parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
 from cfp.search.transitions import transition
@@ -25,7 +25,9 @@ def plan_rows(
     for segment in analysis.segments:
         modes = [choice.storage[g] for g in segment.groups]
         storage = str(max(set(modes), key=modes.count)) if modes else "-"
-        time_ms = _segment_ms(problem, segment.kind, choice, list(segment.blocks), modes)
+        time_ms = _segment_ms(
+            problem, segment.kind, choice, list(segment.blocks), modes
+        )
         for b in segment.blocks:
             block = frame.blocks[b]
             op = frame.program.ops[block.anchor]
@@ -93,9 +95,7 @@ def strategy_text(frame: Frame, op: Op, strategy: Strategy) -> str:
 
 def _result_dim(op: Op, factor: int) -> int:
     assert op.rule is not None
-    return next(
-        (d for d, dim in enumerate(op.rule.results[0]) if factor in dim), -1
-    )
+    return next((d for d, dim in enumerate(op.rule.results[0]) if factor in dim), -1)
 
 
 def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:

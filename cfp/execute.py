@@ -82,7 +82,7 @@ def compile_step(
     arg_specs: Sequence[Spec],
     output_specs: Sequence[Spec],
     constraints: Constraints,
-    options: Mapping[str, str | bool | int] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
 
@@ -119,7 +119,8 @@ def compile_step(
             "have changed. Plan again."
         )
     constrain(lowering.module, program, mesh, constraints)
-    compiled = lowering.lowered.compile(compiler_options=dict(options or {}) or None)
+    chosen: dict[str, str | bool] = {**(options or {})}
+    compiled = lowering.lowered.compile(compiler_options=chosen or None)
     return CompiledStep(step, compiled, ins, outs, lowering.out_tree)
 
 
@@ -158,18 +159,14 @@ def _relative_l2(have: Any, want: Any) -> float:
 
 
 def _as_float(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
     kind = np.complex128 if np.iscomplexobj(array) else np.float64
     return array.astype(kind)
 
 
-def run_on_one_device(
-    fn: Callable[..., Any], args: Sequence[Any], device: jax.Device
-) -> Any:
+def run_on_one_device(fn: Callable[..., Any], args: Sequence[Any], device: Any) -> Any:
     """Runs a step, plainly jitted, on one device."""
     local = jax.device_put(tuple(args), device)
     return jax.jit(fn)(*local)

@@ -15,58 +15,17 @@ from jax.tree_util import tree_flatten_with_path, tree_unflatten
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.execute import CompiledStep, compile_step
+from cfp.plan_parts import (
+    PlanRow,
+    RaceRow,
+    constraints_from_json,
+    constraints_to_json,
+    spec_from_json,
+)
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.trace import FlatStep, flatten_step, planning_mesh
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
-    """One block of a plan, for people.
-
-    Attributes:
-        block: index of the block.
-        segment: index of its segment.
-        kind: the segment's kind.
-        name: the block's place in the user's model.
-        op: its anchor, with its shape.
-        sharded: which dims of the anchor go to which axes, in words.
-        storage: how the parameters of its segment are kept.
-        collectives: the collectives that follow, in words.
-        segment_ms: measured time of the block's whole segment; None if not measured.
-    """
-
-    block: int
-    segment: int
-    kind: int
-    name: str
-    op: str
-    sharded: str
-    storage: str
-    collectives: str
-    segment_ms: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaceRow:
-    """One finalist of the race.
-
-    Attributes:
-        name: the plan's or the classic's.
-        predicted_ms: from the profiles.
-        samples_ms: measured step times, all of them.
-        time_ms: their median, or None where it did not run.
-        peak_bytes: memory that the compiled program needs on each device.
-        note: why it did not run, or "".
-    """
-
-    name: str
-    predicted_ms: float | None
-    samples_ms: tuple[float, ...]
-    time_ms: float | None
-    peak_bytes: int
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +95,9 @@ class Plan:
         """NamedShardings of the results: a pytree like the results."""
         self._bound()
         mesh = self._on_mesh()
-        leaves = [NamedSharding(mesh, partition_spec(spec)) for spec in self.output_specs]
+        leaves = [
+            NamedSharding(mesh, partition_spec(spec)) for spec in self.output_specs
+        ]
         return tree_unflatten(self.out_tree, leaves)
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -155,7 +116,9 @@ class Plan:
         self._check_arguments(step)
         step = replace(step, donated=self.donated)
         out_shape = jax.eval_shape(step.flat_fn, *step.avals)
-        return replace(self, step=step, out_tree=jax.tree_util.tree_structure(out_shape))
+        return replace(
+            self, step=step, out_tree=jax.tree_util.tree_structure(out_shape)
+        )
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -197,8 +160,10 @@ class Plan:
                 lines.append(f"  {name}: planned for {want}, got {have}")
         more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise PlanMismatch(
-            "The arguments do not fit the plan:\n" + "\n".join(lines[:5]) + more +
-            "\nPass the arguments that were planned for, or plan again."
+            "The arguments do not fit the plan:\n"
+            + "\n".join(lines[:5])
+            + more
+            + "\nPass the arguments that were planned for, or plan again."
         )
 
     # -- use -----------------------------------------------------------------
@@ -223,7 +188,9 @@ class Plan:
         step.__doc__ = fn.__doc__
         return step
 
-    def compile(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CompiledStep:
+    def compile(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> CompiledStep:
         """Compiles the step for these arguments (arrays or shapes).
 
         Raises:
@@ -306,7 +273,7 @@ class Plan:
                 )
             ],
             "output_specs": self.output_specs,
-            "constraints": _constraints_to_json(self.constraints),
+            "constraints": constraints_to_json(self.constraints),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
@@ -351,10 +318,10 @@ class Plan:
                 mesh_axes=tuple((name, size) for name, size in data["mesh_axes"]),
                 arg_names=tuple(a["path"] for a in arguments),
                 arg_types=tuple(a["type"] for a in arguments),
-                arg_specs=tuple(_spec(a["spec"]) for a in arguments),
+                arg_specs=tuple(spec_from_json(a["spec"]) for a in arguments),
                 donated=tuple(bool(a["donated"]) for a in arguments),
-                output_specs=tuple(_spec(s) for s in data["output_specs"]),
-                constraints=_constraints_from_json(data["constraints"]),
+                output_specs=tuple(spec_from_json(s) for s in data["output_specs"]),
+                constraints=constraints_from_json(data["constraints"]),
                 winner=data["winner"],
                 predicted_ms=data["predicted_ms"],
                 measured_ms=data["measured_ms"],
@@ -411,26 +378,3 @@ def _is_array_tree(arg: Any) -> bool:
         isinstance(leaf, kinds) or hasattr(leaf, "__array__")
         for leaf in jax.tree_util.tree_leaves(arg)
     )
-
-
-def _spec(data: Sequence[Sequence[str]]) -> Spec:
-    return tuple(tuple(str(name) for name in names) for names in data)
-
-
-def _constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
-    """Grouped by sharding: a plan names few shardings and many values."""
-    groups: dict[Spec, dict[str, Any]] = {}
-    for value, spec in sorted(constraints.values.items()):
-        groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
-    for use, spec in sorted(constraints.uses.items()):
-        groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
-    return [{"spec": spec, **members} for spec, members in groups.items()]
-
-
-def _constraints_from_json(data: Sequence[Mapping[str, Any]]) -> Constraints:
-    values, uses = {}, {}
-    for group in data:
-        spec = _spec(group["spec"])
-        values.update((int(v), spec) for v in group["values"])
-        uses.update(((int(op), int(index)), spec) for op, index in group["uses"])
-    return Constraints(values, uses)

@@ -14,7 +14,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, constraints, lay_out
 from cfp.describe import plan_rows
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
-from cfp.plan import Plan, RaceRow, type_text
+from cfp.plan import Plan, type_text
+from cfp.plan_parts import RaceRow
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import environment_parts
@@ -129,16 +130,30 @@ class Planner:
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, progress=self._tell)
         wanted = wanted_profiles(
-            self.analysis, self.classics, rates, self.environment, self.settings.per_kind
+            self.analysis,
+            self.classics,
+            rates,
+            self.environment,
+            self.settings.per_kind,
         )
         jobs = [item.job for item in wanted]
         if not self.settings.measure:
             records = self.store.get_many([job.key.digest for job in jobs])
             return Profiles(
-                wanted, records, rates, 0, len(records), 0, time.perf_counter() - started
+                wanted,
+                records,
+                rates,
+                0,
+                len(records),
+                0,
+                time.perf_counter() - started,
             )
         summary = profile(
-            self.analysis.frame.program, self.mesh, jobs, self.store, progress=self._tell
+            self.analysis.frame.program,
+            self.mesh,
+            jobs,
+            self.store,
+            progress=self._tell,
         )
         return Profiles(
             wanted,

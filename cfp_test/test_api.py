@@ -274,7 +274,9 @@ def test_a_plan_refuses_what_it_was_not_made_for(mesh, cache, tmp_path):
     )
     state, batch = shapes()
     wide = {**batch, "x": jax.ShapeDtypeStruct((64, 17), jnp.float32)}
-    with pytest.raises(cfp.PlanMismatch, match=r"batch/x: planned for float32\[64,16\]"):
+    with pytest.raises(
+        cfp.PlanMismatch, match=r"batch/x: planned for float32\[64,16\]"
+    ):
         plan.compile(train_step, state, wide)
 
     def other(state, batch):

@@ -62,9 +62,7 @@ class SegmentEstimate:
 
     def total_ms(self, picks: tuple[int, ...], storage: Storage) -> float:
         """The estimated time of one strategy per block."""
-        total = sum(
-            self.node_ms[storage][b][s] for b, s in enumerate(picks)
-        )
+        total = sum(self.node_ms[storage][b][s] for b, s in enumerate(picks))
         for (a, b), matrix in self.edge_ms.items():
             total += matrix[picks[a]][picks[b]]
         return total
@@ -299,9 +297,7 @@ class Estimator:
                 if not out and not back:
                     continue
                 low, high = min(a, b), max(a, b)
-                matrix = [
-                    [0.0] * len(strategies[high]) for _ in strategies[low]
-                ]
+                matrix = [[0.0] * len(strategies[high]) for _ in strategies[low]]
                 for i, ta in enumerate(mine):
                     for j, tb in enumerate(other):
                         if a == b and i != j:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from jax.sharding import Mesh
+from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.analysis.strategies import Strategy
 from cfp.errors import DeviceError, MemoryBudgetError
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates
@@ -130,7 +130,7 @@ def _edges(
     frame, segments = analysis.frame, analysis.segments
     estimator = Estimator(frame, rates)
     edges: dict[tuple[int, int], list[list[float]]] = {}
-    for left, right in zip(segments, segments[1:], strict=False):
+    for left, right in pairwise(segments):
         pair = (left.kind, right.kind)
         if pair in edges:
             continue
@@ -184,7 +184,7 @@ def _handover(
 def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
     """The whole program's choice that a solution stands for."""
     frame = analysis.frame
-    strategies = [None] * len(frame.blocks)
+    strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
     for segment, pick in zip(analysis.segments, found.picks, strict=True):
         candidate = problem.options[segment.kind][pick].candidate
@@ -192,8 +192,9 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choic
             strategies[block] = strategy
         for group in segment.groups:
             storage[group] = candidate.storage
-    assert all(s is not None for s in strategies), "a block belongs to no segment"
-    return Choice(tuple(s for s in strategies if s is not None), tuple(storage))
+    return Choice(
+        tuple(strategies[block.index] for block in frame.blocks), tuple(storage)
+    )
 
 
 def smallest_bytes(problem: Problem) -> int:
@@ -246,11 +247,3 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
         smallest_feasible_bytes=smallest,
         contributors=largest,
     )
-
-
-ProgressCallback = Callable[[object], None]
-
-
-def planning_devices(mesh: Mesh) -> list:
-    """The devices of a mesh, in its order."""
-    return list(mesh.devices.flat)

@@ -44,8 +44,7 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
     options = problem.options[problem.kinds[i]]
     row = [
-        model.add_variable(f"x_{i}_{o}", cat=pulp.LpBinary)
-        for o in range(len(options))
+        model.add_variable(f"x_{i}_{o}", cat=pulp.LpBinary) for o in range(len(options))
     ]
     model.addConstraint(pulp.lpSum(row) == 1, f"one_{i}")
     cost.extend(o.time_ms * v for o, v in zip(options, row, strict=True))

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from jax.sharding import Mesh
-
 from cfp.analysis.layout import Choice, Frame, Layout, constraints, spec_ways
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Spec
@@ -198,8 +196,3 @@ def turning_point(frame: Frame) -> int:
     """The id of the first op of the backward pass; behind all ops if there is none."""
     derived = [m.op for b in frame.blocks for m in b.members if m.derived]
     return min(derived, default=len(frame.program.ops))
-
-
-def device_mesh_axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    """Names and sizes of a mesh's axes."""
-    return tuple(mesh.shape.items())

@@ -104,7 +104,9 @@ def race(
     known = store.get_many(list(jobs))
     cached = len(known) == len(jobs)
     records: Mapping[str, ProfileRecord] = (
-        known if cached else _run(program, mesh, jobs, store, budget_bytes, rounds, progress)
+        known
+        if cached
+        else _run(program, mesh, jobs, store, budget_bytes, rounds, progress)
     )
     results = []
     for finalist in finalists:

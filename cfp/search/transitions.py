@@ -66,9 +66,7 @@ def transition(
         while shared < min(len(names), len(target)) and names[shared] == target[shared]:
             shared += 1
         for name in names[shared:]:
-            elsewhere = any(
-                name in other for d, other in enumerate(want) if d != dim
-            )
+            elsewhere = any(name in other for d, other in enumerate(want) if d != dim)
             (moved if elsewhere else gathered).append(name)
     if moved:
         steps.append(("all-to-all", tuple(moved), local * ways(moved)))

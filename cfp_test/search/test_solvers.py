@@ -32,8 +32,12 @@ options = st.builds(
 )
 
 
+BUDGETS = st.one_of(st.none(), st.integers(1, 120))
+NO_BUDGET = st.none()
+
+
 @st.composite
-def problems(draw, budgets=st.one_of(st.none(), st.integers(1, 120))):
+def problems(draw, budgets=BUDGETS):
     kinds = draw(st.integers(1, 3))
     found = tuple(
         tuple(draw(st.lists(options, min_size=1, max_size=4))) for _ in range(kinds)
@@ -75,7 +79,7 @@ def test_the_ilp_agrees_with_the_oracle_many_times(problem):
 
 
 @settings(max_examples=50, deadline=None)
-@given(problems(budgets=st.none()))
+@given(problems(budgets=NO_BUDGET))
 def test_the_smallest_budget_is_feasible_and_no_smaller_one_is(problem):
     smallest = smallest_bytes(problem)
 

@@ -1,0 +1,83 @@
+"""The parts of a plan, and how those that are no records go to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cfp.analysis.strategies import Spec
+from cfp.program.graft import Constraints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One block of a plan, for people.
+
+    Attributes:
+        block: index of the block.
+        segment: index of its segment.
+        kind: the segment's kind.
+        name: the block's place in the user's model.
+        op: its anchor, with its shape.
+        sharded: which dims of the anchor go to which axes, in words.
+        storage: how the parameters of its segment are kept.
+        collectives: the collectives that follow, in words.
+        segment_ms: measured time of the block's whole segment; None if not measured.
+    """
+
+    block: int
+    segment: int
+    kind: int
+    name: str
+    op: str
+    sharded: str
+    storage: str
+    collectives: str
+    segment_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceRow:
+    """One finalist of the race.
+
+    Attributes:
+        name: the plan's or the classic's.
+        predicted_ms: from the profiles.
+        samples_ms: measured step times, all of them.
+        time_ms: their median, or None where it did not run.
+        peak_bytes: memory that the compiled program needs on each device.
+        note: why it did not run, or "".
+    """
+
+    name: str
+    predicted_ms: float | None
+    samples_ms: tuple[float, ...]
+    time_ms: float | None
+    peak_bytes: int
+    note: str = ""
+
+
+def spec_from_json(data: Sequence[Sequence[str]]) -> Spec:
+    """A sharding from parsed JSON."""
+    return tuple(tuple(str(name) for name in names) for names in data)
+
+
+def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
+    """Constraints as JSON, by sharding: plans name few shardings and many values."""
+    groups: dict[Spec, dict[str, Any]] = {}
+    for value, spec in sorted(constraints.values.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
+    for use, spec in sorted(constraints.uses.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
+    return [{"spec": spec, **members} for spec, members in groups.items()]
+
+
+def constraints_from_json(data: Sequence[Mapping[str, Any]]) -> Constraints:
+    """Constraints from parsed JSON."""
+    values, uses = {}, {}
+    for group in data:
+        spec = spec_from_json(group["spec"])
+        values.update((int(v), spec) for v in group["values"])
+        uses.update(((int(op), int(index)), spec) for op, index in group["uses"])
+    return Constraints(values, uses)

@@ -43,6 +43,8 @@ class PlannerSettings:
 
     Attributes:
         per_kind: how many strategies to measure for each kind of segment.
+        in_context: whether segments are measured with a neighbour, which predicts
+            better and builds twice as many programs.
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted.
         measure: whether devices may be used; otherwise only records that are in the
@@ -51,6 +53,7 @@ class PlannerSettings:
     """
 
     per_kind: int = 16
+    in_context: bool = True
     race: bool = True
     measure: bool = True
     progress: Callable[[Progress | str], None] | None = None
@@ -135,34 +138,26 @@ class Planner:
             rates,
             self.environment,
             self.settings.per_kind,
+            self.settings.in_context,
         )
-        jobs = [item.job for item in wanted]
-        if not self.settings.measure:
-            records = self.store.get_many([job.key.digest for job in jobs])
-            return Profiles(
-                wanted,
-                records,
-                rates,
-                0,
-                len(records),
-                0,
-                time.perf_counter() - started,
-            )
-        summary = profile(
-            self.analysis.frame.program,
-            self.mesh,
-            jobs,
-            self.store,
-            progress=self._tell,
-        )
+        jobs = [job for item in wanted for job in item.jobs]
+        known = self.store.get_many({job.key.digest for job in jobs})
+        cached = sum(item.job.key.digest in known for item in wanted)
+        records = known
+        if self.settings.measure:
+            program = self.analysis.frame.program
+            records = profile(
+                program, self.mesh, jobs, self.store, progress=self._tell
+            ).records
+        done = [records.get(item.job.key.digest) for item in wanted]
         return Profiles(
             wanted,
-            summary.records,
+            records,
             rates,
-            summary.measured,
-            summary.cached,
-            summary.failed,
-            time.perf_counter() - started,
+            measured=sum(r is not None for r in done) - cached,
+            cached=cached,
+            failed=sum(r is not None and not r.ok for r in done),
+            seconds=time.perf_counter() - started,
         )
 
     def search(self, profiles: Profiles) -> Decision:

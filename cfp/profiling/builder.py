@@ -6,12 +6,14 @@ once it will refuse again.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cfp.profiling.hlo import collectives_in
@@ -22,6 +24,7 @@ from cfp.program.graph import Program
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
+_CACHE_SETTING = "jax_compilation_cache_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,28 @@ class BuildEnvironment:
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
             return {}
         return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+
+    @contextlib.contextmanager
+    def compilation_cache(self, platform: str) -> Iterator[None]:
+        """Has JAX keep what it compiles meanwhile, unless the user has that already.
+
+        It is a setting of the whole process, which is why `build` leaves it alone.
+        """
+        chosen = getattr(jax.config, _CACHE_SETTING)
+        if (
+            self.compilation_cache_dir is None
+            or chosen
+            or platform not in GPU_PLATFORMS
+        ):
+            yield
+            return
+        jax.config.update(_CACHE_SETTING, str(self.compilation_cache_dir))
+        compilation_cache.reset_cache()  # Or JAX stays with what it began with.
+        try:
+            yield
+        finally:
+            jax.config.update(_CACHE_SETTING, chosen)
+            compilation_cache.reset_cache()
 
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""

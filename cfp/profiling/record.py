@@ -24,7 +24,7 @@ class Collective:
 
     Attributes:
       kind: as in HLO: "all-reduce", "all-gather", "reduce-scatter", ...
-      bytes: size of the operand on one device.
+      bytes: size on one device of the operand or the result, whichever is larger.
       group_size: how many devices take part.
       count: how often it is executed in one run.
     """

@@ -16,17 +16,56 @@ from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import choose_candidates
 from cfp.search.estimate import Estimator
-from cfp.search.measure import segment_bytes, segment_job, segment_layout
+from cfp.search.measure import (
+    pair_job,
+    segment_bytes,
+    segment_job,
+    segment_layout,
+)
 from cfp.search.problem import Candidate, Option, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A candidate of a kind of segment, and the job that measures it."""
+    """A candidate of a kind of segment, and the jobs that tell what it costs.
+
+    A segment alone is not what it costs inside a model: its first and last
+    collectives have nothing to hide behind. So it is also measured together with a
+    neighbour, its *carrier*, and what the neighbour takes alone is subtracted.
+
+    Attributes:
+        kind, candidate: the choice.
+        job: the segment alone.
+        carrier_job: the neighbour alone, or None where there is no neighbour.
+        pair_job: both.
+        handover_ms: estimated resharding between the two, which the search adds by
+            itself.
+    """
 
     kind: int
     candidate: Candidate
     job: Job
+    carrier_job: Job | None = None
+    pair_job: Job | None = None
+    handover_ms: float = 0.0
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All its jobs."""
+        found = (self.job, self.carrier_job, self.pair_job)
+        return [job for job in found if job is not None]
+
+    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What the segment adds to a step."""
+        alone = records[self.job.key.digest].time_ms
+        if self.carrier_job is None or self.pair_job is None:
+            return alone
+        carrier = records.get(self.carrier_job.key.digest)
+        pair = records.get(self.pair_job.key.digest)
+        if carrier is None or pair is None or not (carrier.ok and pair.ok):
+            return alone
+        # What is within the noise of two large numbers is not negative.
+        return max(pair.time_ms - carrier.time_ms - self.handover_ms, 0.0)
 
 
 def wanted_profiles(
@@ -35,6 +74,7 @@ def wanted_profiles(
     rates: Rates,
     environment: Parts,
     per_kind: int,
+    in_context: bool = True,
 ) -> list[Wanted]:
     """What to measure: for each kind of segment the classics and the best by estimate.
 
@@ -44,10 +84,11 @@ def wanted_profiles(
         rates: the devices' rates, for the estimates.
         environment: what else a profile depends on.
         per_kind: how many candidates to measure for each kind.
+        in_context: whether segments are measured with a neighbour, too.
     """
     frame, segments = analysis.frame, analysis.segments
     estimator = Estimator(frame, rates)
-    found = []
+    chosen: list[list[Candidate]] = []
     for kind, index in enumerate(analysis.representatives):
         segment = segments[index]
         behind = segments[index + 1] if index + 1 < len(segments) else None
@@ -57,12 +98,70 @@ def wanted_profiles(
             (c := segment_candidate(analysis, index, choice)).key: c
             for choice in classics.values()
         }
-        candidates = choose_candidates(estimate, list(required.values()), per_kind)
-        for number, candidate in enumerate(candidates):
-            label = f"segment {kind}: {number + 1} of {len(candidates)}"
+        chosen.append(choose_candidates(estimate, list(required.values()), per_kind))
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        for number, candidate in enumerate(chosen[kind]):
+            label = f"segment {kind}: {number + 1} of {len(chosen[kind])}"
             job = segment_job(frame, segments, index, candidate, environment, label)
-            found.append(Wanted(kind, candidate, job))
+            near = _neighbour(analysis, index) if in_context else None
+            if near is None:
+                found.append(Wanted(kind, candidate, job))
+                continue
+            carrier, handover_ms = _carrier(
+                analysis, estimator, index, candidate, near, chosen
+            )
+            carrier_index = analysis.representatives[segments[near].kind]
+            found.append(
+                Wanted(
+                    kind,
+                    candidate,
+                    job,
+                    segment_job(
+                        frame, segments, carrier_index, carrier, environment, label
+                    ),
+                    pair_job(
+                        frame,
+                        segments,
+                        {index: candidate, near: carrier},
+                        environment,
+                        f"{label}, in context",
+                    ),
+                    handover_ms,
+                )
+            )
     return found
+
+
+def _neighbour(analysis: Analysis, index: int) -> int | None:
+    """The segment that a segment is measured together with: a twin, or any."""
+    segments = analysis.segments
+    near = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
+    twins = [i for i in near if segments[i].kind == segments[index].kind]
+    return (twins or near or [None])[0]
+
+
+def _carrier(
+    analysis: Analysis,
+    estimator: Estimator,
+    index: int,
+    candidate: Candidate,
+    near: int,
+    chosen: list[list[Candidate]],
+) -> tuple[Candidate, float]:
+    """The neighbour's choice that goes best with a candidate, and the handover."""
+    same_kind = analysis.segments[near].kind == analysis.segments[index].kind
+    options = [candidate] if same_kind else chosen[analysis.segments[near].kind]
+    mine = _layout_of(analysis, index, candidate)
+    out = _between(analysis, index, near)
+    back = _between(analysis, near, index)
+    costs = []
+    for option in options:
+        other = _layout_of(analysis, near, option)
+        cost = _handover(estimator, mine, other, out)
+        costs.append(cost + _handover(estimator, other, mine, back))
+    best = min(range(len(options)), key=lambda i: (costs[i], i))
+    return options[best], costs[best]
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
@@ -101,7 +200,7 @@ def build_problem(
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
-                time_ms=record.time_ms,
+                time_ms=item.time_ms(records),
                 state_bytes=kept.state_bytes,
                 residual_bytes=kept.residual_bytes,
                 temp_bytes=max(0, record.temp_bytes - kept.residual_bytes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -56,6 +56,23 @@ def segment_job(
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
     return make_job(frame, layout, segments[index].ops, environment, label)
+
+
+def pair_job(
+    frame: Frame,
+    segments: Sequence[Segment],
+    candidates: Mapping[int, Candidate],
+    environment: Parts,
+    label: str,
+) -> Job:
+    """The job that measures neighbouring segments together."""
+    strategies, storage = {}, {}
+    for index, candidate in candidates.items():
+        blocks = segments[index].blocks
+        strategies.update(zip(blocks, candidate.strategies, strict=True))
+        storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
+    ops = sorted(op for index in candidates for op in segments[index].ops)
+    return make_job(frame, Layout(frame, strategies, storage), ops, environment, label)
 
 
 def whole_job(

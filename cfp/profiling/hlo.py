@@ -1,0 +1,227 @@
+"""Reads the collectives out of a compiled program's HLO text.
+
+The text is what `jax.stages.Compiled.as_text` gives. Its grammar has no written
+promise; read are the forms that XLA's CPU and GPU compilers print:
+
+    %a = f32[64]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+    %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
+    %c = f32[8]{0} reduce-scatter(%z), replica_groups=mesh['x'=4,'y'=2] {'x'}, ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+
+from cfp.profiling.record import Collective
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_Found = Counter[tuple[str, int, int]]  # (kind, bytes, group size) -> count
+
+_HEADER = re.compile(r"(ENTRY\s+)?%?([^\s(]+)\s.*\{\s*$")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_COMMENT = re.compile(r"/\*.*?\*/")
+_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
+    r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
+)
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[^=]*?\})?\}")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}\s]*)\}")
+
+
+@dataclass(slots=True)
+class _Computation:
+    """What one computation sends itself, and what it calls how often."""
+
+    found: _Found = field(default_factory=Counter)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+
+def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
+    """The collectives that one run of a program executes.
+
+    Those in the body of a loop count as often as the compiler knows it to turn, or
+    once. Of a conditional all branches count, though one of them is taken.
+
+    Args:
+      hlo_text: one or several modules, or lines of a computation.
+
+    Returns:
+      Collectives of one kind, size and group together, largest first. `bytes` is
+      the larger side's size on one device: of an all-gather the result's, of a
+      reduce-scatter the operand's.
+    """
+    total: _Found = Counter()
+    for module in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
+        total.update(_of_module(module))
+    return tuple(
+        Collective(kind=kind, bytes=size, group_size=group, count=count)
+        for (kind, size, group), count in sorted(
+            total.items(), key=lambda item: (-item[0][1] * item[1], item[0])
+        )
+    )
+
+
+def _of_module(text: str) -> _Found:
+    computations: dict[str, _Computation] = {"": _Computation()}
+    entry = ""
+    current = computations[entry]
+    devices = 1
+    for line in text.splitlines():
+        if line.startswith("HloModule "):
+            devices = _header_number(line, "replica_count")
+            devices *= _header_number(line, "num_partitions")
+        elif line[:1] not in ("", " ", "}"):
+            header = _HEADER.match(line)
+            if header is not None:
+                current = computations.setdefault(header[2], _Computation())
+                entry = header[2] if header[1] else entry
+        elif " = " in line:
+            _read_instruction(line, devices, current)
+    known: dict[str, _Found] = {}
+
+    def total(name: str) -> _Found:
+        if name not in known:
+            known[name] = Counter(computations[name].found)
+            for called, times in computations[name].calls:
+                if called in computations:
+                    for what, count in total(called).items():
+                        known[name][what] += count * times
+        return known[name]
+
+    return total(entry)
+
+
+def _header_number(line: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", line)
+    return int(found[1]) if found else 1
+
+
+def _read_instruction(line: str, devices: int, into: _Computation) -> None:
+    trips = _TRIPS.search(line)
+    # Names and paths in quotes, and comments, may contain anything.
+    text = _COMMENT.sub("", _QUOTED.sub('""', line.partition(" = ")[2]))
+    end = _shape_end(text)
+    opcode = _OPCODE.match(text, end)
+    if opcode is None:
+        return
+    kind, started, _ = opcode[1].partition("-start")
+    if kind in KINDS:
+        group = _group_size(kind, text, devices)
+        size = _largest_side(kind, text[:end], bool(started), group)
+        into.found[kind, size, group] += 1
+        return  # Not what it calls: an asynchronous form may name its own twin.
+    times = int(trips[1]) if trips and opcode[1] == "while" else 1
+    for called in _CALLED.finditer(text, opcode.end()):
+        for name in called[1].strip("{}").split(","):
+            into.calls.append((name.strip().lstrip("%"), times))
+
+
+def _shape_end(text: str) -> int:
+    """Where the shape at the beginning of an instruction's text ends."""
+    depth = 0
+    for place, letter in enumerate(text):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter == " " and depth == 0:
+            return place
+    return len(text)
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape; the shape itself if it is an array's."""
+    if not shape.startswith("("):
+        return [shape]
+    found, depth, start = [], 0, 1
+    for place, letter in enumerate(shape):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            found.append(shape[start:place].strip())
+            start = place + 1
+    return found
+
+
+def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
+    parts = _elements(shape)
+    # An asynchronous start gives (operands, results, the backend's own); only an
+    # all-reduce of its own opcode gives its results alone.
+    wrapped = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))
+    if started and wrapped:
+        return max(_shape_bytes(parts[0]), _shape_bytes(parts[1]))
+    size = _shape_bytes(shape)
+    return size * group if kind == "reduce-scatter" else size
+
+
+def _shape_bytes(shape: str) -> int:
+    total = 0
+    for element, dims in _ARRAY.findall(shape):
+        sizes = [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
+        total += -(-prod(sizes) * _element_bits(element) // 8)
+    return total
+
+
+def _element_bits(element: str) -> int:
+    if element == "pred":
+        return 8
+    if element in ("token", "opaque"):
+        return 0
+    # The first number is the width: s32, bf16, c64, f8e4m3fn.
+    width = re.search(r"\d+", element)
+    return int(width[0]) if width else 0
+
+
+def _group_size(kind: str, text: str, devices: int) -> int:
+    """How many devices take part in one group, of the largest if they differ."""
+    if kind == "collective-permute":
+        pairs = _PAIRS.search(text)
+        return _largest_ring(pairs[1]) if pairs else devices
+    if mesh := _MESH_GROUPS.search(text):
+        sizes = {name: int(size) for name, size, _ in _MESH_AXIS.findall(mesh[1])}
+        # A part of an axis states its own size: 'x':(2)4.
+        return prod(
+            int(part) if part else sizes[name]
+            for name, _, part in _MESH_AXIS.findall(mesh[2])
+        )
+    if iota := _IOTA_GROUPS.search(text):
+        return int(iota[2])
+    listed = _LISTED_GROUPS.search(text)
+    if listed and listed[1]:
+        groups = re.findall(r"\{([^{}]*)\}", listed[1])
+        return max(len(group.split(",")) for group in groups)
+    return devices
+
+
+def _largest_ring(pairs: str) -> int:
+    """Size of the largest set of devices that send to each other."""
+    leader: dict[str, str] = {}
+
+    def find(device: str) -> str:
+        while leader.setdefault(device, device) != device:
+            device = leader[device]
+        return device
+
+    for source, target in re.findall(r"(\d+)\s*,\s*(\d+)", pairs):
+        leader[find(source)] = find(target)
+    return max(Counter(find(device) for device in leader).values(), default=1)

@@ -1,0 +1,131 @@
+"""Makes arrays to run a program on, each piece on the device that will hold it.
+
+The values matter a little: zeros take less power than numbers do, so that clocks
+stay higher than in earnest, and NaN or infinite values make some kernels slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from cfp.program.graft import Spec, aval, partition_spec
+from cfp.program.graph import Program
+
+# All floats lie between these, which even eight bits hold as numbers above zero
+# and no larger than 0.02.
+_SMALLEST_FLOAT = 0.002
+_LARGEST_FLOAT = 0.0199
+_INTEGER_BITS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class InputKind:
+    """What there is to know of an input.
+
+    Attributes:
+      shape: of the whole array.
+      dtype: its name, as numpy and JAX write it.
+      spec: how it is sharded.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+def input_kinds(
+    program: Program, values: Sequence[int], specs: Sequence[Spec]
+) -> tuple[InputKind, ...]:
+    """The kinds of some of a program's values under these shardings."""
+    avals = [aval(program, value) for value in values]
+    return tuple(
+        InputKind(array.shape, str(array.dtype), spec)
+        for array, spec in zip(avals, specs, strict=True)
+    )
+
+
+def make_inputs(
+    kinds: Sequence[InputKind], mesh: Mesh, donated: Collection[int] = ()
+) -> list[jax.Array]:
+    """Makes one array for each kind.
+
+    Floats are positive and at most 0.02, so that neither logarithms nor square
+    roots nor many layers in a row lead out of the numbers. Integers lie from 0 to
+    127 (fewer where the type is narrower), a single one is 1; booleans are mixed,
+    a single one is true.
+
+    Args:
+      kinds: what to make. Equal ones share an array.
+      mesh: the devices.
+      donated: positions that get an array of their own, to be overwritten.
+    """
+    shared: dict[InputKind, jax.Array] = {}
+    arrays = []
+    for place, kind in enumerate(kinds):
+        if place in donated:
+            arrays.append(generator(kind, mesh)())
+            continue
+        if kind not in shared:
+            shared[kind] = generator(kind, mesh)()
+        arrays.append(shared[kind])
+    return arrays
+
+
+@lru_cache(maxsize=4096)
+def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
+    """A compiled function without arguments that makes a new array of a kind.
+
+    Calling this ahead, in a thread, saves compiling when the array is wanted.
+    """
+    sharding = NamedSharding(mesh, partition_spec(kind.spec))
+
+    def generate() -> jax.Array:
+        return _values(kind.shape, jnp.dtype(kind.dtype))
+
+    # Types of 64 bits are cut without this; the others are unaffected.
+    with jax.enable_x64(True):
+        return jax.jit(generate, out_shardings=sharding).lower().compile()
+
+
+def _values(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if dtype == jnp.bool_:
+        return _bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        if not shape:
+            return jnp.ones((), dtype)
+        bits = min(_INTEGER_BITS, int(jnp.iinfo(dtype).max).bit_length())
+        return lax.convert_element_type(_bits(shape) >> (32 - bits), dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.float64 if dtype == jnp.complex128 else jnp.float32
+        real = lax.convert_element_type(_floats(shape), part)
+        return lax.complex(real, real)
+    return lax.convert_element_type(_floats(shape), dtype)
+
+
+def _floats(shape: tuple[int, ...]) -> jax.Array:
+    width = jnp.float32((_LARGEST_FLOAT - _SMALLEST_FLOAT) / 2**24)
+    return (_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(
+        _SMALLEST_FLOAT
+    )
+
+
+def _bits(shape: tuple[int, ...]) -> jax.Array:
+    """32 bits for each element that look random and follow from its indices.
+
+    Unlike `jax.random`, it compiles to a few elementwise operations, which every
+    device computes for its own piece.
+    """
+    bits = jnp.full(shape, 0x9E3779B9, jnp.uint32)
+    for dim in range(len(shape)):
+        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        bits = (bits ^ index) * jnp.uint32(0x85EBCA6B + 2 * dim)
+        bits = bits ^ (bits >> 15)
+    bits = bits * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 13)

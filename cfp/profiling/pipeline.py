@@ -1,0 +1,281 @@
+"""Answers from the store what it knows, and builds, runs and keeps the rest.
+
+Building, running and keeping are three things that know nothing of each other: a
+`Task` says how its own is built and run. Tasks are built in threads, a few ahead,
+and run one at a time in the order given, so that several processes that were given
+the same tasks run the same one at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+
+from cfp.profiling.builder import Built
+from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+
+Phase = Literal["look up", "build", "run", "done"]
+
+# Built programs hold code in the devices' memory while they wait.
+_WAITING_BESIDE_THREADS = 2
+_MOST_THREADS = 12
+_X64_SETTING = "jax_enable_x64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to measure.
+
+    Attributes:
+      key: what its record is kept under.
+      label: what progress shows.
+      build: called in a thread; a record if it cannot be built.
+      run: called in the thread that called `run_tasks`.
+    """
+
+    key: ProfileKey
+    label: str
+    build: Callable[[], Built | ProfileRecord]
+    run: Callable[[Built], ProfileRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far measuring is.
+
+    Attributes:
+      done: tasks that have a record: `cached`, plus measured, plus `failed`.
+      cached: of these, answered from the store, whether good or failures.
+      failed: of these, those that failed now.
+      total: all tasks, each key once.
+      best_ms: the smallest time among the good records; infinite before the first.
+      label: the task that the event is about; "" before the first.
+      phase: "look up" once the store has answered; "build" when a task's build has
+        to be awaited; "run" when it starts to run; "done" when it has its record.
+      elapsed_seconds: since the beginning.
+    """
+
+    done: int
+    cached: int
+    failed: int
+    total: int
+    best_ms: float
+    label: str
+    phase: Phase
+    elapsed_seconds: float
+
+
+ProgressCallback = Callable[[Progress], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """What came of all tasks.
+
+    Attributes:
+      records: by key digest, in the order of the tasks.
+      measured: built, run and timed now.
+      cached: answered from the store, whether good or failures.
+      failed: failed now. The three add up to the number of records.
+      build_seconds: of all builds, side by side ones added up.
+      run_seconds: of all runs.
+      wall_seconds: from beginning to end.
+    """
+
+    records: Mapping[str, ProfileRecord]
+    measured: int
+    cached: int
+    failed: int
+    build_seconds: float
+    run_seconds: float
+    wall_seconds: float
+
+
+def default_threads(platform: str) -> int:
+    """How many builds at once leave a machine usable, and each other in peace."""
+    cores = os.cpu_count() or 1
+    if platform == "cpu" and cores <= 4:
+        return 1  # The devices are these cores.
+    return max(1, min(_MOST_THREADS, cores // 4))
+
+
+def overlaps(platform: str) -> bool:
+    """Whether building leaves the devices in peace, so that others may be timed."""
+    return platform != "cpu" and platform not in GPU_PLATFORMS
+
+
+def run_tasks(
+    tasks: Iterable[Task],
+    store: ProfileStore,
+    *,
+    threads: int = 1,
+    overlap: bool = True,
+    retry_failures: bool = False,
+    progress: ProgressCallback | None = None,
+    agreement: Agreement | None = None,
+) -> ProfileSummary:
+    """Measures what the store does not know.
+
+    Every record is put into the store the moment it exists, so that an interrupt
+    (`KeyboardInterrupt`, which passes through) loses only what is being measured.
+
+    Args:
+      tasks: what to measure. Of tasks with one key the first is taken.
+      store: where records are looked up and kept.
+      threads: how many builds at once.
+      overlap: build while a task runs, which is faster, and disturbs what runs
+        where building needs the devices. Otherwise tasks are built and then run in
+        batches of 1, 2, 4 and so on, up to twice the number of threads: the first
+        few leave behind what a compiler has learnt about the devices.
+      retry_failures: measure again what failed before.
+      progress: told of every event, in this thread.
+      agreement: settles what is run, where several processes measure together. Each
+        then needs the same tasks, and a store of its own.
+    """
+    by_key: dict[str, Task] = {}
+    for task in tasks:
+        by_key.setdefault(task.key.digest, task)
+    state = _State(
+        tasks=by_key,
+        store=store,
+        retry_failures=retry_failures,
+        progress=progress,
+        agreement=agreement or Agreement(alone=True),
+    )
+    state.look_up()
+    waiting = deque(task for task in state.tasks.values() if not state.has(task))
+    ahead: deque[tuple[Task, Future[Built | ProfileRecord]]] = deque()
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
+    build = _in_thread(state)
+    room = threads + _WAITING_BESIDE_THREADS if overlap else 1
+    try:
+        while waiting or ahead:
+            if overlap or not ahead:
+                while waiting and len(ahead) < room:
+                    task = waiting.popleft()
+                    ahead.append((task, pool.submit(build, task)))
+                if not overlap:
+                    state.tell(ahead[0][0].label, "build")
+                    wait([built for _, built in ahead])
+                    room = min(2 * room, 2 * threads if threads > 1 else 1)
+            # No name here: what was built goes when its turn is over.
+            state.take_turn(*ahead.popleft())
+    finally:
+        # A compile cannot be stopped: after an interrupt the threads finish what
+        # they have begun, and nobody waits for it.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return state.summary()
+
+
+def _in_thread(state: _State) -> Callable[[Task], Built | ProfileRecord]:
+    # JAX keeps `with jax.enable_x64(...)` to the thread that said it.
+    x64 = bool(getattr(jax.config, _X64_SETTING))
+
+    def build(task: Task) -> Built | ProfileRecord:
+        with jax.enable_x64(x64):
+            outcome = task.build()
+        if isinstance(outcome, ProfileRecord):
+            state.keep(outcome)
+        return outcome
+
+    return build
+
+
+@dataclass(slots=True)
+class _State:
+    tasks: dict[str, Task]
+    store: ProfileStore
+    retry_failures: bool
+    progress: ProgressCallback | None
+    agreement: Agreement
+    records: dict[str, ProfileRecord] = field(default_factory=dict)
+    cached: int = 0
+    measured: int = 0
+    failed: int = 0
+    best_ms: float = math.inf
+    build_seconds: float = 0.0
+    run_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def has(self, task: Task) -> bool:
+        return task.key.digest in self.records
+
+    def look_up(self) -> None:
+        known = {
+            digest: record
+            for digest, record in self.store.get_many(self.tasks).items()
+            if record.ok or not self.retry_failures
+        }
+        settled = self.agreement.everywhere([key in known for key in self.tasks])
+        for digest, answered in zip(self.tasks, settled, strict=True):
+            if answered:
+                self.records[digest] = known[digest]
+                self.cached += 1
+                self.best_ms = min(self.best_ms, known[digest].time_ms)
+        self.tell("", "look up")
+
+    def take_turn(self, task: Task, built: Future[Built | ProfileRecord]) -> None:
+        if not built.done():
+            self.tell(task.label, "build")
+        outcome = built.result()
+        [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
+        if isinstance(outcome, Built):
+            if ready:
+                self.tell(task.label, "run")
+                outcome = task.run(outcome)
+            else:
+                reason = "another process could not build it"
+                outcome = outcome.record("compile_error", reason=reason)
+            self.keep(outcome)
+        self.records[task.key.digest] = outcome
+        if outcome.ok:
+            self.measured += 1
+        else:
+            self.failed += 1
+        self.best_ms = min(self.best_ms, outcome.time_ms)
+        self.build_seconds += outcome.build_seconds
+        self.run_seconds += outcome.run_seconds
+        self.tell(task.label, "done")
+
+    def keep(self, record: ProfileRecord) -> None:
+        # A newer failure takes the place of the older one that was tried again.
+        kept = self.store.get(record.key) if self.retry_failures else None
+        self.store.put(record, replace=kept is not None and not kept.ok)
+
+    def tell(self, label: str, phase: Phase) -> None:
+        if self.progress is None:
+            return
+        self.progress(
+            Progress(
+                done=len(self.records),
+                cached=self.cached,
+                failed=self.failed,
+                total=len(self.tasks),
+                best_ms=self.best_ms,
+                label=label,
+                phase=phase,
+                elapsed_seconds=time.perf_counter() - self.started,
+            )
+        )
+
+    def summary(self) -> ProfileSummary:
+        return ProfileSummary(
+            records={digest: self.records[digest] for digest in self.tasks},
+            measured=self.measured,
+            cached=self.cached,
+            failed=self.failed,
+            build_seconds=self.build_seconds,
+            run_seconds=self.run_seconds,
+            wall_seconds=time.perf_counter() - self.started,
+        )

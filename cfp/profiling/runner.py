@@ -1,0 +1,292 @@
+"""Runs what was built on the devices, and profiles whole lists of jobs.
+
+The layers below know nothing of each other: `cfp.profiling.builder` builds,
+`run` here runs, `cfp.profiling.store` keeps, and `cfp.profiling.pipeline` brings
+them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cfp.errors import DeviceError, compose
+from cfp.profiling.builder import (
+    BuildEnvironment,
+    Built,
+    Job,
+    build,
+    is_out_of_memory,
+    reason_of,
+)
+from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+from cfp.profiling.pipeline import (
+    ProfileSummary,
+    Progress,
+    Task,
+    default_threads,
+    overlaps,
+    run_tasks,
+)
+from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import measure
+from cfp.program.graph import Program
+
+__all__ = [
+    "ProfileSummary",
+    "Progress",
+    "TimingOptions",
+    "execute",
+    "profile",
+    "run",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingOptions:
+    """How long to measure one thing; see `cfp.profiling.timing.measure`."""
+
+    warmup_seconds: float = 0.3
+    min_samples: int = 5
+    max_samples: int = 50
+    target_spread: float = 0.01
+    budget_seconds: float = 2.0
+    min_sample_ms: float = 5.0
+
+
+def profile(
+    program: Program,
+    mesh: Mesh,
+    jobs: Iterable[Job],
+    store: ProfileStore,
+    *,
+    threads: int | None = None,
+    overlap: bool | None = None,
+    retry_failures: bool = False,
+    progress: Callable[[Progress], object] | None = None,
+    timing: TimingOptions | None = None,
+    environment: BuildEnvironment | None = None,
+) -> ProfileSummary:
+    """Measures the jobs that the store has no record of.
+
+    Args:
+      program: the program that all jobs are parts of.
+      mesh: the devices.
+      jobs: what to measure; jobs with equal keys are measured once.
+      store: answers what it can, failures too, and keeps every new record.
+      threads: how many builds at once; by default one on a small CPU, else a
+        quarter of the cores and at most 12.
+      overlap: build while something is timed. By default not on CPUs, which build
+        and run with the same cores, nor on GPUs, where compilers try out kernels.
+      retry_failures: measure again what failed before.
+      progress: told of every event, in this thread.
+      timing: how long to measure each.
+      environment: the compiler's directories; by default one for autotuning next
+        to the store.
+
+    Returns:
+      A record for each key, failures included.
+
+    Raises:
+      DeviceError: if the devices answer no more after something crashed on them.
+    """
+    timing = timing or TimingOptions()
+    environment = environment or BuildEnvironment.beside(store.path)
+    platform = mesh.devices.flat[0].platform
+    runner = _Runner(program, mesh, timing)
+    tasks = [
+        Task(
+            key=job.key,
+            label=job.label,
+            build=partial(_build, program, mesh, job, environment),
+            run=partial(runner.run, job),
+        )
+        for job in jobs
+    ]
+    with environment.compilation_cache(platform):
+        return run_tasks(
+            tasks,
+            store,
+            threads=threads or default_threads(platform),
+            overlap=overlaps(platform) if overlap is None else overlap,
+            retry_failures=retry_failures,
+            progress=progress,
+            agreement=Agreement.of(mesh),
+        )
+
+
+def run(
+    built: Built,
+    job: Job,
+    program: Program,
+    mesh: Mesh,
+    *,
+    timing: TimingOptions | None = None,
+) -> ProfileRecord:
+    """Times a built job, on inputs made for it.
+
+    Returns:
+      Every sample, or why it could not run. Nothing stays on the devices.
+    """
+    kinds = input_kinds(program, job.part.inputs, job.in_specs)
+    return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
+
+
+def execute(
+    built: Built,
+    kinds: Sequence[InputKind],
+    mesh: Mesh,
+    *,
+    feedback: Sequence[tuple[int, int]] = (),
+    timing: TimingOptions | None = None,
+) -> ProfileRecord:
+    """Times a compiled program, over and over.
+
+    Args:
+      built: what to run.
+      kinds: its inputs.
+      mesh: the devices.
+      feedback: (input position, output position): what the program donates, and
+        what takes its place.
+      timing: how long to measure.
+    """
+    options = timing or TimingOptions()
+    started = time.perf_counter()
+    agreement = Agreement.of(mesh)
+    shortage = _shortage(built, mesh)
+    if not all(agreement.everywhere([not shortage])):
+        reason = shortage or "too large for a device of another process"
+        return built.record("out_of_memory", reason=reason)
+    loop = _Loop(built.compiled, feedback, mesh)
+    try:
+        loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
+        found = measure(
+            loop,
+            warmup_seconds=options.warmup_seconds,
+            min_samples=options.min_samples,
+            max_samples=options.max_samples,
+            target_spread=options.target_spread,
+            budget_seconds=options.budget_seconds,
+            min_sample_ms=options.min_sample_ms,
+            agree=agreement.seconds,
+        )
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        return built.record(
+            "out_of_memory" if is_out_of_memory(error) else "crashed",
+            reason=reason_of(error),
+            run_seconds=time.perf_counter() - started,
+        )
+    finally:
+        loop.free()
+    return built.record(
+        "ok",
+        samples_ms=found.samples_ms,
+        run_seconds=time.perf_counter() - started,
+    )
+
+
+def _build(
+    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
+) -> Built | ProfileRecord:
+    outcome = build(program, mesh, job, environment)
+    if isinstance(outcome, Built):
+        # Here, in the thread, and not while the devices wait. What goes wrong will
+        # go wrong again, and be recorded, when the inputs are made.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            for kind in input_kinds(program, job.part.inputs, job.in_specs):
+                generator(kind, mesh)
+    return outcome
+
+
+class _Runner:
+    """Runs jobs until the devices are lost."""
+
+    def __init__(self, program: Program, mesh: Mesh, timing: TimingOptions):
+        self._program = program
+        self._mesh = mesh
+        self._timing = timing
+        self._crash: ProfileRecord | None = None
+
+    def run(self, job: Job, built: Built) -> ProfileRecord:
+        if self._crash is not None:
+            # On some devices nothing runs any more after a crash. Every further
+            # record would be a lie.
+            _check_devices(self._mesh, self._crash)
+        record = run(built, job, self._program, self._mesh, timing=self._timing)
+        self._crash = record if record.status == "crashed" else None
+        return record
+
+
+def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
+    probe = InputKind((8,), "float32", ((),))
+    try:
+        jax.block_until_ready(make_inputs([probe], mesh))
+    except jax.errors.JaxRuntimeError as error:
+        raise DeviceError(
+            compose(
+                "The devices answer no more.",
+                expected="devices that still work after a program failed on them",
+                got=f"{reason_of(error)}, after {crash.reason}",
+                attempt="start again: what was measured is kept, and what crashed "
+                "is not tried again",
+            )
+        ) from error
+
+
+def _shortage(built: Built, mesh: Mesh) -> str:
+    """Why a program cannot fit into the devices' memory; "" if it may."""
+    # Asking first is quick; running out of memory takes some allocators seconds.
+    for device in mesh.local_devices:
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        limit = (stats or {}).get("bytes_limit", 0)
+        if limit and built.peak_bytes > limit:
+            return (
+                f"needs {built.peak_bytes / 2**30:.3f} GiB on each device, which has "
+                f"{limit / 2**30:.3f} GiB"
+            )
+    return ""
+
+
+class _Loop:
+    """A program that is run over and over on what it returned."""
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        feedback: Sequence[tuple[int, int]],
+        mesh: Mesh,
+    ):
+        self._compiled = compiled
+        self._feedback = tuple(feedback)
+        # Runs of virtual devices that overlap contend for the threads that their
+        # collectives wait in.
+        self._one_at_a_time = mesh.devices.flat[0].platform == "cpu"
+        self._outputs: Any = ()  # As the program returns them: a tuple, or one.
+        self.inputs: list[jax.Array] = []
+
+    def __call__(self, times: int) -> None:
+        for _ in range(times):
+            # What nobody feeds back is freed before the next run needs the room.
+            self._outputs = ()
+            self._outputs = self._compiled(*self.inputs)
+            for put, got in self._feedback:
+                self.inputs[put] = self._outputs[got]
+            if self._one_at_a_time:
+                jax.block_until_ready(self._outputs)
+        jax.block_until_ready(self._outputs)
+
+    def free(self) -> None:
+        """Gives all memory back now, whoever else may still know an array."""
+        for array in jax.tree.leaves((self.inputs, self._outputs)):
+            if not array.is_deleted():
+                array.delete()
+        self.inputs, self._outputs = [], ()

@@ -1,0 +1,145 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from cfp.errors import DeviceError
+from cfp.profiling import collectives
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.rates import KINDS, Rates
+from cfp.profiling.store import ProfileStore
+
+SIZES = collectives._Sizes(
+    collective_bytes=(1 << 10, 1 << 13),
+    matmul_width={"float32": 32, "bfloat16": 32},
+    memory_bytes=1 << 12,
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, quick):
+    monkeypatch.setattr(collectives, "_SMALL", SIZES)
+    monkeypatch.setattr(collectives, "_TIMING", quick)
+
+
+@pytest.fixture(scope="module")
+def square():
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def measured(square, tmp_path_factory):
+    """Rates of a mesh of two axes, the events, and the store."""
+    path = tmp_path_factory.mktemp("rates") / "profiles.sqlite"
+    events = []
+    with pytest.MonkeyPatch.context() as patch, ProfileStore(path) as store:
+        patch.setattr(collectives, "_SMALL", SIZES)
+        rates = measure_rates(square, store, progress=events.append)
+        yield rates, events, store
+
+
+def test_every_kind_is_measured_on_every_group_of_axes(measured):
+    rates, _, _ = measured
+    assert rates.mesh == (("x", 2), ("y", 4))
+    groups = [("x",), ("y",), ("x", "y")]
+    assert set(rates.curves) == {(kind, group) for kind in KINDS for group in groups}
+    for curve in rates.curves.values():
+        assert [size for size, _ in curve] == [1 << 10, 1 << 13]
+        assert all(0 < ms < 1e3 for _, ms in curve)
+    assert set(rates.matmul_flops_per_ms) == {"float32", "bfloat16"}
+    assert all(rate > 0 for rate in rates.matmul_flops_per_ms.values())
+    assert rates.memory_bytes_per_ms > 0
+
+
+def test_the_programs_do_what_their_names_say(measured):
+    _, _, store = measured
+    for record in store.records():
+        parts = dict(record.parts)
+        if parts["what"] != "collective":
+            assert record.collectives == ()
+            continue
+        sizes = {"x": 2, "y": 4, "x,y": 8}
+        [found] = record.collectives
+        ways = sizes[parts["axes"]]
+        assert (found.kind, found.group_size) == (parts["kind"], ways)
+        # An all-to-all's pieces, otherwise the whole tensor of a group.
+        share = ways if found.kind == "all-to-all" else 1
+        assert found.bytes == int(parts["bytes"]) // share
+        # The result is written over an argument: nothing is allocated.
+        assert record.alias_bytes == record.output_bytes
+
+
+def test_the_second_time_nothing_runs(measured, square):
+    rates, events, store = measured
+    assert events[-1].total == len(store) == 4 * 3 * 2 + 3
+    again = []
+    assert measure_rates(square, store, progress=again.append) == rates
+    assert [event.cached for event in again] == [27]
+
+
+def test_keys_say_what_and_where(measured):
+    _, _, store = measured
+    names = [name for name, _ in store.records()[0].parts]
+    assert names[0] == "what"
+    assert {"mesh", "platform", "device_kind", "jaxlib_version"} <= set(names)
+    found = store.keys_like({"what": "collective", "kind": "all-gather", "axes": "y"})
+    assert {dict(key.parts)["bytes"] for key in found} == {"1024", "8192"}
+
+
+def test_other_meshes_are_measured_anew(store):
+    devices = jax.devices()
+    first = jax.make_mesh((2,), ("x",), devices=devices[:2])
+    other = jax.make_mesh((2,), ("y",), devices=devices[:2])
+    measure_rates(first, store)
+    count = len(store)
+    rates = measure_rates(other, store)
+    assert len(store) == 2 * count
+    assert ("all-reduce", ("y",)) in rates.curves
+
+
+def test_axes_of_any_type_and_of_size_one(store):
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh(
+        (1, 2), ("one", "two"), axis_types=(AxisType.Explicit,) * 2, devices=devices
+    )
+    rates = measure_rates(mesh, store)
+    assert {group for _, group in rates.curves} == {("two",)}
+    assert rates.collective_ms("all-reduce", ("one", "two"), 1e4) > 0
+    assert rates.collective_ms("all-reduce", ("one",), 1e4) == 0
+
+
+def test_what_fails_is_filled_with_defaults(monkeypatch, store):
+    run = collectives.execute
+
+    def execute(built, kinds, mesh, **options):
+        if dict(built.key.parts).get("kind") == "all-to-all":
+            return built.record("crashed", reason="boom")
+        return run(built, kinds, mesh, **options)
+
+    monkeypatch.setattr(collectives, "execute", execute)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    rates = measure_rates(mesh, store)
+    default = Rates.default(mesh)
+    curve = ("all-to-all", ("x",))
+    assert rates.curves[curve] == default.curves[curve]
+    assert rates.curves["all-reduce", ("x",)] != default.curves["all-reduce", ("x",)]
+    # Failures are answered from the store, until they are to be tried again.
+    monkeypatch.setattr(collectives, "execute", run)
+    assert measure_rates(mesh, store).curves[curve] == default.curves[curve]
+    mended = measure_rates(mesh, store, retry_failures=True)
+    assert mended.curves[curve] != default.curves[curve]
+
+
+def test_devices_that_run_nothing_are_an_error(monkeypatch, store):
+    def execute(built, kinds, mesh, **options):
+        return built.record("crashed", reason="INTERNAL: no device")
+
+    monkeypatch.setattr(collectives, "execute", execute)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with pytest.raises(DeviceError, match="INTERNAL: no device"):
+        measure_rates(mesh, store)
+
+
+def test_nothing_stays_on_the_devices(store, live_arrays):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    measure_rates(mesh, store)
+    assert live_arrays() == 0

@@ -1,0 +1,106 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+
+FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint4"]
+
+
+def make(mesh, shape, dtype, spec=None):
+    spec = spec if spec is not None else ((),) * len(shape)
+    [array] = make_inputs([InputKind(shape, dtype, spec)], mesh)
+    assert array.shape == shape
+    assert array.dtype == jnp.dtype(dtype)
+    return array
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(64, 48), (1024,), (2, 3, 4, 5), ()])
+def test_floats_are_small_and_positive(mesh, dtype, shape):
+    values = np.asarray(make(mesh, shape, dtype).astype(jnp.float32), np.float64)
+    assert values.min() > 0
+    assert values.max() <= 0.02
+    if values.size > 100:
+        # Spread over the range, as far as the type has numbers there.
+        assert values.mean() == pytest.approx(0.011, rel=0.1)
+        assert values.std() == pytest.approx(0.0179 / 12**0.5, rel=0.15)
+
+
+def test_floats_differ_between_elements(mesh):
+    values = np.asarray(make(mesh, (64, 64), "float32"))
+    assert len(np.unique(values)) > 4000
+    assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_small(mesh, dtype):
+    values = np.asarray(make(mesh, (32, 32), dtype).astype(jnp.int32))
+    most = min(127, int(jnp.iinfo(dtype).max))
+    assert values.min() == 0
+    assert values.max() == most
+    assert len(np.unique(values)) == most + 1
+    assert make(mesh, (), dtype).astype(jnp.int32) == 1
+
+
+def test_booleans_are_mixed(mesh):
+    values = np.asarray(make(mesh, (32, 32), "bool"))
+    assert 0.4 < values.mean() < 0.6
+    assert bool(make(mesh, (), "bool"))
+
+
+def test_complex_and_wide_types(mesh):
+    values = np.asarray(make(mesh, (16, 16), "complex64"))
+    assert values.real.min() > 0 and values.imag.max() <= 0.02
+    with jax.enable_x64(True):
+        kinds = [InputKind((8,), name, ((),)) for name in ("float64", "int64")]
+        dtypes = [str(array.dtype) for array in make_inputs(kinds, mesh)]
+    assert dtypes == ["float64", "int64"]
+
+
+def test_pieces_are_made_where_they_belong(mesh):
+    array = make(mesh, (16, 8), "float32", ((), ("x",)))
+    assert array.sharding == NamedSharding(mesh, PartitionSpec(None, "x"))
+    assert {piece.data.shape for piece in array.addressable_shards} == {(16, 2)}
+    # The same numbers, however they are sharded.
+    whole = make(mesh, (16, 8), "float32")
+    np.testing.assert_array_equal(np.asarray(array), np.asarray(whole))
+
+
+def test_nothing_is_made_whole_and_then_cut(mesh):
+    kind = InputKind((1024, 1024), "float32", (("x",), ()))
+    compiled = generator(kind, mesh)
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes == 1024 * 1024
+    assert memory.temp_size_in_bytes < 1024
+    assert "all-" not in compiled.as_text()
+
+
+def test_equal_kinds_share_an_array_unless_donated(mesh):
+    kind = InputKind((8, 8), "float32", (("x",), ()))
+    other = InputKind((8, 8), "float32", ((), ("x",)))
+    a, b, c, d, e = make_inputs([kind, kind, kind, other, kind], mesh, {1, 4})
+    assert a is c
+    assert len({id(array) for array in (a, b, d, e)}) == 4
+    pointers = {
+        array.addressable_shards[0].data.unsafe_buffer_pointer() for array in (a, b, e)
+    }
+    assert len(pointers) == 3
+
+
+def test_generators_are_compiled_once(mesh):
+    kind = InputKind((24, 8), "bfloat16", (("x",), ()))
+    assert generator(kind, mesh) is generator(kind, mesh)
+    same = InputKind((24, 8), "bfloat16", (("x",), ()))
+    assert generator(same, mesh) is generator(kind, mesh)
+
+
+def test_kinds_of_a_program(case):
+    job = case.job()
+    kinds = input_kinds(case.program, job.part.inputs, job.in_specs)
+    assert InputKind((), "int32", ()) in kinds
+    assert InputKind((8, 8), "float32", (("x",), ())) in kinds
+    assert kinds.count(InputKind((8, 16), "float32", ((), ()))) == 2

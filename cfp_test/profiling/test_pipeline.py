@@ -1,0 +1,420 @@
+import math
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.profiling.builder import Built
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.pipeline import Task, default_threads, overlaps, run_tasks
+from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
+
+
+def key_of(name: str) -> ProfileKey:
+    return ProfileKey((("name", name),))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return jax.jit(jnp.negative).lower(1.0).compile()
+
+
+@dataclass
+class Workshop:
+    """Builds and runs by name, and writes down what it did and when."""
+
+    compiled: object
+    times_ms: dict[str, float] = field(default_factory=dict)
+    unbuildable: set[str] = field(default_factory=set)
+    crashing: set[str] = field(default_factory=set)
+    raising: dict[str, BaseException] = field(default_factory=dict)
+    build_seconds: float = 0.0
+    run_seconds: float | None = None  # As long as building.
+    built: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    most_waiting: int = 0
+    overlapped: bool = False
+    building: int = 0
+    running: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def task(self, name: str) -> Task:
+        return Task(
+            key=key_of(name),
+            label=f"task {name}",
+            build=lambda: self._build(name),
+            run=lambda built: self._run(name, built),
+        )
+
+    def tasks(self, names: str) -> list[Task]:
+        return [self.task(name) for name in names]
+
+    def _build(self, name: str) -> Built | ProfileRecord:
+        assert threading.current_thread() is not threading.main_thread()
+        with self.lock:
+            self.building += 1
+            self.overlapped |= self.running
+        time.sleep(self.build_seconds)
+        with self.lock:
+            self.building -= 1
+            self.overlapped |= self.running
+            self.built.append(name)
+            self.most_waiting = max(self.most_waiting, len(self.built) - len(self.ran))
+        if name in self.raising:
+            raise self.raising[name]
+        key = key_of(name)
+        if name in self.unbuildable:
+            return ProfileRecord(
+                key=key.digest,
+                parts=key.parts,
+                status="compile_error",
+                reason=f"failure {len(self.built)}",
+                build_seconds=0.5,
+            )
+        return Built(key=key, compiled=self.compiled, build_seconds=0.25)
+
+    def _run(self, name: str, built: Built) -> ProfileRecord:
+        assert threading.current_thread() is threading.main_thread()
+        assert not self.running
+        with self.lock:
+            self.running = True
+            self.overlapped |= self.building > 0
+        pause = self.build_seconds if self.run_seconds is None else self.run_seconds
+        time.sleep(pause)
+        self.running = False
+        self.ran.append(name)
+        if name in self.crashing:
+            return built.record("crashed", reason="boom", run_seconds=1.0)
+        time_ms = self.times_ms.get(name, 1.0)
+        return built.record("ok", samples_ms=[time_ms], run_seconds=2.0)
+
+
+@pytest.fixture
+def shop(compiled):
+    return Workshop(compiled)
+
+
+def digests(names: str) -> list[str]:
+    return [key_of(name).digest for name in names]
+
+
+def test_records_come_in_the_order_of_the_tasks(shop, store):
+    summary = run_tasks(shop.tasks("cab"), store, threads=3)
+    assert list(summary.records) == digests("cab")
+    assert shop.ran == list("cab")
+    assert all(record.ok for record in summary.records.values())
+    assert (summary.measured, summary.cached, summary.failed) == (3, 0, 0)
+    assert (summary.build_seconds, summary.run_seconds) == (0.75, 6.0)
+    assert summary.wall_seconds > 0
+    assert store.get_many(digests("abc")).keys() == summary.records.keys()
+
+
+def test_no_tasks(shop, store):
+    events = []
+    summary = run_tasks([], store, progress=events.append)
+    assert summary.records == {}
+    assert [event.phase for event in events] == ["look up"]
+
+
+def test_equal_tasks_are_measured_once(shop, store):
+    summary = run_tasks(shop.tasks("abaab"), store)
+    assert list(summary.records) == digests("ab")
+    assert sorted(shop.built) == ["a", "b"]
+    assert summary.measured == 2
+
+
+def test_the_store_answers_first(shop, store):
+    first = run_tasks(shop.tasks("ab"), store)
+    again = run_tasks(shop.tasks("abc"), store)
+    assert (again.measured, again.cached, again.failed) == (1, 2, 0)
+    assert shop.ran == ["a", "b", "c"]
+    for digest, record in first.records.items():
+        assert again.records[digest] == record
+    assert (again.build_seconds, again.run_seconds) == (0.25, 2.0)
+
+
+def test_failures_are_answered_too(shop, store):
+    shop.unbuildable, shop.crashing = {"b"}, {"c"}
+    first = run_tasks(shop.tasks("abc"), store)
+    assert (first.measured, first.cached, first.failed) == (1, 0, 2)
+    assert shop.ran == ["a", "c"]
+    again = run_tasks(shop.tasks("abc"), store)
+    assert (again.measured, again.cached, again.failed) == (0, 3, 0)
+    assert [r.status for r in again.records.values()] == [
+        "ok",
+        "compile_error",
+        "crashed",
+    ]
+
+
+def test_failures_are_tried_again_if_asked(shop, store):
+    shop.unbuildable, shop.crashing = {"b"}, {"c"}
+    run_tasks(shop.tasks("abc"), store)
+    shop.crashing = set()
+    shop.built.clear()
+    again = run_tasks(shop.tasks("abc"), store, retry_failures=True)
+    assert sorted(shop.built) == ["b", "c"]
+    assert (again.measured, again.cached, again.failed) == (1, 1, 1)
+    [_, b, c] = store.get_many(digests("abc")).values()
+    assert c.ok
+    # The newer reason has taken the older one's place.
+    assert b.reason == again.records[b.key].reason != "failure 2"
+
+
+def test_a_good_record_is_never_replaced_by_a_failure(shop, store):
+    shop.crashing = {"a"}
+    run_tasks(shop.tasks("a"), store)
+    good = Built(key=key_of("a"), compiled=shop.compiled).record("ok", samples_ms=[1])
+
+    def another_process(event):
+        if event.phase == "run":
+            store.put(good)
+
+    summary = run_tasks(
+        shop.tasks("a"), store, retry_failures=True, progress=another_process
+    )
+    assert summary.failed == 1
+    assert store.get(good.key) == good
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_builds_are_not_far_ahead(shop, store, threads):
+    names = "abcdefghijklmnopqrst"
+    shop.build_seconds = 0.001
+    run_tasks(shop.tasks(names), store, threads=threads)
+    assert shop.ran == list(names)
+    # Those that wait, those that are built, and the one that runs.
+    assert shop.most_waiting <= threads + 2 + 1
+
+
+def test_builds_and_runs_overlap(shop, store):
+    shop.build_seconds = 0.02
+    run_tasks(shop.tasks("abcdef"), store, threads=1)
+    assert shop.overlapped
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
+    shop.build_seconds = 0.005
+    names = "abcdefghijklmnopqrst"
+    summary = run_tasks(shop.tasks(names), store, threads=threads, overlap=False)
+    assert not shop.overlapped
+    assert shop.ran == list(names)
+    assert summary.measured == len(names)
+    assert shop.most_waiting == (2 * threads if threads > 1 else 1)
+
+
+def test_batches_grow(shop, store):
+    waiting = []
+
+    def note(event):
+        if event.phase == "run":
+            waiting.append(len(shop.built) - len(shop.ran))
+
+    run_tasks(
+        shop.tasks("abcdefghijklmnop"),
+        store,
+        threads=3,
+        overlap=False,
+        progress=note,
+    )
+    assert waiting == [1, 2, 1, 4, 3, 2, 1, 6, 5, 4, 3, 2, 1, 3, 2, 1]
+
+
+# ----------------------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_progress_adds_up(shop, store, overlap):
+    run_tasks(shop.tasks("ax"), store)
+    shop.times_ms = {"b": 5.0, "c": 0.5, "d": 3.0}
+    shop.unbuildable, shop.crashing = {"e"}, {"f"}
+    events = []
+    summary = run_tasks(
+        shop.tasks("abcdefa"),
+        store,
+        threads=2,
+        overlap=overlap,
+        progress=events.append,
+    )
+    assert {event.total for event in events} == {6}
+    first, last = events[0], events[-1]
+    assert (first.phase, first.done, first.cached, first.label) == ("look up", 1, 1, "")
+    assert first.best_ms == 1.0
+    assert last.done == last.total == len(summary.records)
+    assert last.done == summary.measured + summary.cached + summary.failed
+    assert (last.cached, last.failed) == (summary.cached, summary.failed) == (1, 2)
+    assert last.best_ms == 0.5
+    for before, after in pairwise(events):
+        assert before.elapsed_seconds <= after.elapsed_seconds
+        assert before.best_ms >= after.best_ms
+        assert after.done - before.done == (1 if after.phase == "done" else 0)
+    ran = [event.label for event in events if event.phase == "run"]
+    assert ran == ["task b", "task c", "task d", "task f"]
+    finished = [event.label for event in events if event.phase == "done"]
+    assert finished == [f"task {name}" for name in "bcdef"]
+
+
+def test_there_is_no_best_before_the_first_good_record(shop, store):
+    shop.unbuildable = {"a"}
+    events = []
+    run_tasks(shop.tasks("ab"), store, progress=events.append)
+    assert [event.best_ms for event in events if event.done < 2] == [math.inf] * (
+        len(events) - 1
+    )
+    assert events[-1].best_ms == 1.0
+
+
+# --------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("phase", ["build", "run", "done"])
+def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
+    shop.build_seconds = 0.02
+
+    def stop(event):
+        if event.phase == phase and event.label == "task c":
+            raise KeyboardInterrupt
+
+    # Running is faster, so that builds are awaited.
+    shop.run_seconds = 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(shop.tasks("abcdef"), store, overlap=overlap, progress=stop)
+    measured = "abc" if phase == "done" else "ab"
+    assert store.get_many(digests("abcdef")).keys() == set(digests(measured))
+    shop.ran.clear()
+    summary = run_tasks(shop.tasks("abcdef"), store)
+    assert summary.cached == len(measured)
+    assert shop.ran == list("abcdef")[len(measured) :]
+
+
+def test_an_interrupt_starts_no_further_builds(shop, store):
+    shop.build_seconds = 0.05
+
+    def stop(event):
+        if event.phase == "run":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(shop.tasks("abcdefgh"), store, progress=stop)
+    time.sleep(0.3)
+    # One was built, and one was being built.
+    assert len(shop.built) <= 2
+
+
+def test_a_bug_passes_through_and_the_rest_is_kept(shop, store):
+    shop.raising = {"c": AssertionError("a bug")}
+    with pytest.raises(AssertionError, match="a bug"):
+        run_tasks(shop.tasks("abcd"), store)
+    assert store.get_many(digests("abcd")).keys() == set(digests("ab"))
+
+
+def test_failures_to_build_are_kept_at_once(shop, store):
+    shop.unbuildable = {"b", "c"}
+
+    def stop(event):
+        if event.phase == "run" and event.label == "task a":
+            while len(shop.built) < 3:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(shop.tasks("abc"), store, threads=3, progress=stop)
+    assert store.get_many(digests("abc")).keys() == set(digests("bc"))
+
+
+# ---------------------------------------------------------------------------- processes
+
+
+class Dissent(Agreement):
+    """Another process that lacks a record, or cannot build something."""
+
+    def __init__(self, answers: list[list[bool]]):
+        super().__init__(alone=False)
+        object.__setattr__(self, "answers", answers)
+
+    def everywhere(self, flags):
+        theirs = self.answers.pop(0) if self.answers else [True] * len(flags)
+        return [a and b for a, b in zip(flags, theirs, strict=True)]
+
+
+def test_what_one_process_lacks_all_measure(shop, store):
+    run_tasks(shop.tasks("abc"), store)
+    shop.ran.clear()
+    agreement = Dissent([[True, False, True]])
+    summary = run_tasks(shop.tasks("abc"), store, agreement=agreement)
+    assert shop.ran == ["b"]
+    assert (summary.measured, summary.cached) == (1, 2)
+
+
+def test_what_one_process_cannot_build_none_runs(shop, store):
+    agreement = Dissent([[True, True], [False], [True]])
+    summary = run_tasks(shop.tasks("ab"), store, agreement=agreement)
+    assert shop.ran == ["b"]
+    [a, b] = summary.records.values()
+    assert (a.status, b.status) == ("compile_error", "ok")
+    assert "another process" in a.reason
+
+
+def test_one_process_agrees_with_itself(mesh):
+    agreement = Agreement.of(mesh)
+    assert agreement.alone
+    assert agreement.seconds(1.5) == 1.5
+    assert agreement.everywhere([True, False]) == [True, False]
+
+
+# ------------------------------------------------------------------------------ threads
+
+
+def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
+    seen = []
+
+    def build():
+        seen.append(bool(jax.config.jax_enable_x64))
+        return Built(key=key_of("a"), compiled=shop.compiled)
+
+    task = Task(
+        key=key_of("a"),
+        label="a",
+        build=build,
+        run=lambda built: built.record("crashed", reason="x"),
+    )
+    run_tasks([task], store)
+    with jax.enable_x64(True):
+        run_tasks([task], store, retry_failures=True)
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("platform", "cores", "threads"),
+    [
+        ("cpu", 2, 1),
+        ("cpu", 4, 1),
+        ("cpu", 16, 4),
+        ("gpu", 4, 1),
+        ("gpu", 2, 1),
+        ("gpu", 32, 8),
+        ("gpu", 224, 12),
+        ("gpu", None, 1),
+    ],
+)
+def test_default_threads(monkeypatch, platform, cores, threads):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert default_threads(platform) == threads
+
+
+def test_only_what_leaves_devices_in_peace_overlaps():
+    assert [overlaps(platform) for platform in ("cpu", "gpu", "cuda", "tpu")] == [
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,16 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Progress, profile
 from cfp.profiling.store import ProfileStore, default_cache_dir
 from cfp.program.graft import aval
-from cfp.search.guided import (
-    Wanted,
+from cfp.search.assemble import (
+    best_solutions,
     build_problem,
     over_budget,
-    segment_candidate,
-    wanted_profiles,
     whole_choice,
 )
-from cfp.search.ilp import solve_ilp
-from cfp.search.measure import whole_job
-from cfp.search.problem import Problem, Solution
+from cfp.search.measure import Told, limit, whole_job
+from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
+from cfp.search.wanted import Wanted, segment_candidate, wanted_profiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +43,9 @@ class PlannerSettings:
         per_kind: how many strategies to measure for each kind of segment.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
+        plans: how many of the best plans, by each of two ways to predict, take part
+            in the race.
+        extents: how much of each the compiler is told; each way takes part.
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted.
         measure: whether devices may be used; otherwise only records that are in the
@@ -54,6 +55,8 @@ class PlannerSettings:
 
     per_kind: int = 16
     in_context: bool = True
+    plans: int = 3
+    extents: tuple[Told, ...] = tuple(Told)
     race: bool = True
     measure: bool = True
     progress: Callable[[Progress | str], None] | None = None
@@ -82,13 +85,24 @@ class Profiles:
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice for the whole program, and where it came from."""
+    """A choice for the whole program, and where it came from.
+
+    Attributes:
+        name: what the race calls it.
+        choice: strategies and storage.
+        predicted_ms: its step time by the profiles, or None.
+        extent: how much of it the compiler is told.
+        rivals: other choices that the search found promising.
+        problem: what was searched, or None for a classic taken by name.
+        search: counts and seconds of the search.
+    """
 
     name: str
     choice: Choice
     predicted_ms: float | None = None
+    extent: Told = Told.EVERYTHING
+    rivals: tuple[Decision, ...] = ()
     problem: Problem | None = None
-    solution: Solution | None = None
     search: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -167,16 +181,24 @@ class Planner:
             MemoryBudgetError: none fits.
         """
         started = time.perf_counter()
-        problem = build_problem(
-            self.analysis,
-            profiles.wanted,
-            profiles.records,
-            profiles.rates,
-            self.budget_bytes,
-        )
-        found = solve_ilp(problem)
-        if found is None:
-            raise over_budget(self.analysis, problem)
+        problems = [
+            build_problem(
+                self.analysis,
+                profiles.wanted,
+                profiles.records,
+                profiles.rates,
+                self.budget_bytes,
+                alone=alone,
+            )
+            for alone in (False, True)
+        ]
+        found: dict[Choice, float] = {}
+        for problem in problems:
+            for best in best_solutions(problem, self.settings.plans):
+                choice = whole_choice(self.analysis, problem, best)
+                found.setdefault(choice, problems[0].cost_ms(best.picks))
+        if not found:
+            raise over_budget(self.analysis, problems[0])
         counts = {
             "strategies_measured": profiles.measured,
             "strategies_cached": profiles.cached,
@@ -184,8 +206,19 @@ class Planner:
             "profile_seconds": profiles.seconds,
             "search_seconds": time.perf_counter() - started,
         }
-        choice = whole_choice(self.analysis, problem, found)
-        return Decision("planned", choice, found.cost_ms, problem, found, counts)
+        (choice, predicted_ms), *others = found.items()
+        rivals = tuple(
+            Decision(f"planned {number}", other, cost)
+            for number, (other, cost) in enumerate(others, 2)
+        )
+        return Decision(
+            "planned",
+            choice,
+            predicted_ms,
+            rivals=rivals,
+            problem=problems[0],
+            search=counts,
+        )
 
     def race(self, decision: Decision) -> Plan:
         """Times the decision and the classics on the whole program; keeps the fastest.
@@ -197,17 +230,14 @@ class Planner:
         if not self.settings.race or not self.settings.measure:
             return self._plan(decision, decision, [])
         started = time.perf_counter()
-        entries = [decision]
-        if decision.name == "planned":
-            entries += [
-                Decision(name, choice, self._predict(decision, choice))
-                for name, choice in self.classics.items()
-            ]
+        entries = self._entries(decision)
         frame = self.analysis.frame
         finalists = [
             Finalist(
                 name=entry.name,
-                job=whole_job(frame, entry.choice, self.environment, entry.name),
+                job=whole_job(
+                    frame, entry.choice, self.environment, entry.name, entry.extent
+                ),
                 predicted_ms=entry.predicted_ms,
             )
             for entry in entries
@@ -227,11 +257,27 @@ class Planner:
         counts["race_cached"] = float(all(r.cached for r in results))
         winner = entries[best]
         return self._plan(
-            Decision(winner.name, winner.choice, winner.predicted_ms, search=counts),
+            replace(winner, search=counts),
             decision,
             results,
             results[best],
         )
+
+    def _entries(self, decision: Decision) -> list[Decision]:
+        """Who takes part: what was found, the classics, each told in several ways."""
+        entries = [decision]
+        if decision.problem is None:
+            return entries
+        entries += decision.rivals
+        entries += [
+            Decision(name, choice, self._predict(decision, choice))
+            for name, choice in self.classics.items()
+        ]
+        return [
+            replace(entry, name=_name(entry.name, extent), extent=extent)
+            for extent in self.settings.extents
+            for entry in entries
+        ]
 
     # -- inside --------------------------------------------------------------
 
@@ -287,7 +333,7 @@ class Planner:
             arg_types=tuple(type_text(aval(program, v)) for v in program.args),
             arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
             output_specs=layout.output_specs(),
-            constraints=constraints(layout),
+            constraints=limit(frame, constraints(layout), winner.extent),
             donated=tuple(a is not None for a in program.alias),
             winner=winner.name,
             predicted_ms=winner.predicted_ms,
@@ -299,6 +345,10 @@ class Planner:
             search=dict(winner.search),
             mesh=self.mesh,
         )
+
+
+def _name(name: str, extent: Told) -> str:
+    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
 
 
 def _race_row(result: RaceResult) -> RaceRow:

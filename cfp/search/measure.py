@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from math import ceil
 
 from cfp.analysis.layout import Choice, Frame, Layout, constraints, spec_ways
@@ -15,6 +16,42 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.graph import Program
 from cfp.search.problem import Candidate
+
+
+class Told(StrEnum):
+    """How much of a layout the compiler is told.
+
+    Constraints can stand in the way of what XLA would fuse or move, and without them
+    its own propagation may find something else, better or worse. All compute the
+    same; which is fastest is measured.
+
+    EVERYTHING: every value. CONTRACTIONS: results of contractions, and both sides of
+    every resharding. ARGUMENTS: shardings of arguments and results alone.
+    """
+
+    EVERYTHING = "everything"
+    CONTRACTIONS = "contractions"
+    ARGUMENTS = "arguments"
+
+
+def limit(frame: Frame, told: Constraints, extent: Told) -> Constraints:
+    """Constraints reduced to an extent."""
+    if extent is Told.EVERYTHING:
+        return told
+    if extent is Told.ARGUMENTS:
+        return Constraints({}, {})
+    program = frame.program
+    kept = {
+        v
+        for block in frame.blocks
+        for member in block.members
+        for v in program.ops[member.op].results
+    }
+    for op_id, index in told.uses:
+        op = program.ops[op_id]
+        kept.add((*op.operands, *op.yields)[index])
+    values = {v: spec for v, spec in told.values.items() if v in kept}
+    return Constraints(values, told.uses)
 
 
 def with_bodies(program: Program, ops: Iterable[int]) -> set[int]:
@@ -80,14 +117,14 @@ def whole_job(
     choice: Choice,
     environment: Parts,
     label: str,
-    options: tuple[tuple[str, str], ...] = (),
+    extent: Told = Told.EVERYTHING,
 ) -> Job:
     """The job that measures a whole program under a choice."""
     layout = Layout(
         frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
     )
     ops = [op.id for op in frame.program.ops if op.parent < 0]
-    return make_job(frame, layout, ops, environment, label, options)
+    return make_job(frame, layout, ops, environment, label, extent)
 
 
 def make_job(
@@ -96,12 +133,13 @@ def make_job(
     ops: Sequence[int],
     environment: Parts,
     label: str,
-    options: tuple[tuple[str, str], ...] = (),
+    extent: Told = Told.EVERYTHING,
 ) -> Job:
     """The job that measures some of a program's ops under a layout."""
     program = frame.program
     part = cut_part(program, ops)
     told = constraints(layout, with_bodies(program, part.ops))
+    told = limit(frame, told, extent)
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
@@ -120,14 +158,13 @@ def make_job(
             if program.alias[argument] is not None:
                 feedback.append((place, out_place[made]))
     return Job(
-        key=_key(frame, part, told, in_specs, tuple(out_specs), environment, options),
+        key=_key(frame, part, told, in_specs, tuple(out_specs), environment),
         label=label,
         part=part,
         constraints=told,
         in_specs=in_specs,
         out_specs=tuple(out_specs),
         feedback=tuple(feedback),
-        options=options,
     )
 
 
@@ -145,7 +182,6 @@ def _key(
     in_specs: tuple[Spec, ...],
     out_specs: tuple[Spec, ...],
     environment: Parts,
-    options: tuple[tuple[str, str], ...],
 ) -> ProfileKey:
     """The key of a job: its ops and shardings, numbered from its own start.
 
@@ -172,7 +208,6 @@ def _key(
             ("ops", ops_digest.hexdigest()),
             ("shardings", told_digest.hexdigest()),
             ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
-            ("compiler_options", repr(options)),
             *environment,
         )
     )

@@ -62,6 +62,10 @@ class RaceResult:
         return self.record.time_ms if self.fits and self.record.ok else float("inf")
 
 
+# Who is slower than this many times the fastest, after a turn, gets no more turns.
+_HOPE = 1.1
+
+
 def peak_bytes(record: ProfileRecord) -> int:
     """Memory that a compiled program needs: arguments, results, temporaries, code."""
     return (
@@ -85,6 +89,8 @@ def race(
 ) -> list[RaceResult]:
     """Compiles the finalists whole and times them in turn, A B C A B C.
 
+    Who is far behind after a turn takes no further part, so that turns go to those
+    between whom it is close.
     Finalists with one key run once. If all of them are in the store already, nothing
     runs; otherwise all run again, because only times of one run compare.
 
@@ -161,11 +167,12 @@ def _run(
     for turn in range(rounds):
         for place in range(len(order)):
             digest = order[(place + turn) % len(order)]
-            job = jobs[digest]
             if progress is not None:
-                progress(f"timing {job.label}, turn {turn + 1} of {rounds}")
-            found = run(ready[digest], job, program, mesh, timing=_TURN)
+                progress(f"timing {jobs[digest].label}, turn {turn + 1} of {rounds}")
+            found = run(ready[digest], jobs[digest], program, mesh, timing=_TURN)
             records[digest] = _join(records.get(digest), found)
+        best = min((records[d].time_ms for d in order), default=0.0)
+        order = [d for d in order if records[d].time_ms <= _HOPE * best]
     for record in records.values():
         store.put(record, replace=True)
     return records

@@ -1,0 +1,211 @@
+"""What to measure: candidates of every kind of segment, alone and beside a neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.profiling.builder import Job
+from cfp.profiling.collectives import Rates
+from cfp.profiling.key import Parts
+from cfp.profiling.record import ProfileRecord
+from cfp.search.candidates import choose_candidates
+from cfp.search.estimate import Estimator
+from cfp.search.measure import pair_job, segment_job, segment_layout
+from cfp.search.problem import Candidate
+
+# On 4 H200 the parts of the classics added 0.45 to 1.0 of what they took alone.
+_LEAST_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A candidate of a kind of segment, and the jobs that tell what it costs.
+
+    A segment alone is not what it costs inside a model: its first and last
+    collectives have nothing to hide behind. So it is also measured together with a
+    neighbour, its *carrier*, and what the neighbour takes alone is subtracted.
+
+    Attributes:
+        kind, candidate: the choice.
+        job: the segment alone.
+        carrier_job: the neighbour alone, or None where there is no neighbour.
+        pair_job: both.
+        handover_ms: estimated resharding between the two, which the search adds by
+            itself.
+    """
+
+    kind: int
+    candidate: Candidate
+    job: Job
+    carrier_job: Job | None = None
+    pair_job: Job | None = None
+    handover_ms: float = 0.0
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All its jobs."""
+        found = (self.job, self.carrier_job, self.pair_job)
+        return [job for job in found if job is not None]
+
+    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What the segment adds to a step."""
+        alone = records[self.job.key.digest].time_ms
+        if self.carrier_job is None or self.pair_job is None:
+            return alone
+        carrier = records.get(self.carrier_job.key.digest)
+        pair = records.get(self.pair_job.key.digest)
+        if carrier is None or pair is None or not (carrier.ok and pair.ok):
+            return alone
+        added = pair.time_ms - carrier.time_ms - self.handover_ms
+        # The noise of two large numbers can make a small segment look free.
+        return max(added, _LEAST_SHARE * alone)
+
+
+def wanted_profiles(
+    analysis: Analysis,
+    classics: Mapping[str, Choice],
+    rates: Rates,
+    environment: Parts,
+    per_kind: int,
+    in_context: bool = True,
+) -> list[Wanted]:
+    """What to measure: for each kind of segment the classics and the best by estimate.
+
+    Args:
+        analysis: the program's analysis.
+        classics: choices whose part in every segment must be among the candidates.
+        rates: the devices' rates, for the estimates.
+        environment: what else a profile depends on.
+        per_kind: how many candidates to measure for each kind.
+        in_context: whether segments are measured with a neighbour, too.
+    """
+    frame, segments = analysis.frame, analysis.segments
+    estimator = Estimator(frame, rates)
+    chosen: list[list[Candidate]] = []
+    family: dict[tuple[int, tuple], str] = {}
+    for kind, index in enumerate(analysis.representatives):
+        segment = segments[index]
+        behind = segments[index + 1] if index + 1 < len(segments) else None
+        twin = behind if behind is not None and behind.kind == kind else None
+        estimate = estimator.segment(segment, twin)
+        required: dict[tuple, Candidate] = {}
+        for name, choice in classics.items():
+            member = segment_candidate(analysis, index, choice)
+            required.setdefault(member.key, member)
+            family.setdefault((kind, member.key), name)
+        chosen.append(choose_candidates(estimate, list(required.values()), per_kind))
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        for number, candidate in enumerate(chosen[kind]):
+            label = f"segment {kind}: {number + 1} of {len(chosen[kind])}"
+            job = segment_job(frame, segments, index, candidate, environment, label)
+            near = _neighbour(analysis, index) if in_context else None
+            if near is None:
+                found.append(Wanted(kind, candidate, job))
+                continue
+            relative = family.get((kind, candidate.key))
+            carrier, handover = _carrier(
+                analysis,
+                estimator,
+                (index, candidate),
+                near,
+                chosen[segments[near].kind]
+                if relative is None
+                else [segment_candidate(analysis, near, classics[relative])],
+            )
+            carrier_index = analysis.representatives[segments[near].kind]
+            found.append(
+                Wanted(
+                    kind,
+                    candidate,
+                    job,
+                    segment_job(
+                        frame, segments, carrier_index, carrier, environment, label
+                    ),
+                    pair_job(
+                        frame,
+                        segments,
+                        {index: candidate, near: carrier},
+                        environment,
+                        f"{label}, in context",
+                    ),
+                    handover,
+                )
+            )
+    return found
+
+
+def _neighbour(analysis: Analysis, index: int) -> int | None:
+    """The segment that a segment is measured together with: a twin, or any."""
+    segments = analysis.segments
+    near = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
+    twins = [i for i in near if segments[i].kind == segments[index].kind]
+    return (twins or near or [None])[0]
+
+
+def _carrier(
+    analysis: Analysis,
+    estimator: Estimator,
+    mine: tuple[int, Candidate],
+    near: int,
+    options: list[Candidate],
+) -> tuple[Candidate, float]:
+    """The neighbour's choice that goes best with a candidate, and the handover.
+
+    A twin chooses alike. The neighbour of a classic's part is the same classic's.
+    """
+    index, candidate = mine
+    if analysis.segments[near].kind == analysis.segments[index].kind:
+        options = [candidate]
+    layout = layout_of(analysis, index, candidate)
+    out, back = between(analysis, index, near), between(analysis, near, index)
+    costs = []
+    for option in options:
+        other = layout_of(analysis, near, option)
+        cost = handover_ms(estimator, layout, other, out)
+        costs.append(cost + handover_ms(estimator, other, layout, back))
+    best = min(range(len(options)), key=lambda i: (costs[i], i))
+    return options[best], costs[best]
+
+
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
+    """The part of a whole program's choice that concerns one segment."""
+    segment = analysis.segments[index]
+    modes = [choice.storage[g] for g in segment.groups]
+    storage = max(set(modes), key=modes.count) if modes else Storage.USED
+    return Candidate(tuple(choice.blocks[b] for b in segment.blocks), storage)
+
+
+def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
+    return segment_layout(analysis.frame, analysis.segments, index, candidate)
+
+
+def between(analysis: Analysis, maker: int, reader: int) -> list[int]:
+    """Values that one segment's ops make and another's read."""
+    program = analysis.frame.program
+    reads = set(analysis.segments[reader].ops)
+    found = []
+    for op_id in analysis.segments[maker].ops:
+        if op_id in program.leaf_ops:
+            continue
+        for v in program.ops[op_id].results:
+            if program.values[v].shape and any(
+                user in reads for user, _ in program.users[v]
+            ):
+                found.append(v)
+    return found
+
+
+def handover_ms(
+    estimator: Estimator, maker: Layout, reader: Layout, values: list[int]
+) -> float:
+    total = 0.0
+    for v in values:
+        have, want = maker.spec(v), reader.read_spec(v)
+        if have is not None and want is not None:
+            size = maker.frame.program.values[v].size_bytes
+            total += estimator.moves.cost_ms(size, have, (), want)
+    return total

@@ -44,8 +44,10 @@ class PlannerSettings:
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, take part
-            in the race.
-        extents: how much of each the compiler is told; each way takes part.
+            in the race; by default 3, and 1 on virtual CPU devices.
+        extents: how much the compiler is told of the classics; each way takes part.
+            By default all ways, and one on virtual CPU devices, where a build takes
+            longer than the difference is worth.
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted.
         measure: whether devices may be used; otherwise only records that are in the
@@ -55,8 +57,8 @@ class PlannerSettings:
 
     per_kind: int = 16
     in_context: bool = True
-    plans: int = 3
-    extents: tuple[Told, ...] = tuple(Told)
+    plans: int | None = None
+    extents: tuple[Told, ...] | None = None
     race: bool = True
     measure: bool = True
     progress: Callable[[Progress | str], None] | None = None
@@ -119,8 +121,13 @@ class Planner:
     ) -> None:
         self.analysis = analysis
         self.mesh = mesh
-        self.settings = settings or PlannerSettings()
         self.devices = list(mesh.devices.flat)
+        self.settings = settings or PlannerSettings()
+        is_cpu = self.devices[0].platform == "cpu"
+        self.plans = self.settings.plans or (1 if is_cpu else 3)
+        self.extents = self.settings.extents or (
+            (Told.EVERYTHING,) if is_cpu else tuple(Told)
+        )
         self.budget_bytes = budget_bytes or device_memory(self.devices[0])
         self.environment = environment_parts(self.devices)
         folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
@@ -194,7 +201,7 @@ class Planner:
         ]
         found: dict[Choice, float] = {}
         for problem in problems:
-            for best in best_solutions(problem, self.settings.plans):
+            for best in best_solutions(problem, self.plans):
                 choice = whole_choice(self.analysis, problem, best)
                 found.setdefault(choice, problems[0].cost_ms(best.picks))
         if not found:
@@ -264,20 +271,19 @@ class Planner:
         )
 
     def _entries(self, decision: Decision) -> list[Decision]:
-        """Who takes part: what was found, the classics, each told in several ways."""
-        entries = [decision]
+        """Who takes part: what was found, and the classics in all ways to tell them."""
         if decision.problem is None:
-            return entries
-        entries += decision.rivals
-        entries += [
+            return [decision]
+        classics = [
             Decision(name, choice, self._predict(decision, choice))
             for name, choice in self.classics.items()
         ]
-        return [
+        varied = [
             replace(entry, name=_name(entry.name, extent), extent=extent)
-            for extent in self.settings.extents
-            for entry in entries
+            for extent in self.extents
+            for entry in classics
         ]
+        return [decision, *varied, *decision.rivals]
 
     # -- inside --------------------------------------------------------------
 
@@ -333,7 +339,7 @@ class Planner:
             arg_types=tuple(type_text(aval(program, v)) for v in program.args),
             arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
             output_specs=layout.output_specs(),
-            constraints=limit(frame, constraints(layout), winner.extent),
+            constraints=limit(constraints(layout), winner.extent),
             donated=tuple(a is not None for a in program.alias),
             winner=winner.name,
             predicted_ms=winner.predicted_ms,

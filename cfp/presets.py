@@ -75,7 +75,8 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
         storage: how every storage group is kept.
     """
     walks = [
-        _Walk(frame, role, size) for (_, size), role in zip(frame.mesh, roles, strict=True)
+        _Walk(frame, role, size)
+        for (_, size), role in zip(frame.mesh, roles, strict=True)
     ]
     columns = [walk.run() for walk in walks]
     strategies = tuple(
@@ -211,7 +212,9 @@ class _Walk:
         columns = [f for f in in_result if f not in others]
         return [AxisChoice(f) for f in columns]
 
-    def _reduced(self, rule: Rule, factor: int, in_result: list[int]) -> list[AxisChoice]:
+    def _reduced(
+        self, rule: Rule, factor: int, in_result: list[int]
+    ) -> list[AxisChoice]:
         plain = AxisChoice(factor)
         if self.role == "sequence" and len(in_result) > 1:
             return [AxisChoice(factor, in_result[1]), plain]
@@ -256,9 +259,7 @@ def _weights(frame: Frame) -> list[bool]:
             if origin >= 0:
                 state[v] = state[origin]
         reads = [
-            v
-            for v in op.operands
-            if program.values[v].producer not in program.leaf_ops
+            v for v in op.operands if program.values[v].producer not in program.leaf_ops
         ]
         only = bool(reads) and all(state[v] for v in reads) and not op.body
         for result in op.results:

@@ -10,7 +10,6 @@ import pytest
 
 import cfp
 from cfp.planner import PlannerSettings
-from cfp.search.measure import Told
 
 QUICK = PlannerSettings(per_kind=2, race=False)
 
@@ -179,7 +178,7 @@ def test_a_second_plan_measures_nothing(mesh, tmp_path):
     run = functools.partial(
         cfp.plan, train_step, *shapes(), mesh=mesh, cache_dir=tmp_path
     )
-    settings = PlannerSettings(per_kind=2, plans=1, extents=(Told.EVERYTHING,))
+    settings = PlannerSettings(per_kind=2)
     first = run(settings=settings)
     assert first.search["strategies_measured"] > 0
     assert first.search["race_cached"] == 0
@@ -243,7 +242,7 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
         run(memory_budget=1000, settings=QUICK)
     assert caught.value.smallest_feasible_bytes > 1000
     assert "up/kernel" in str(caught.value)
-    plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4, plans=1))
+    plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4))
     assert plan.peak_bytes is not None and plan.peak_bytes <= 2**20
 
 

@@ -100,8 +100,9 @@ def forward(params, tokens):
     def layer(p, x):
         q, k, v = (jnp.einsum("bsd,dhe->bshe", x, p[n]) for n in "qkv")
         weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k))
-        x = x + jnp.einsum("bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v),
-                           p["o"])
+        x = x + jnp.einsum(
+            "bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v), p["o"]
+        )
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
 
     x = params["embedding"][tokens]

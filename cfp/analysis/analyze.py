@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cfp.analysis.blocks import find_blocks
-from cfp.analysis.classes import carried_values
+from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
 from cfp.analysis.segments import Segment, find_segments
+from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.program.graph import Program
@@ -27,12 +28,12 @@ def build_frame(
         pins: shardings of arguments, by position, that every layout keeps.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
+    flow = Flow(program)
     numbers = number_values(program)
-    paired = pair_outputs(program)
-    groups = find_storage(program, paired)
-    update_ops = frozenset(op for group in groups for op in group.ops)
-    blocks = find_blocks(program, numbers, update_ops)
-    canonical = carried_values(program)
+    paired = pair_outputs(program, flow)
+    groups = find_storage(program, paired, flow)
+    group_of = {op: g.index for g in groups for op in (*g.ops, *g.inner_ops)}
+    blocks = find_blocks(program, numbers, group_of.keys(), flow)
     block_of = [-1] * len(program.ops)
     for block in blocks:
         for op in block.ops:
@@ -43,12 +44,14 @@ def build_frame(
         blocks=blocks,
         groups=groups,
         paired=paired,
-        canonical=canonical,
-        shardings=tuple(BlockSharding(program, b, axes, canonical) for b in blocks),
+        canonical=flow.canonical,
+        shardings=tuple(BlockSharding(program, b, axes, flow.canonical) for b in blocks),
+        states=tuple(GroupSharding(program, g, axes, flow.canonical) for g in groups),
         block_of=tuple(block_of),
-        group_of={op: g.index for g in groups for op in g.ops},
+        group_of=group_of,
         group_of_arg={a: g.index for g in groups for a in g.args},
         region_ops=tuple(op.id for op in program.ops if op.body),
+        barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.body),
         pins=dict(pins or {}),
     )
 

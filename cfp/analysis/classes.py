@@ -7,34 +7,12 @@ them only as the block's strategy says.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 from cfp.analysis.contractions import Member
+from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 from cfp.program.rules import Dims, Rule
-
-
-class UnionFind:
-    """Disjoint sets of hashable things."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Hashable, Hashable] = {}
-
-    def find(self, item: Hashable) -> Hashable:
-        """The representative of an item's set."""
-        parent = self._parent
-        root = item
-        while (above := parent.get(root, root)) != root:
-            root = above
-        while item != root:
-            parent[item], item = root, parent.get(item, item)
-        return root
-
-    def union(self, a: Hashable, b: Hashable) -> None:
-        """Joins the sets of two items."""
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self._parent[a] = b
 
 
 def major_factors(rule: Rule, dims: Dims, axis_size: int) -> list[tuple[int, int]]:
@@ -51,8 +29,8 @@ def major_factors(rule: Rule, dims: Dims, axis_size: int) -> list[tuple[int, int
 class DimClasses:
     """Classes of dims over a set of ops, for one axis size.
 
-    A dim is a pair (value id, dim number); ids of values that a loop carries are
-    first mapped to one of them by ``canonical``.
+    A dim is a pair (value id, dim number); values that are one tensor, carried by a
+    loop, are first mapped to one of them by ``canonical``.
     """
 
     def __init__(
@@ -60,7 +38,7 @@ class DimClasses:
         program: Program,
         ops: Iterable[int],
         members: tuple[Member, ...],
-        canonical: dict[int, int],
+        canonical: Mapping[int, int],
         axis_size: int,
     ) -> None:
         self._program = program
@@ -75,12 +53,11 @@ class DimClasses:
             anchor = program.ops[members[0].op]
             for member in members:
                 if member.derived:
-                    value = program.ops[member.op].operands[member.cotangent]
-                    self._join_values(anchor.results[0], value)
+                    self._join_cotangent(anchor, member)
 
     def of_dim(self, value: int, dim: int) -> Hashable:
         """The class of a tensor's dim."""
-        return self._sets.find((self._canonical.get(value, value), dim))
+        return self._sets.find(self._dim(value, dim))
 
     def of_factor(self, op: int, factor: int) -> Hashable:
         """The class of an op's factor."""
@@ -94,25 +71,22 @@ class DimClasses:
             for value, dims in zip(values, tensors, strict=False):
                 if program.values[value].producer in program.leaf_ops:
                     continue
-                value = self._canonical.get(value, value)
                 for dim, factor in major_factors(rule, dims, self._size):
-                    self._sets.union((value, dim), (~op.id, factor))
+                    self._sets.union(self._dim(value, dim), (~op.id, factor))
 
-    def _join_values(self, a: int, b: int) -> None:
-        for dim in range(len(self._program.values[a].shape)):
-            self._sets.union(
-                (self._canonical.get(a, a), dim), (self._canonical.get(b, b), dim)
-            )
+    def _join_cotangent(self, anchor: Op, member: Member) -> None:
+        """Joins a cotangent's dims with those of the result that it belongs to."""
+        base, op = anchor.rule, self._program.ops[member.op]
+        assert base is not None and op.rule is not None
+        place = {base.major(dims): dim for dim, dims in enumerate(base.results[0])}
+        value = op.operands[member.cotangent]
+        for dim, factors in enumerate(op.rule.operands[member.cotangent]):
+            factor = op.rule.major(factors)
+            if factor is not None and member.factors[factor] in place:
+                self._sets.union(
+                    self._dim(anchor.results[0], place[member.factors[factor]]),
+                    self._dim(value, dim),
+                )
 
-
-def carried_values(program: Program) -> dict[int, int]:
-    """Maps the values that a loop carries through one place to one of them."""
-    canonical: dict[int, int] = {}
-    for op in program.ops:
-        if op.kind != "while":
-            continue
-        count = len(op.operands)
-        for index, result in enumerate(op.results):
-            for entry in op.entries[index::count]:
-                canonical[entry] = result
-    return canonical
+    def _dim(self, value: int, dim: int) -> tuple[int, int]:
+        return self._canonical.get(value, value), dim

@@ -9,9 +9,10 @@ structure alone, and each comes with a map of its factors to the anchor's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cfp.analysis.numbering import Numbers, Permutation, squeeze
 from cfp.program.graph import Op, Program
 from cfp.program.rules import Dims, Rule
 
@@ -52,7 +53,7 @@ def is_contraction(op: Op) -> bool:
     return False
 
 
-def find_members(program: Program, numbers: list[int]) -> list[list[Member]]:
+def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
     """Groups contractions into blocks.
 
     Args:
@@ -62,141 +63,181 @@ def find_members(program: Program, numbers: list[int]) -> list[list[Member]]:
     Returns:
         For each block its members, the anchor first; blocks in program order.
     """
-    blocks: list[list[Member]] = []
-    by_result: dict[int, int] = {}
-    by_operand: dict[int, list[tuple[int, int]]] = {}
-    computed = _made_by_contractions(program)
-    derived: list[list[tuple[int, Member]]] = []
-    for op in program.ops:
-        if op.id in program.leaf_ops or op.rule is None:
-            continue
-        lookup = op.kind == "gather" and not computed[op.operands[0]]
-        if not (is_contraction(op) or lookup or op.kind == "scatter"):
-            continue
-        number = numbers[op.results[0]]
-        again = by_result.get(number)
-        if again is not None:
-            blocks[again].append(Member(op.id, blocks[again][0].factors))
-            continue
-        candidates = _candidates(program, numbers, op, blocks, by_operand)
-        if candidates:
-            derived.append(candidates)
-            continue
-        if op.kind == "scatter":
-            continue
-        block = len(blocks)
-        blocks.append([Member(op.id, tuple(range(len(op.rule.sizes))))])
-        by_result[number] = block
+    return _Finder(program, numbers).run()
+
+
+Candidates = list[tuple[int, Member]]  # (block, member), the latest block first
+
+
+class _Finder:
+    def __init__(self, program: Program, numbers: Numbers) -> None:
+        self.program = program
+        self.numbers = numbers
+        self.blocks: list[list[Member]] = []
+        self.by_result: dict[int, int] = {}
+        # The blocks whose anchor reads a tensor, by its number, and at which operand.
+        self.by_operand: dict[int, list[tuple[int, int]]] = {}
+
+    def run(self) -> list[list[Member]]:
+        computed = _made_by_contractions(self.program)
+        derived: list[Candidates] = []
+        for op in self.program.ops:
+            if op.id in self.program.leaf_ops or op.rule is None:
+                continue
+            lookup = op.kind == "gather" and not computed[op.operands[0]]
+            if not (is_contraction(op) or lookup or op.kind == "scatter"):
+                continue
+            again = self.by_result.get(self.numbers[op.results[0]])
+            if again is not None:
+                member = Member(op.id, self.blocks[again][0].factors)
+                self.blocks[again].append(member)
+                continue
+            candidates = self._candidates(op)
+            if candidates:
+                derived.append(candidates)
+            elif op.kind != "scatter":
+                self._anchor(op)
+        for block, member in self._resolve(derived):
+            self.blocks[block].append(member)
+        return self.blocks
+
+    def _anchor(self, op: Op) -> None:
+        assert op.rule is not None
+        block = len(self.blocks)
+        self.blocks.append([Member(op.id, tuple(range(len(op.rule.sizes))))])
+        self.by_result[self.numbers[op.results[0]]] = block
         for index, operand in enumerate(op.operands[:2]):
-            by_operand.setdefault(numbers[operand], []).append((block, index))
-    for block, member in _resolve(program, numbers, derived):
-        blocks[block].append(member)
-    return blocks
+            base, _ = self._view(operand)
+            self.by_operand.setdefault(base, []).append((block, index))
 
+    def _view(self, value: int) -> tuple[int, Permutation]:
+        """The number of the tensor that a value is a view of, and its dims there."""
+        number = self.numbers[value]
+        rank = len(squeeze(self.program.values[value].shape))
+        return self.numbers.views.get(number, (number, tuple(range(rank))))
 
-def _resolve(
-    program: Program, numbers: list[int], derived: list[list[tuple[int, Member]]]
-) -> list[tuple[int, Member]]:
-    """Picks each derived contraction's block.
+    def _candidates(self, op: Op) -> Candidates:
+        """The blocks that a contraction may be derived from."""
+        found = []
+        for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
+            if cotangent >= len(op.operands):
+                continue
+            base, _ = self._view(op.operands[shared])
+            for block, index in reversed(self.by_operand.get(base, [])):
+                anchor = self.program.ops[self.blocks[block][0].op]
+                factors = self._factor_map(op, shared, cotangent, anchor, index)
+                if factors is not None:
+                    found.append((block, Member(op.id, factors, cotangent)))
+        return found
 
-    Anchors with a common operand (query, key and value projections) have derived
-    contractions of one structure. What tells them apart is the cotangent: another
-    contraction that reads it may share an operand with only one of the anchors.
-    """
-    owner: dict[int, int] = {}
+    def _factor_map(
+        self, op: Op, shared: int, cotangent: int, anchor: Op, index: int
+    ) -> tuple[int, ...] | None:
+        """Maps a contraction's factors to the anchor's; None if it is not derived."""
+        rule, base = op.rule, anchor.rule
+        assert rule is not None and base is not None
+        mine = self._sharing(op, shared)
+        theirs = self._sharing(anchor, index)
+        result = _factors(base, base.results[0])
+        for dims in self._cotangents(op, cotangent):
+            found: dict[int, int] = {}
+            if not (
+                _align(found, rule, mine, base, theirs)
+                and _align(found, rule, dims, base, result)
+            ):
+                continue
+            if self._fits(found, op, anchor, index):
+                return tuple(found.get(f, -1) for f in range(len(rule.sizes)))
+        return None
 
-    def cotangent(member: Member) -> int:
-        return numbers[program.ops[member.op].operands[member.cotangent]]
+    def _sharing(self, op: Op, index: int) -> list[int]:
+        """The factors of an operand, in the order of the tensor it is a view of."""
+        assert op.rule is not None
+        factors = _factors(op.rule, op.rule.operands[index])
+        _, order = self._view(op.operands[index])
+        if len(order) != len(factors):
+            return factors
+        return [f for _, f in sorted(zip(order, factors, strict=True))]
 
-    for candidates in derived:
-        if len({block for block, _ in candidates}) == 1:
-            owner.setdefault(cotangent(candidates[0][1]), candidates[0][0])
-    found = []
-    for candidates in derived:
-        known = [c for c in candidates if owner.get(cotangent(c[1])) == c[0]]
+    def _cotangents(self, op: Op, index: int) -> Iterator[list[int]]:
+        """Factors of a cotangent as it is read, then as it was before a transpose."""
+        assert op.rule is not None
+        factors = _factors(op.rule, op.rule.operands[index])
+        yield factors
+        before = self._sharing(op, index)
+        if before != factors:
+            yield before
+
+    def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
+        """Whether a contraction makes what the anchor's other operand needs."""
+        rule, base = op.rule, anchor.rule
+        assert rule is not None and base is not None
+        other = base.operands[1 - index]
+        produced = _factors(rule, rule.results[0])
+        if op.kind in ("scatter", "convolution"):
+            # Windows move through these: the sizes of some factors change.
+            more = dict(found)
+            if _align(more, rule, produced, base, _factors(base, other)):
+                found.update(more)
+            return True
+        return {found.get(f, -1) for f in produced} == set(_factors(base, other))
+
+    def _resolve(self, derived: list[Candidates]) -> list[tuple[int, Member]]:
+        """Picks each derived contraction's block.
+
+        Anchors with a common operand (query, key and value projections) have derived
+        contractions of one structure. What tells them apart is the cotangent: another
+        contraction that reads it may share an operand with only one of the anchors.
+        """
+        owner: dict[int, int] = {}
+
+        def cotangent(member: Member) -> int:
+            value = self.program.ops[member.op].operands[member.cotangent]
+            return self._view(value)[0]
+
+        for candidates in derived:
+            if len({block for block, _ in candidates}) == 1:
+                owner.setdefault(cotangent(candidates[0][1]), candidates[0][0])
         taken = set(owner.values())
-        free = [c for c in candidates if c[0] not in taken]
-        block, member = (known or free or candidates)[0]
-        owner.setdefault(cotangent(member), block)
-        found.append((block, member))
-    return found
+        found = []
+        for candidates in derived:
+            known = [c for c in candidates if owner.get(cotangent(c[1])) == c[0]]
+            free = [c for c in candidates if c[0] not in taken]
+            block, member = (known or free or candidates)[0]
+            owner.setdefault(cotangent(member), block)
+            taken.add(block)
+            found.append((block, member))
+        return found
 
 
 def _made_by_contractions(program: Program) -> list[bool]:
     """For each value whether a contraction lies upstream of it."""
     made = [False] * len(program.values)
     for op in program.ops:
-        for entry in op.entries:
-            made[entry] = made[program.values[entry].origin]
+        for v in (*op.operands, *op.yields):
+            origin = program.values[v].origin
+            made[v] = made[v] or (origin >= 0 and made[origin])
         flag = is_contraction(op) or any(made[v] for v in (*op.operands, *op.yields))
         for result in op.results:
             made[result] = flag
     return made
 
 
-def _candidates(
-    program: Program,
-    numbers: list[int],
-    op: Op,
-    blocks: list[list[Member]],
-    by_operand: Mapping[int, list[tuple[int, int]]],
-) -> list[tuple[int, Member]]:
-    """The blocks that a contraction may be derived from, the latest first."""
-    found = []
-    for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
-        if cotangent >= len(op.operands):
-            continue
-        for block, index in reversed(by_operand.get(numbers[op.operands[shared]], [])):
-            anchor = program.ops[blocks[block][0].op]
-            factors = _factor_map(program, op, shared, cotangent, anchor, index)
-            if factors is not None:
-                found.append((block, Member(op.id, factors, cotangent)))
-    return found
-
-
-def _factor_map(
-    program: Program, op: Op, shared: int, cotangent: int, anchor: Op, index: int
-) -> tuple[int, ...] | None:
-    """Maps a derived contraction's factors to the anchor's, or None if it is none."""
-    rule, base = op.rule, anchor.rule
-    assert rule is not None and base is not None
-    shape = program.values[op.operands[cotangent]].shape
-    if shape != program.values[anchor.results[0]].shape:
-        return None
-    found: dict[int, int] = {}
-    if not (
-        _align(found, rule, rule.operands[shared], base, base.operands[index])
-        and _align(found, rule, rule.operands[cotangent], base, base.results[0])
-    ):
-        return None
-    other = base.operands[1 - index]
-    other_shape = program.values[anchor.operands[1 - index]].shape
-    if op.kind in ("scatter", "convolution"):
-        if program.values[op.results[0]].shape == other_shape:
-            _align(found, rule, rule.results[0], base, other)
-    else:
-        produced = {found.get(f, -1) for dim in rule.results[0] for f in dim}
-        if produced != {f for dim in other for f in dim}:
-            return None
-    return tuple(found.get(f, -1) for f in range(len(rule.sizes)))
+def _factors(rule: Rule, dims: Dims) -> list[int]:
+    """The factor of each dim that is larger than 1 and can be sharded at all."""
+    majors = (rule.major(dim) for dim in dims)
+    return [f for f in majors if f is not None and f not in rule.fixed]
 
 
 def _align(
-    found: dict[int, int], rule: Rule, dims: Dims, base: Rule, base_dims: Dims
+    found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds the factors of equal dims to a map; False if that contradicts it."""
-    if len(dims) != len(base_dims):
+    """Adds pairs of factors to a map; False if they contradict it or each other."""
+    if len(mine) != len(theirs):
         return False
-    for dim, base_dim in zip(dims, base_dims, strict=True):
-        mine, theirs = rule.major(dim), base.major(base_dim)
-        if (mine is None) != (theirs is None):
+    for factor, other in zip(mine, theirs, strict=True):
+        if rule.sizes[factor] != base.sizes[other]:
             return False
-        if mine is None or theirs is None:
-            mine, theirs = (dim or (-1,))[0], (base_dim or (-1,))[0]
-            if mine < 0 or theirs < 0:
-                continue
-        if rule.sizes[mine] != base.sizes[theirs]:
+        if found.setdefault(factor, other) != other:
             return False
-        if found.setdefault(mine, theirs) != theirs:
-            return False
-    return True
+    return len(set(found.values())) == len(found)

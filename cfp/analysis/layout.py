@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.classes import DimClasses
+from cfp.analysis.flow import passes
+from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import StorageGroup
 from cfp.analysis.strategies import (
     BlockSharding,
@@ -21,7 +22,6 @@ from cfp.analysis.strategies import (
     Mesh,
     Spec,
     Strategy,
-    legal_axes,
     reduced_axes,
     tensor_spec,
 )
@@ -61,10 +61,12 @@ class Frame:
     paired: tuple[int | None, ...]
     canonical: Mapping[int, int]
     shardings: tuple[BlockSharding, ...]
+    states: tuple[GroupSharding, ...]
     block_of: tuple[int, ...]  # op id -> block index, or -1
     group_of: Mapping[int, int]  # update op id -> group index
     group_of_arg: Mapping[int, int]  # argument position -> group index
     region_ops: tuple[int, ...]  # loops and branches
+    barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
 
 
@@ -78,10 +80,15 @@ def spec_ways(spec: Spec, mesh: Mesh) -> int:
     return ways
 
 
-def extend_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
+def extend_spec(
+    spec: Spec,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    whole_dims: Set[int] = frozenset(),
+) -> Spec:
     """Shards a tensor over the axes that its spec leaves unused, where one fits.
 
-    Each axis goes to the first dim that it divides.
+    Each axis goes to the first dim that it divides, those in ``whole_dims`` apart.
     """
     used = {name for names in spec for name in names}
     dims = [list(names) for names in spec]
@@ -93,7 +100,7 @@ def extend_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
             ways = size
             for other in names:
                 ways *= sizes[other]
-            if shape[dim] % ways == 0:
+            if shape[dim] % ways == 0 and dim not in whole_dims:
                 names.append(name)
                 break
     return tuple(tuple(names) for names in dims)
@@ -127,7 +134,6 @@ class Layout:
         self._arg_position = {v: i for i, v in enumerate(frame.program.args)}
         for index, strategy in strategies.items():
             self.axes.update(frame.shardings[index].factor_axes(strategy))
-        self._group_specs: dict[int, tuple[Spec, Spec]] = {}
         for index, mode in storage.items():
             self._lay_out_group(frame.groups[index], mode)
         self._values()
@@ -143,7 +149,8 @@ class Layout:
         replicated = ((),) * len(record.shape)
         if record.producer < 0:
             return self.read_spec(value) or replicated
-        return replicated
+        op = self.frame.program.ops[record.producer]
+        return self.natural_spec(op, op.results.index(value))
 
     # -- what an op wants ----------------------------------------------------
 
@@ -155,14 +162,23 @@ class Layout:
         op = self.frame.program.ops[op_id]
         if op.body:
             return self._region_use_spec(op, index)
+        if passes(op):  # a barrier takes everything as it comes
+            return None
         if op.id in self.axes and op.rule is not None:
             if index < len(op.rule.operands):
                 return tensor_spec(op.rule, op.rule.operands[index], self.axes[op.id])
             return None
+        if op.shardings:
+            return self._by_hand(op.shardings[index])
         if op.id in self.frame.program.leaf_ops:
             return None
         value = self.frame.program.values[op.operands[index]]
         return ((),) * len(value.shape)
+
+    def _by_hand(self, spec: Spec) -> Spec:
+        """What is left on this mesh of a sharding that the user wrote."""
+        names = dict(self.frame.mesh)
+        return tuple(tuple(a for a in dim if a in names) for dim in spec)
 
     def _region_use_spec(self, op: Op, index: int) -> Spec | None:
         count = len(op.operands)
@@ -176,6 +192,8 @@ class Layout:
         """How an op's result comes out of it, before any resharding."""
         if op.id in self.axes and op.rule is not None:
             return tensor_spec(op.rule, op.rule.results[index], self.axes[op.id])
+        if op.shardings:
+            return self._by_hand(op.shardings[len(op.operands) + index])
         if op.id in self.frame.program.leaf_ops:
             return None
         return ((),) * len(self.frame.program.values[op.results[index]].shape)
@@ -211,65 +229,38 @@ class Layout:
 
     def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
         program, mesh = self.frame.program, self.frame.mesh
+        sharding = self.frame.states[group.index]
         main = program.args[group.args[0]]
         used = self.read_spec(main) or ((),) * len(group.shape)
         used = self.frame.pins.get(group.args[0], used)
-        wide = used if mode is Storage.USED else extend_spec(used, group.shape, mesh)
-        self._group_specs[group.index] = (used, wide)
-        inside = set(group.ops)
+        wide = used
+        if mode is not Storage.USED:
+            wide = extend_spec(used, group.shape, mesh, group.whole_dims)
         for place, position in enumerate(group.args):
-            is_parameter = place == 0 or any(
-                user not in inside for user, _ in program.users[program.args[position]]
-            )
+            is_parameter = place == 0 or position in group.read_args
             keep = is_parameter and mode is Storage.OPTIMIZER
             stored = used if keep else wide
             stored = self.frame.pins.get(position, stored)
             self.value_spec[program.args[position]] = stored
         if mode is Storage.SHARDED:
-            self._store_casts(main, wide)
-        sizes = {size for _, size in mesh}
-        classes = {
-            size: DimClasses(program, group.ops, (), {}, size) for size in sizes
-        }
-        marks: dict[str, set] = {}
-        for (name, size) in mesh:
-            marks[name] = {
-                classes[size].of_dim(program.args[position], dim)
-                for position in group.args
-                for dim, names in enumerate(wide)
-                if name in names
-            }
-        for op_id in group.ops:
-            rule = program.ops[op_id].rule
-            assert rule is not None
-            wanted: list[list[str]] = [[] for _ in rule.sizes]
-            for name, size in mesh:
-                for factor in range(len(rule.sizes)):
-                    if classes[size].of_factor(op_id, factor) in marks[name]:
-                        wanted[factor].append(name)
-            self.axes[op_id] = legal_axes(rule, wanted, dict(mesh))
-
-    def _store_casts(self, arg: int, spec: Spec) -> None:
-        """Casts a sharded parameter before it is gathered, not after."""
-        program = self.frame.program
-        for user, _ in program.users[arg]:
-            op = program.ops[user]
-            if op.kind == "convert" and user in self.axes and op.rule is not None:
-                axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
-                for names, dim in zip(spec, op.rule.operands[0], strict=True):
-                    major = op.rule.major(dim)
-                    if major is not None:
-                        axes[major] = names
-                self.axes[user] = tuple(axes)
+            # Casts and slices a sharded parameter before it is gathered, not after.
+            for op_id, axes in sharding.read_axes(wide).items():
+                if op_id in self.axes:
+                    self.axes[op_id] = axes
+        self.axes.update(sharding.update_axes(wide))
 
     def read_spec(self, value: int) -> Spec | None:
         """How the first op that reads a value, in program order, wants it."""
         for user, index in sorted(self.frame.program.users[value]):
             op = self.frame.program.ops[user]
             if op.kind == "while" and index < len(op.operands):
-                canonical = op.results[index]
-                return self._carried(canonical)
-            if user in self.axes and user not in self.frame.group_of:
+                return self._carried(op.results[index])
+            if passes(op) and not op.body:
+                spec = self.read_spec(op.results[index])
+                if spec is not None:
+                    return spec
+            laid_out = user in self.axes and user not in self.frame.group_of
+            if laid_out or op.shardings:
                 spec = self.use_spec(user, index)
                 if spec is not None:
                     return spec
@@ -286,16 +277,18 @@ class Layout:
         for entry in loop.entries[place :: len(loop.operands)]:
             found = found or self.read_spec(entry)
         if found is None:
-            shape = program.values[canonical].shape
-            producer = program.values[loop.yields[place]].producer
-            if producer >= 0 and producer in self.axes:
-                op = program.ops[producer]
-                found = self.natural_spec(op, op.results.index(loop.yields[place]))
-            found = found or ((),) * len(shape)
-        self.value_spec[canonical] = found
-        for entry in loop.entries[place :: len(loop.operands)]:
-            self.value_spec[entry] = found
-        return found
+            found = self._made_spec(loop.yields[place])
+        return found or ((),) * len(program.values[canonical].shape)
+
+    def _made_spec(self, value: int) -> Spec | None:
+        """How a value comes from its op, seen through barriers."""
+        producer = self.frame.program.values[value].producer
+        op = self.frame.program.ops[producer] if producer >= 0 else None
+        if op is not None and op.id in self.axes:
+            return self.natural_spec(op, op.results.index(value))
+        if op is not None and passes(op) and not op.body:
+            return self._made_spec(op.operands[op.results.index(value)])
+        return self.value_spec.get(value)  # an inner loop's is settled already
 
     def _values(self) -> None:
         program = self.frame.program
@@ -303,7 +296,7 @@ class Layout:
             op = program.ops[op_id]
             for result in op.results:
                 if op.kind == "while":
-                    self._carried(result)
+                    self._carry(op, result)
                 else:
                     shape = program.values[result].shape
                     spec = self.read_spec(result) or ((),) * len(shape)
@@ -319,6 +312,20 @@ class Layout:
                 self.value_spec[result] = natural
         for position, spec in self.frame.pins.items():
             self.value_spec[program.args[position]] = spec
+        for op_id in self.frame.barrier_ops:
+            op = program.ops[op_id]
+            for value, result in zip(op.operands, op.results, strict=True):
+                spec = self.spec(value)
+                if spec is not None:
+                    self.value_spec[result] = spec
+
+    def _carry(self, loop: Op, result: int) -> None:
+        """Settles how a loop carries a value: the same way in, around and out."""
+        spec = self._carried(result)
+        self.value_spec[result] = spec
+        place = loop.results.index(result)
+        for entry in loop.entries[place :: len(loop.operands)]:
+            self.value_spec[entry] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
         """Where a partial sum goes: scattered, if the first reader wants it so."""

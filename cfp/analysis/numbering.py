@@ -1,4 +1,4 @@
-"""Value numbering: equal numbers mean equal tensors (up to dtype).
+"""Value numbering: equal numbers mean equal tensors, up to dtype and unit dims.
 
 Rematerialised code recomputes values; a backward loop reads what the forward loop
 stacked. Numbers see through both, through casts and through barriers, so that an op
@@ -7,14 +7,53 @@ of the backward pass can be matched with the op it was differentiated from.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cfp.program.graph import Op, Program
 
-_TRANSPARENT = frozenset({"convert", "optimization_barrier"})
+_SAME = frozenset({"convert", "optimization_barrier", "reduce_precision"})
+_UNIT_VIEWS = frozenset({"reshape", "broadcast_in_dim"})
+_PURE = frozenset({"constant", "iota"})
+
+Permutation = tuple[int, ...]
 
 
-def number_values(program: Program) -> list[int]:
-    """A number for each value; equal for values that are equal by construction."""
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The value numbers of a program.
+
+    Attributes:
+        of: a number for each value id.
+        views: for numbers that are transposed or reversed views of another: that
+            number, and for each dim of the view the other's dim, dims of size 1 left
+            out on both sides.
+    """
+
+    of: tuple[int, ...]
+    views: dict[int, tuple[int, Permutation]]
+
+    def __getitem__(self, value: int) -> int:
+        return self.of[value]
+
+
+def number_values(program: Program) -> Numbers:
+    """Numbers a program's values; equal for values that are equal by construction."""
     return _Numbering(program).run()
+
+
+def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its dims of size 1."""
+    return tuple(size for size in shape if size != 1)
+
+
+def integers(attributes: str, name: str) -> tuple[int, ...]:
+    """A list of integers among an op's attributes, by name; () if there is none."""
+    marker = f"{name}=array<i64"
+    start = attributes.find(marker)
+    if start < 0:
+        return ()
+    text = attributes[start + len(marker) : attributes.index(">", start)]
+    return tuple(int(n) for n in text.removeprefix(":").split(",") if n.strip())
 
 
 class _Numbering:
@@ -23,6 +62,10 @@ class _Numbering:
         self.numbers = [-1] * len(program.values)
         self.table: dict[tuple, int] = {}
         self.stacked: dict[int, int] = {}  # number of a stack -> number of its slices
+        self.flat: dict[int, tuple[int, tuple[int, ...]]] = {}  # reshapes
+        self.joined: dict[int, Op] = {}  # number of a concatenation -> its op
+        self.permuted: dict[int, tuple[int, Permutation]] = {}  # transposes only
+        self.views: dict[int, tuple[int, Permutation]] = {}  # and reverses
 
     def fresh(self) -> int:
         return self.intern(("fresh", len(self.table)))
@@ -30,14 +73,21 @@ class _Numbering:
     def intern(self, key: tuple) -> int:
         return self.table.setdefault(key, len(self.table))
 
-    def run(self) -> list[int]:
+    def run(self) -> Numbers:
         for value in self.program.args:
             self.numbers[value] = self.fresh()
         invariant = self._invariant_entries()
         for op in self.program.ops:
-            self._bind_entries(op.operands, invariant)
-            self._number(op, invariant)
-        return [n if n >= 0 else self.fresh() for n in self.numbers]
+            for v in (*op.operands, *op.yields):
+                self._bind(v, invariant)
+            if op.kind == "while":
+                self._number_loop(op)
+            elif op.body:
+                self._number_branches(op)
+            else:
+                self._number(op)
+        numbers = tuple(n if n >= 0 else self.fresh() for n in self.numbers)
+        return Numbers(numbers, self.views)
 
     def _invariant_entries(self) -> set[int]:
         """Loop-body arguments that every iteration passes on unchanged."""
@@ -51,37 +101,125 @@ class _Numbering:
                     found.add(arg)
         return found
 
-    def _bind_entries(self, operands: tuple[int, ...], invariant: set[int]) -> None:
-        for v in operands:
-            if self.numbers[v] < 0:
-                origin = self.program.values[v].origin
-                known = v in invariant and self.numbers[origin] >= 0
-                self.numbers[v] = self.numbers[origin] if known else self.fresh()
+    def _bind(self, value: int, invariant: set[int]) -> int:
+        """The number of a value that may be the argument of a loop's body."""
+        if self.numbers[value] < 0:
+            origin = self.program.values[value].origin
+            known = value in invariant
+            self.numbers[value] = (
+                self._bind(origin, invariant) if known else self.fresh()
+            )
+        return self.numbers[value]
 
-    def _number(self, op: Op, invariant: set[int]) -> None:
+    def _number(self, op: Op) -> None:
         numbers = self.numbers
-        if op.kind == "while":
-            self._number_loop(op)
-            return
-        if op.kind in _TRANSPARENT:
-            for result, operand in zip(op.results, op.operands, strict=True):
+        if op.kind in _SAME:
+            for result, operand in zip(op.results, op.operands, strict=False):
                 numbers[result] = numbers[operand]
             return
         operands = tuple(numbers[v] for v in op.operands)
-        if op.parent >= 0 and op.kind == "dynamic_slice":
+        shapes = tuple(self.program.values[v].shape for v in op.operands)
+        if op.kind in _UNIT_VIEWS and self._only_units(op):
+            numbers[op.results[0]] = operands[0]
+        elif op.kind == "reshape":
+            shape = self.program.values[op.results[0]].shape
+            numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
+        elif op.kind == "transpose":
+            order = _squeezed_order(integers(op.attributes, "permutation"), shapes[0])
+            numbers[op.results[0]] = self._transposed(operands[0], order)
+        elif op.kind == "reverse":
+            rank = len(squeeze(shapes[0]))
+            numbers[op.results[0]] = self._reversed(operands[0], rank, op.attributes)
+        elif op.parent >= 0 and op.kind == "dynamic_slice":
             # The iteration's slice of a stack, whatever the order of iteration.
             stack = operands[0]
-            key = ("slice", stack, op.attributes)
-            numbers[op.results[0]] = self.stacked.get(stack, self.intern(key))
-            return
-        if op.body or op.kind in ("custom_call", "rng"):
-            for result in op.results:
+            number = self.stacked.get(stack)
+            if number is None:
+                number = self.intern(("slice", stack, op.attributes))
+            numbers[op.results[0]] = number
+        elif op.kind == "slice" and self._piece(op) is not None:
+            numbers[op.results[0]] = self._piece(op)
+        elif op.kind == "rng" or (op.rule is None and op.kind not in _PURE):
+            for result in op.results:  # nobody knows what an opaque op does
                 numbers[result] = self.fresh()
-            return
-        for index, result in enumerate(op.results):
-            shape = self.program.values[result].shape
-            key = (op.name, op.attributes, operands, shape, index)
-            numbers[result] = self.intern(key)
+        else:
+            for index, result in enumerate(op.results):
+                shape = self.program.values[result].shape
+                key = (op.name, op.attributes, operands, shapes, shape, index)
+                numbers[result] = self.intern(key)
+            if op.kind == "concatenate":
+                self.joined[numbers[op.results[0]]] = op
+
+    def _piece(self, op: Op) -> int | None:
+        """The number of what a slice takes out of a concatenation, if it takes all."""
+        whole = self.joined.get(self.numbers[op.operands[0]])
+        if whole is None:
+            return None
+        starts, limits = (
+            integers(op.attributes, name) for name in ("start_indices", "limit_indices")
+        )
+        shape = self.program.values[op.operands[0]].shape
+        if shape != self.program.values[whole.results[0]].shape:
+            return None
+        cut = [d for d, size in enumerate(shape) if (starts[d], limits[d]) != (0, size)]
+        offset = 0
+        for piece in whole.operands:
+            sizes = self.program.values[piece].shape
+            same = [d for d, size in enumerate(shape) if sizes[d] != size]
+            if cut == same and len(cut) == 1:
+                end = offset + sizes[cut[0]]
+                if (starts[cut[0]], limits[cut[0]]) == (offset, end):
+                    return self.numbers[piece]
+                offset = end
+        return None
+
+    def _only_units(self, op: Op) -> bool:
+        """Whether a reshape or broadcast only adds or drops dims of size 1."""
+        source = self.program.values[op.operands[0]].shape
+        target = self.program.values[op.results[0]].shape
+        if squeeze(source) != squeeze(target):
+            return False
+        if op.kind == "reshape":
+            return True
+        dims = integers(op.attributes, "broadcast_dimensions")
+        return list(dims) == sorted(dims)
+
+    def _reshaped(
+        self, number: int, source: tuple[int, ...], target: tuple[int, ...]
+    ) -> int:
+        base, shape = self.flat.get(number, (number, squeeze(source)))
+        if squeeze(target) == shape:
+            return base
+        found = self.intern(("reshape", base, squeeze(target)))
+        self.flat[found] = (base, shape)
+        return found
+
+    def _transposed(self, number: int, order: Permutation) -> int:
+        base, inner = self.permuted.get(number, (number, _identity(order)))
+        order = tuple(inner[d] for d in order)
+        if order == _identity(order):
+            return base
+        found = self.intern(("transpose", base, order))
+        self.permuted[found] = (base, order)
+        seen, inner = self.views.get(base, (base, _identity(order)))
+        self.views[found] = (seen, tuple(inner[d] for d in order))
+        return found
+
+    def _reversed(self, number: int, rank: int, attributes: str) -> int:
+        found = self.intern(("reverse", number, attributes))
+        self.views[found] = self.views.get(number, (number, tuple(range(rank))))
+        return found
+
+    def _number_branches(self, op: Op) -> None:
+        """A branch's result is what the one branch yields that yields no constant."""
+        program, count = self.program, len(op.results)
+        for place, result in enumerate(op.results):
+            found = {
+                self.numbers[v]
+                for v in op.yields[place::count]
+                if program.values[v].producer not in program.leaf_ops
+            }
+            self.numbers[result] = found.pop() if len(found) == 1 else self.fresh()
 
     def _number_loop(self, op: Op) -> None:
         body_args = op.entries[len(op.operands) :]
@@ -98,3 +236,16 @@ class _Numbering:
             update = self.program.ops[producer]
             if update.kind == "dynamic_update_slice" and update.operands[0] == arg:
                 self.stacked[number] = self.numbers[update.operands[1]]
+
+
+def _identity(order: Permutation) -> Permutation:
+    return tuple(range(len(order)))
+
+
+def _squeezed_order(order: Permutation, shape: tuple[int, ...]) -> Permutation:
+    """A permutation of dims, with the dims of size 1 left out and renumbered."""
+    place = {}
+    for dim, size in enumerate(shape):
+        if size != 1:
+            place[dim] = len(place)
+    return tuple(place[d] for d in order if d in place)

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flow import NEVER, Flow, first_downstream
+from cfp.analysis.numbering import squeeze
+from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
+_LOOKUPS = frozenset({"gather", "scatter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +29,16 @@ class StorageGroup:
             program reads, if any does.
         outputs: the outputs that carry their new values, aligned with ``args``;
             None for an argument that is read but not updated.
-        ops: ids of the update ops.
+        ops: ids of the top-level update ops.
         gradients: value ids that enter the update from the rest of the program.
         shape: the shape of the parameter.
+        inner_ops: ids of update ops inside loops and branches, such as those that
+            add up gradients.
+        reads: ids of the ops that bring the parameter to the blocks: casts, and the
+            slices that a loop takes of it.
+        whole_dims: dims of the parameter along which it cannot be stored sharded,
+            because a loop takes its slices there.
+        read_args: those of ``args`` that the rest of the program reads.
     """
 
     index: int
@@ -35,14 +47,23 @@ class StorageGroup:
     ops: tuple[int, ...]
     gradients: tuple[int, ...]
     shape: tuple[int, ...]
+    inner_ops: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    whole_dims: frozenset[int] = frozenset()
+    read_args: frozenset[int] = frozenset()
 
 
-def pair_outputs(program: Program) -> tuple[int | None, ...]:
+def pair_outputs(
+    program: Program, flow: Flow | None = None
+) -> tuple[int | None, ...]:
     """For each argument the output that is its new value, or None.
 
-    Equal types with equal paths below the root say so. Donation speaks for the rest:
-    JAX matches donated arguments with results by type alone, so it comes second.
+    Equal types with equal paths below the root say so; for arguments and results that
+    have no path below the root, that the one is computed from the other elementwise.
+    Donation speaks for the rest: JAX matches donated arguments with results by type
+    alone, so it comes second.
     """
+    flow = flow or Flow(program)
     paired: list[int | None] = [None] * len(program.args)
     taken: set[int] = set()
     by_path: dict[tuple, list[int]] = {}
@@ -54,7 +75,10 @@ def pair_outputs(program: Program) -> tuple[int | None, ...]:
         value = program.values[program.args[index]]
         tail = name.partition("/")[2]
         for candidate in by_path.get((tail, value.shape, value.dtype), ()):
-            if candidate not in taken:
+            bare = not tail and not program.output_names[candidate].partition("/")[2]
+            if candidate not in taken and not (
+                bare and not _renews(flow, program.args[index], candidate)
+            ):
                 paired[index] = candidate
                 taken.add(candidate)
                 break
@@ -65,120 +89,316 @@ def pair_outputs(program: Program) -> tuple[int | None, ...]:
     return tuple(paired)
 
 
-def find_storage(
-    program: Program, paired: tuple[int | None, ...]
-) -> tuple[StorageGroup, ...]:
-    """Finds the storage groups of a program."""
-    ends = _dead_ends(program)
-    owner: dict[int, int] = {}  # update op -> union-find key (an argument position)
-    parent: dict[int, int] = {}
-
-    def find(a: int) -> int:
-        while parent[a] != a:
-            a = parent[a]
-        return a
-
-    arg_position = {v: i for i, v in enumerate(program.args)}
-    for position, output in enumerate(paired):
-        shape = program.values[program.args[position]].shape
-        if output is None or not shape:
+def _renews(flow: Flow, arg: int, output: int) -> bool:
+    """Whether an output is an argument, or that with something added elementwise."""
+    program = flow.program
+    if program.outputs[output] == arg:
+        return True
+    shape = squeeze(program.values[arg].shape)
+    stack, seen = [program.outputs[output]], set()
+    reached = entered = False
+    while stack:
+        v = stack.pop()
+        if v in seen:
             continue
-        parent.setdefault(position, position)
-        stack, seen = [program.outputs[output]], set()
+        seen.add(v)
+        reached = reached or v == arg
+        sources = flow.sources(v)
+        stack.extend(sources)
+        producer = program.values[v].producer
+        if sources or producer < 0 or producer in program.leaf_ops:
+            continue
+        op = program.ops[producer]
+        plain = op.rule is not None and not (op.rule.reduction or op.rule.fixed)
+        if plain and squeeze(program.values[op.results[0]].shape) == shape:
+            stack.extend(op.operands)
+        elif program.values[v].shape:
+            entered = True
+    return reached and entered
+
+
+def find_storage(
+    program: Program, paired: tuple[int | None, ...], flow: Flow | None = None
+) -> tuple[StorageGroup, ...]:
+    """Finds the storage groups of a program.
+
+    Args:
+        program: the program.
+        paired: for each argument the output that is its new value.
+        flow: its data flow, where it is at hand.
+    """
+    return _Finder(program, paired, flow or Flow(program)).run()
+
+
+class _Finder:
+    """Walks from each new value up to what it is computed from."""
+
+    def __init__(
+        self, program: Program, paired: tuple[int | None, ...], flow: Flow
+    ) -> None:
+        self.program = program
+        self.paired = paired
+        self.flow = flow
+        targets = {
+            op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
+        }
+        # What reads the new state, a second update or the next iteration of a loop of
+        # updates, does not count: the new state is where an update ends.
+        outputs = {program.outputs[o] for o in paired if o is not None}
+        news = {flow.canonical.get(v, v) for v in outputs}
+        ends = outputs | {v for v, w in flow.canonical.items() if w in news}
+        self.leads, _ = first_downstream(flow, targets, ends)
+        self.arg_position = {v: i for i, v in enumerate(program.args)}
+        self.owner: dict[int, int] = {}  # update op -> an argument position
+        self.sets = UnionFind()  # of argument positions
+        self.members: set[int] = set()
+
+    def run(self) -> tuple[StorageGroup, ...]:
+        program = self.program
+        for position, output in enumerate(self.paired):
+            shape = program.values[program.args[position]].shape
+            if output is None or not shape:
+                continue
+            self.members.add(position)
+            if squeeze(shape):  # one element is not worth following
+                self._walk(position, program.outputs[output])
+        return self._collect()
+
+    def _walk(self, position: int, output: int) -> None:
+        shape = self.program.values[self.program.args[position]].shape
+        stack, seen = [(output, squeeze(shape))], set()
         while stack:
-            v = stack.pop()
+            v, inner = stack.pop()
             if v in seen:
                 continue
             seen.add(v)
-            value = program.values[v]
-            if v in arg_position:
-                other = arg_position[v]
+            value = self.program.values[v]
+            if v in self.arg_position:
                 if value.shape == shape:
-                    parent.setdefault(other, other)
-                    parent[find(other)] = find(position)
+                    self.members.add(self.arg_position[v])
+                    self.sets.union(self.arg_position[v], position)
                 continue
-            op = program.ops[value.producer] if value.producer >= 0 else None
-            if op is None or op.id not in ends or not _updates(program, op, shape):
+            sources = self.flow.sources(v)
+            if sources:
+                stack.extend((s, inner) for s in sources)
                 continue
-            if op.id in owner:
-                parent[find(owner[op.id])] = find(position)
+            op = self.program.ops[value.producer]
+            if not self._updates(op, inner):
                 continue
-            owner[op.id] = position
-            stack.extend(op.operands)
-    return _collect(program, paired, owner, {a: find(a) for a in parent})
+            if op.id in self.owner:
+                self.sets.union(self.owner[op.id], position)
+                continue
+            self.owner[op.id] = position
+            if op.kind == "dynamic_update_slice":
+                piece = squeeze(self.program.values[op.operands[1]].shape)
+                stack.append((op.operands[0], inner))
+                stack.append((op.operands[1], piece))
+            elif op.kind in _VIEWS:
+                source = squeeze(self.program.values[op.operands[0]].shape)
+                stack.append((op.operands[0], source))
+            else:
+                stack.extend((operand, inner) for operand in op.operands)
 
+    def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
+        """Whether an op computes elementwise on tensors of one shape.
 
-def _collect(
-    program: Program,
-    paired: tuple[int | None, ...],
-    owner: dict[int, int],
-    root: dict[int, int],
-) -> tuple[StorageGroup, ...]:
-    ops: dict[int, list[int]] = {}
-    for op, position in sorted(owner.items()):
-        ops.setdefault(root[position], []).append(op)
-    args: dict[int, list[int]] = {}
-    for position in sorted(root):
-        args.setdefault(root[position], []).append(position)
-    groups = []
-    for key, members in args.items():
-        inside = set(ops.get(key, ()))
+        Args:
+            op: the op.
+            shape: the shape, without dims of size 1.
+        """
+        program = self.program
+        if op.rule is None or op.rule.reduction or len(op.results) != 1:
+            return False
+        if op.id in program.leaf_ops or self.leads[op.id] != NEVER:
+            return False
+        if op.kind == "dynamic_update_slice":
+            return op.parent >= 0 and self._stacks(op)
+        if op.rule.fixed:
+            return False
+        result = squeeze(program.values[op.results[0]].shape)
+        if result != shape:
+            return False
+        if op.kind in _VIEWS:
+            source = squeeze(program.values[op.operands[0]].shape)
+            single = len(program.users[op.operands[0]]) == 1
+            return (single or source == shape) and sorted(source) == sorted(shape)
+        return op.kind == "broadcast_in_dim" or all(
+            squeeze(program.values[v].shape) in (shape, ())
+            or program.values[v].producer in program.leaf_ops
+            for v in op.operands
+        )
 
-        def readers(position: int, inside: set[int] = inside) -> int:
-            users = program.users[program.args[position]]
-            return sum(user not in inside for user, _ in users)
+    def _stacks(self, op: Op) -> bool:
+        """Whether an op writes a loop's iteration into a tensor that the loop carries."""
+        place = self.flow.entry_place.get(op.operands[0])
+        if place is None:
+            return False
+        loop = self.program.ops[place[0]]
+        return loop.yields[place[1]] == op.results[0]
 
-        members.sort(key=lambda p: (-min(1, readers(p)), p))
-        values = {program.args[p] for p in members}
-        entering = []
+    def _collect(self) -> tuple[StorageGroup, ...]:
+        args: dict[int, list[int]] = {}
+        for position in sorted(self.members):
+            args.setdefault(self.sets.find(position), []).append(position)
+        ops: dict[int, set[int]] = {key: set() for key in args}
+        for op, position in self.owner.items():
+            ops[self.sets.find(position)].add(op)
+        return tuple(
+            self._group(index, positions, ops[key])
+            for index, (key, positions) in enumerate(args.items())
+        )
+
+    def _group(
+        self, index: int, positions: list[int], inside: set[int]
+    ) -> StorageGroup:
+        program = self.program
+        readers = {
+            p: [op.id for op, _ in self.flow.readers(program.args[p])]
+            for p in positions
+        }
+        outside = frozenset(p for p in positions if not inside.issuperset(readers[p]))
+        positions.sort(key=lambda p: (p not in outside, p))
+        shape = program.values[program.args[positions[0]]].shape
+        entering = self._entering(positions, inside)
+        inside |= self._statistics(positions, inside, entering, squeeze(shape))
+        reads, whole = self._reads(program.args[positions[0]], inside, shape)
+        return StorageGroup(
+            index=index,
+            args=tuple(positions),
+            outputs=tuple(self.paired[p] for p in positions),
+            ops=tuple(i for i in sorted(inside) if program.ops[i].parent < 0),
+            gradients=tuple(entering),
+            shape=shape,
+            inner_ops=tuple(i for i in sorted(inside) if program.ops[i].parent >= 0),
+            reads=reads,
+            whole_dims=whole | self._stacked_dims(inside, len(shape)),
+            read_args=outside,
+        )
+
+    def _stacked_dims(self, inside: set[int], rank: int) -> frozenset[int]:
+        """The dims along which loops write the group's tensors, piece by piece."""
+        found = set()
+        for op_id in inside:
+            op = self.program.ops[op_id]
+            if op.kind == "dynamic_update_slice":
+                whole, piece = (self.program.values[v].shape for v in op.operands[:2])
+                if len(whole) == rank:
+                    found |= {d for d in range(rank) if whole[d] != piece[d]}
+        return frozenset(found)
+
+    def _entering(self, positions: list[int], inside: set[int]) -> list[int]:
+        """The values that update ops read from outside the group."""
+        program = self.program
+        values = {program.args[p] for p in positions}
+        entering: dict[int, None] = {}
         for op_id in sorted(inside):
             for v in program.ops[op_id].operands:
-                value = program.values[v]
-                outside = value.producer not in inside and v not in values
-                is_leaf = value.producer in program.leaf_ops
-                if outside and value.shape and not is_leaf and v not in entering:
-                    entering.append(v)
-        groups.append(
-            StorageGroup(
-                index=len(groups),
-                args=tuple(members),
-                outputs=tuple(paired[p] for p in members),
-                ops=tuple(sorted(inside)),
-                gradients=tuple(entering),
-                shape=program.values[program.args[members[0]]].shape,
-            )
+                if not program.values[v].shape or v in values:
+                    continue
+                makers = list(self.flow.makers(v))
+                if not makers or any(
+                    op.id not in inside and op.id not in program.leaf_ops
+                    for op in makers
+                ):
+                    if not self._is_argument(v, values):
+                        entering[v] = None
+        return list(entering)
+
+    def _is_argument(self, value: int, arguments: set[int]) -> bool:
+        """Whether a value is one of some arguments, carried into a loop."""
+        stack, seen = [value], {value}
+        while stack:
+            v = stack.pop()
+            if v in arguments:
+                return True
+            fresh = [s for s in self.flow.sources(v) if s not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        return False
+
+    def _statistics(
+        self,
+        positions: list[int],
+        inside: set[int],
+        entering: list[int],
+        shape: tuple[int, ...],
+    ) -> set[int]:
+        """Ops that compute norms and means of gradients and state.
+
+        They reduce what is stored in shards, and must not gather it first.
+        """
+        program = self.program
+        known = {program.args[p] for p in positions} | set(entering)
+        known.update(r for op in inside for r in program.ops[op].results)
+        found: set[int] = set()
+        stack = [v for v in known if squeeze(program.values[v].shape) == shape]
+        while stack:
+            for user, _ in program.users[stack.pop()]:
+                op = program.ops[user]
+                if user in inside or user in found or user in self.owner:
+                    continue
+                if not self._summarises(op, known, shape):
+                    continue
+                found.add(user)
+                result = op.results[0]
+                known.add(result)
+                if squeeze(program.values[result].shape) == shape:
+                    stack.append(result)
+        self.owner.update(dict.fromkeys(found, positions[0]))
+        return found
+
+    def _summarises(self, op: Op, known: set[int], shape: tuple[int, ...]) -> bool:
+        program = self.program
+        if op.rule is None or op.rule.fixed or op.parent >= 0 or len(op.results) != 1:
+            return False
+        if self.leads[op.id] != NEVER or op.kind in _LOOKUPS or is_contraction(op):
+            return False
+        result = squeeze(program.values[op.results[0]].shape)
+        if result != shape and op.kind not in ("reduce", *_VIEWS):
+            return False
+        if op.kind in _VIEWS and sorted(result) != sorted(shape):
+            return False
+        return all(
+            v in known
+            or not program.values[v].shape
+            or program.values[v].producer in program.leaf_ops
+            for v in op.operands
         )
-    return tuple(groups)
+
+    def _reads(
+        self, value: int, inside: set[int], shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], frozenset[int]]:
+        """The ops on the way of a parameter to the blocks, and its whole dims."""
+        program = self.program
+        found: set[int] = set()
+        whole: set[int] = set()
+        stack: list[tuple[int, tuple[int | None, ...]]] = [
+            (value, tuple(range(len(shape))))
+        ]
+        while stack:
+            v, dims = stack.pop()
+            for op, index in self.flow.readers(v):
+                if op.id in inside or op.id in found or index or op.rule is None:
+                    continue
+                if op.kind == "dynamic_slice" and op.parent >= 0:
+                    sizes = program.values[op.results[0]].shape
+                    full = program.values[op.operands[0]].shape
+                    cut = {d for d, (a, b) in enumerate(zip(full, sizes)) if a != b}
+                    whole.update(dims[d] for d in cut if dims[d] is not None)
+                elif op.kind not in _VIEWS:
+                    continue
+                found.add(op.id)
+                stack.append((op.results[0], _carried_dims(op, dims)))
+        return tuple(sorted(found)), frozenset(whole)
 
 
-def _updates(program: Program, op: Op, shape: tuple[int, ...]) -> bool:
-    """Whether an op computes elementwise on tensors of one shape."""
-    if op.rule is None or op.rule.reduction or op.rule.fixed or op.body:
-        return False
-    if op.parent >= 0 or len(op.results) != 1:
-        return False
-    result = program.values[op.results[0]].shape
-    if op.kind in _VIEWS and op.operands:
-        source = program.values[op.operands[0]]
-        single = len(program.users[op.operands[0]]) == 1 or source.shape == shape
-        return single and sorted(source.shape) == sorted(shape)
-    if result != shape:
-        return False
-    return all(
-        program.values[v].shape in (shape, ()) or
-        program.values[v].producer in program.leaf_ops
-        for v in op.operands
+def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Which dim of a parameter each dim of a view's result is."""
+    assert op.rule is not None
+    of_factor = {
+        op.rule.major(factors): dims[d] for d, factors in enumerate(op.rule.operands[0])
+    }
+    return tuple(
+        None if (major := op.rule.major(factors)) is None else of_factor.get(major)
+        for factors in op.rule.results[0]
     )
-
-
-def _dead_ends(program: Program) -> set[int]:
-    """Ops from which no contraction and no op with regions is reachable."""
-    leads = [False] * len(program.ops)
-    for op in reversed(program.ops):
-        if op.body or op.kind in ("dot_general", "convolution", "gather", "scatter"):
-            leads[op.id] = True
-            continue
-        leads[op.id] = any(
-            leads[user] for result in op.results for user, _ in program.users[result]
-        )
-    return {op.id for op in program.ops if not leads[op.id]}

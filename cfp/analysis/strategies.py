@@ -7,18 +7,17 @@ of the result that the reduction scatters to (none: an all-reduce).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.classes import DimClasses, major_factors
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, Spec
 from cfp.program.rules import Dims, Rule
 
 NONE = -1
 Mesh = tuple[tuple[str, int], ...]  # (axis name, size) pairs
-Spec = tuple[tuple[str, ...], ...]  # for each dim the axes it is sharded over
 FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split it
 
 
@@ -80,7 +79,7 @@ class BlockSharding:
     """How one block's ops are sharded, strategy by strategy."""
 
     def __init__(
-        self, program: Program, block: Block, mesh: Mesh, canonical: dict[int, int]
+        self, program: Program, block: Block, mesh: Mesh, canonical: Mapping[int, int]
     ) -> None:
         self.program = program
         self.block = block
@@ -203,14 +202,20 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
             wanted[choice.inner].append(name)
     axes = legal_axes(rule, wanted, dict(mesh))
 
-    def letters(dims: Dims) -> str:
+    made = list(axes)
+    for (name, _), choice in zip(mesh, strategy, strict=True):
+        if choice.exit != NONE and choice.inner in rule.reduction:
+            made[choice.exit] = (*made[choice.exit], name)
+
+    def letters(dims: Dims, axes: FactorAxes = axes) -> str:
         return "".join("S" if names else "R" for names in tensor_spec(rule, dims, axes))
 
     order: dict[int, None] = {}
     for dims in (*rule.operands, *rule.results):
         order.update((f, None) for dim in dims for f in dim if axes[f])
     used = ",".join(number[a] for f in order for a in axes[f])
-    text = f"{letters(rule.results[0])} = " + " x ".join(map(letters, rule.operands))
+    text = f"{letters(rule.results[0], tuple(made))} = "
+    text += " x ".join(map(letters, rule.operands))
     text += f" @ {{{used}}}"
     reduced = reduced_axes(rule, axes)
     if reduced:

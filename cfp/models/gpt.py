@@ -11,9 +11,18 @@ from cfp.models.layers import (
     MLP,
     DecoderLayer,
     Embedding,
-    check_heads,
+    flax_network,
+    remat_layer,
+    scan_layers,
 )
-from cfp.models.options import check_options, option
+from cfp.models.options import (
+    REMAT_DOC,
+    SCAN_DOC,
+    check_heads,
+    check_options,
+    option,
+)
+from cfp.models.train import Network, random_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,8 @@ class GPTConfig:
         choices=("float32", "bfloat16"),
     )
     tied: bool = option(False, "use the token embedding as the head's kernel")
+    scan: bool = option(False, SCAN_DOC)
+    remat: bool = option(False, REMAT_DOC)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -50,10 +61,17 @@ class GPT(nn.Module):
         ffn = c.ffn or 4 * c.hidden
         embedding = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")
         mlp = functools.partial(MLP, ffn, c.dtype, name="mlp")
+        kind = remat_layer(DecoderLayer, remat=c.remat, scan=c.scan)
+        if c.scan:
+            kind = scan_layers(kind, c.layers)
+        layer = functools.partial(kind, c.heads, mlp, c.dtype)
 
         x = embedding(tokens)
-        for i in range(c.layers):
-            x = DecoderLayer(c.heads, mlp, c.dtype, name=f"layer_{i}")(x)
+        if c.scan:
+            x, _ = layer(name="layers")(x, None)
+        else:
+            for i in range(c.layers):
+                x = layer(name=f"layer_{i}")(x)
         x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
         if c.tied:
             return embedding.attend(x)
@@ -64,3 +82,10 @@ class GPT(nn.Module):
             kernel_init=KERNEL_INIT,
             name="head",
         )(x)
+
+
+def gpt(config: GPTConfig) -> Network:
+    """A GPT that learns to foretell the next token."""
+    return flax_network(
+        GPT(config), lambda key, n: random_text(key, n, config.seq, config.vocab)
+    )

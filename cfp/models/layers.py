@@ -1,4 +1,4 @@
-"""The layers that the decoder models share.
+"""The flax layers that models share, and how a stack of layers is run.
 
 Every layer takes one array and returns one, so that `flax.linen.remat` and
 `flax.linen.scan` can wrap it. Parameters are float32; `dtype` is what is computed in.
@@ -7,22 +7,17 @@ Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from cfp.models.train import Batch, Network
+
 KERNEL_INIT = nn.initializers.normal(stddev=0.02)
-
-
-def check_heads(hidden: int, heads: int) -> None:
-    """Raises ValueError unless `heads` divides `hidden`."""
-    if hidden % heads:
-        raise ValueError(
-            f"hidden must be divisible by heads, got hidden={hidden} and heads={heads}"
-        )
 
 
 class Embedding(nn.Module):
@@ -50,14 +45,20 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention.
+    """Self-attention.
 
     Query, key and value have kernels of their own, [hidden, heads, head_dim], so that
     heads are a dim of the program from the first to the last op.
+
+    Attributes:
+      heads: number of attention heads.
+      dtype: what is computed in.
+      causal: a token sees itself and those before it; otherwise it sees all.
     """
 
     heads: int
     dtype: DTypeLike
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -78,8 +79,10 @@ class Attention(nn.Module):
 
         with jax.named_scope("scores"):
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
-        causal = jnp.tril(jnp.ones((seq, seq), dtype=bool))
-        scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
+        scores = scores.astype(jnp.float32)
+        if self.causal:
+            past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
+            scores = jnp.where(past, scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
         with jax.named_scope("mix"):
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
@@ -127,3 +130,65 @@ class DecoderLayer(nn.Module):
         attention = Attention(self.heads, self.dtype, name="attention")
         x = x + attention(norm(name="attention_norm")(x))
         return x + self.feed_forward()(norm(name="feed_forward_norm")(x))
+
+
+def remat_layer(layer: type[nn.Module], *, remat: bool, scan: bool) -> type[nn.Module]:
+    """The class of a layer, rematerialised if `remat` says so."""
+    if not remat:
+        return layer
+    # A loop's backward pass is another loop: the compiler cannot find that what is
+    # computed there was computed before. Elsewhere a barrier has to keep it from that.
+    return nn.remat(layer, prevent_cse=not scan)
+
+
+def scan_layers(layer: type[nn.Module], length: int) -> type[nn.Module]:
+    """The class of a loop over layers, their variables stacked on dim 0.
+
+    Args:
+      layer: maps an array to one like it.
+      length: how many.
+
+    Returns:
+      A class with the attributes of `layer`; it maps (array, None) to (array, None).
+    """
+
+    # A subclass: a function around a layer would show in the names of all scopes.
+    class Loop(layer):
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return super().__call__(x), None
+
+    return nn.scan(
+        Loop,
+        variable_axes={"params": 0, "losses": 0},
+        split_rngs={"params": True},
+        length=length,
+    )
+
+
+def flax_network(
+    module: nn.Module,
+    random_batch: Callable[[jax.Array, int], Batch],
+    inputs: Sequence[str] = ("tokens",),
+) -> Network:
+    """Wraps a module that gives logits.
+
+    Its penalty is all that it sows into the collection "losses", such as the balancing
+    losses of expert layers.
+
+    Args:
+      module: takes the batch's entries named by `inputs`, in that order.
+      random_batch: see `Network`.
+      inputs: keys of a batch.
+    """
+
+    def init(key: jax.Array, batch: Batch) -> Any:
+        return module.init(key, *(batch[name] for name in inputs))["params"]
+
+    def apply(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        args = (batch[name] for name in inputs)
+        logits, sown = module.apply({"params": params}, *args, mutable=["losses"])
+        # Layers in a loop sow one array with an entry for each.
+        penalties = (jnp.sum(leaf) for leaf in jax.tree.leaves(sown))
+        return logits, sum(penalties, start=jnp.float32(0.0))
+
+    return Network(init=init, apply=apply, random_batch=random_batch)

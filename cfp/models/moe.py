@@ -10,6 +10,7 @@ one expert takes from one group), hidden, ffn.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -22,9 +23,18 @@ from cfp.models.layers import (
     MLP,
     DecoderLayer,
     Embedding,
-    check_heads,
+    flax_network,
+    remat_layer,
+    scan_layers,
 )
-from cfp.models.options import check_options, option
+from cfp.models.options import (
+    REMAT_DOC,
+    SCAN_DOC,
+    check_heads,
+    check_options,
+    option,
+)
+from cfp.models.train import Network, random_text
 
 BALANCE_WEIGHT = 0.01
 
@@ -50,6 +60,8 @@ class MoEConfig:
         "what is computed in; parameters and gates are float32",
         choices=("float32", "bfloat16"),
     )
+    scan: bool = option(False, f"{SCAN_DOC}; two layers a round")
+    remat: bool = option(False, REMAT_DOC)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -58,6 +70,11 @@ class MoEConfig:
             raise ValueError(
                 f"experts must be at least 2, as each token goes to two, got "
                 f"{self.experts}"
+            )
+        if self.scan and self.layers % 2:
+            raise ValueError(
+                f"layers must be even with scan, which runs a dense and an expert "
+                f"layer in each round, got {self.layers}"
             )
 
 
@@ -208,6 +225,23 @@ class ExpertLayer(nn.Module):
         return y.reshape(batch, seq, hidden)
 
 
+class DecoderPair(nn.Module):
+    """A dense decoder layer and an expert one: a round of the loop over layers.
+
+    Attributes:
+      dense: makes the first, given its name.
+      expert: makes the second, given its name.
+    """
+
+    dense: Callable[..., nn.Module]
+    expert: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        return self.expert(name="expert")(self.dense(name="dense")(x))
+
+
 class MoE(nn.Module):
     """Maps tokens to the logits of the token that follows each."""
 
@@ -222,11 +256,17 @@ class MoE(nn.Module):
         moe = functools.partial(
             ExpertLayer, c.experts, c.expert_group_size, ffn, c.dtype, name="moe"
         )
+        layer = remat_layer(DecoderLayer, remat=c.remat, scan=c.scan)
+        dense = functools.partial(layer, c.heads, mlp, c.dtype)
+        expert = functools.partial(layer, c.heads, moe, c.dtype)
 
         x = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")(tokens)
-        for i in range(c.layers):
-            half = moe if i % 2 else mlp
-            x = DecoderLayer(c.heads, half, c.dtype, name=f"layer_{i}")(x)
+        if c.scan:
+            loop = scan_layers(DecoderPair, c.layers // 2)
+            x, _ = loop(dense, expert, name="pairs")(x, None)
+        else:
+            for i in range(c.layers):
+                x = (expert if i % 2 else dense)(name=f"layer_{i}")(x)
         x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
         return nn.Dense(
             c.vocab,
@@ -235,3 +275,10 @@ class MoE(nn.Module):
             kernel_init=KERNEL_INIT,
             name="head",
         )(x)
+
+
+def moe(config: MoEConfig) -> Network:
+    """A mixture of experts that learns to foretell the next token."""
+    return flax_network(
+        MoE(config), lambda key, n: random_text(key, n, config.seq, config.vocab)
+    )

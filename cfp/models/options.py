@@ -12,6 +12,10 @@ from typing import Any
 
 Scalar = int | float | str | bool | None
 
+# What every model's options of these names do.
+SCAN_DOC = "run the layers in a loop, their parameters stacked on dim 0"
+REMAT_DOC = "compute each layer again in the backward pass, and keep only its input"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -77,6 +81,14 @@ def check_options(config: Any) -> None:
             )
         if known.type in (int, float) and not value > 0:
             raise ValueError(f"{known.name} must be positive, got {value!r}")
+
+
+def check_heads(hidden: int, heads: int) -> None:
+    """Raises ValueError unless `heads` divides `hidden`."""
+    if hidden % heads:
+        raise ValueError(
+            f"hidden must be divisible by heads, got hidden={hidden} and heads={heads}"
+        )
 
 
 def _fits(value: Any, wanted: type) -> bool:

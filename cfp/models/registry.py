@@ -14,20 +14,21 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import flax.linen as nn
 import jax
 
-from cfp.models.gpt import GPT, GPTConfig
-from cfp.models.moe import MoE, MoEConfig
+from cfp.models.bert import BERTConfig, bert
+from cfp.models.gpt import GPTConfig, gpt
+from cfp.models.llama import LlamaConfig, llama
+from cfp.models.moe import MoEConfig, moe
 from cfp.models.options import Option, Scalar, options_of
 from cfp.models.train import (
     Batch,
+    Network,
     TrainConfig,
     TrainState,
     TrainStep,
     init_state,
     make_train_step,
-    random_batch,
 )
 
 InitFn = Callable[[jax.Array], TrainState]
@@ -40,13 +41,13 @@ class Model:
 
     Attributes:
       doc: one line of help.
-      config: the frozen dataclass of its options; it has `vocab` and `seq`.
-      module: makes the module, tokens to logits, from such a configuration.
+      config: the frozen dataclass of its options.
+      network: makes the network from such a configuration.
     """
 
     doc: str
     config: type
-    module: Callable[[Any], nn.Module]
+    network: Callable[[Any], Network]
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -56,8 +57,10 @@ class Model:
 
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
-        "gpt": Model(doc="a GPT decoder", config=GPTConfig, module=GPT),
-        "moe": Model(doc="a GShard mixture of experts", config=MoEConfig, module=MoE),
+        "gpt": Model(doc="a GPT decoder", config=GPTConfig, network=gpt),
+        "moe": Model(doc="a GShard mixture of experts", config=MoEConfig, network=moe),
+        "bert": Model(doc="a BERT encoder", config=BERTConfig, network=bert),
+        "llama": Model(doc="a LLaMA 2 decoder", config=LlamaConfig, network=llama),
     }
 )
 
@@ -87,7 +90,7 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
       ValueError: the name or an option is unknown, or the options do not fit together.
     """
     recipe = _Recipe.of(name, options)
-    train_step = make_train_step(recipe.module, recipe.train.optimizer())
+    train_step = make_train_step(recipe.network, recipe.train.optimizer())
     return train_step, recipe.abstract_args()
 
 
@@ -109,9 +112,8 @@ def initialise(name: str, **options: Scalar) -> tuple[InitFn, BatchFn]:
 class _Recipe:
     """A model with its options settled."""
 
-    config: Any
     train: TrainConfig
-    module: nn.Module
+    network: Network
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Scalar]) -> "_Recipe":
@@ -126,20 +128,17 @@ class _Recipe:
         for_train = {option.name for option in options_of(TrainConfig)}
         train = {k: v for k, v in options.items() if k in for_train}
         shape = {k: v for k, v in options.items() if k not in for_train}
-        config = model.config(**shape)
         return cls(
-            config=config,
             train=TrainConfig(**train),  # pyright: ignore[reportArgumentType]
-            module=model.module(config),
+            network=model.network(model.config(**shape)),
         )
 
     def init(self, key: jax.Array) -> TrainState:
         optimizer = self.train.optimizer()
-        return init_state(self.module, optimizer, key, self.batch(key)["tokens"])
+        return init_state(self.network, optimizer, key, self.batch(key))
 
     def batch(self, key: jax.Array) -> Batch:
-        config = self.config
-        return random_batch(key, self.train.batch, config.seq, config.vocab)
+        return self.network.random_batch(key, self.train.batch)
 
     def abstract_args(self) -> tuple[TrainState, Batch]:
         def args() -> tuple[TrainState, Batch]:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,6 +29,22 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A model with its options settled: what training needs to know of it.
+
+    Attributes:
+      init: (key, batch) -> parameters, float32; of the batch, only shapes matter.
+      apply: (parameters, batch) -> logits [batch, seq, vocab], and a penalty [] that
+        the loss adds to their cross-entropy.
+      random_batch: (key, sequences) -> a batch of that many.
+    """
+
+    init: Callable[[jax.Array, Batch], Any]
+    apply: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+    random_batch: Callable[[jax.Array, int], Batch]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """What a training step needs to know beside its model."""
 
@@ -43,40 +58,45 @@ class TrainConfig:
         return optax.adamw(self.learning_rate)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(
+    logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
     """Mean negative log-likelihood, in float32.
 
     Args:
       logits: [batch, seq, vocab].
       labels: [batch, seq] int32.
+      mask: [batch, seq] of 0 and 1, float32: the positions that count; all by default.
 
     Returns:
-      [] float32.
+      [] float32; 0 if no position counts.
     """
     logits = logits.astype(jnp.float32)
     # A comparison and a sum, instead of a gather, let vocab stay sharded.
     vocab = jnp.arange(logits.shape[-1], dtype=labels.dtype)
     picked = jnp.sum(jnp.where(vocab == labels[..., None], logits, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    if mask is None:
+        return jnp.mean(losses)
+    return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def make_train_step(
-    model: nn.Module, optimizer: optax.GradientTransformation
+    network: Network, optimizer: optax.GradientTransformation
 ) -> TrainStep:
-    """Makes the step that trains `model` with `optimizer`.
+    """Makes the step that trains `network` with `optimizer`.
 
-    The loss is the cross-entropy plus all that the model sows into the collection
-    "losses", such as the balancing losses of expert layers.
+    The loss is the cross-entropy, over the positions of the batch's "mask" if it has
+    one, plus the network's penalty.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One update. The batch has tokens and labels, both [batch, seq] int32."""
+        """One update. Tokens and labels of the batch are [batch, seq] int32."""
 
         def loss_fn(params: Any) -> tuple[jax.Array, jax.Array]:
-            variables = {"params": params}
-            logits, sown = model.apply(variables, batch["tokens"], mutable=["losses"])
-            entropy = cross_entropy(logits, batch["labels"])
-            return sum(jax.tree.leaves(sown), start=entropy), entropy
+            logits, penalty = network.apply(params, batch)
+            entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
+            return entropy + penalty, entropy
 
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, entropy), grads = gradient(state.params)
@@ -89,17 +109,17 @@ def make_train_step(
 
 
 def init_state(
-    model: nn.Module,
+    network: Network,
     optimizer: optax.GradientTransformation,
     key: jax.Array,
-    tokens: jax.Array,
+    batch: Batch,
 ) -> TrainState:
-    """The state before the first step. Of `tokens`, only shape and dtype matter."""
-    params = model.init(key, tokens)["params"]
+    """The state before the first step. Of `batch`, only shapes and dtypes matter."""
+    params = network.init(key, batch)
     return TrainState(params, optimizer.init(params))
 
 
-def random_batch(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
+def random_text(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
     """Random tokens, each labelled with the one after it; both [batch, seq] int32."""
     text = jax.random.randint(key, (batch, seq + 1), 0, vocab, dtype=jnp.int32)
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}

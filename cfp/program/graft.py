@@ -19,9 +19,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.program import shardy
-from cfp.program.graph import Program
-
-Spec = tuple[tuple[str, ...], ...]
+from cfp.program.graph import Program, Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from cfp.program.rules import Rule
 
 _BITS = {"i1": 8, "pred": 8}
 
+Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -70,6 +72,8 @@ class Op:
         parent: id of the loop or branch op it stands in, or -1.
         repeat: how often it runs in one step (the product of trip counts).
         attributes: its attributes as text, for comparing ops.
+        shardings: for a region that the user sharded by hand, how it takes each
+            operand and then how it gives each result; () for all other ops.
     """
 
     id: int
@@ -85,6 +89,7 @@ class Op:
     yields: tuple[int, ...] = ()
     entries: tuple[int, ...] = ()
     body: tuple[int, ...] = ()
+    shardings: tuple[Spec, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -7,14 +7,20 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from jax.extend.mlir import ir
 
 from cfp.program import shardy
-from cfp.program.graph import Op, Program, Value
+from cfp.program.graph import Op, Program, Spec, Value
 from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
+_CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
+_SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
+_SHARDING = re.compile(r"<@\w+, \[(.*?)\]")
+_BRACED = re.compile(r"\{(.*?)\}")
+_QUOTED = re.compile(r'"(\w+)"')
 _MAX_ATTRIBUTE_CHARS = 400
 _MAX_PRINTED_ELEMENTS = 1024
 
@@ -45,7 +51,8 @@ def read_program(
     shardy.add_rules(module)
     reader = _Reader()
     reader.read_function(function)
-    shardy.remove_rules(module)
+    for op in reader.ruled:
+        del op.attributes[shardy.RULE]
     return Program(
         values=tuple(reader.values),
         ops=tuple(reader.ops),
@@ -85,6 +92,7 @@ class _Reader:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.ops: list[Op] = []
+        self.ruled: list[ir.Operation] = []
         self.args: list[int] = []
         self.outputs: list[int] = []
         self._ids: dict[ir.Value, int] = {}
@@ -154,6 +162,7 @@ class _Reader:
                 yields=tuple(yields),
                 entries=tuple(entries),
                 body=body,
+                shardings=_manual_shardings(op),
             )
         )
 
@@ -163,7 +172,15 @@ class _Reader:
         if op.name in shardy.REGION_OPS:
             return None
         if shardy.RULE in op.attributes:
-            return parse_rule(str(op.attributes[shardy.RULE]))
+            self.ruled.append(op)
+            rule = parse_rule(str(op.attributes[shardy.RULE]))
+            if op.name == "stablehlo.convolution":
+                return _convolution_rule(rule, op)
+            if op.name == "stablehlo.scatter":
+                # Several tensors, the indices, and an update for each tensor.
+                indices = self.values[operands[len(operands) // 2]].shape
+                return _scatter_rule(rule, op, indices)
+            return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
         shapes = [self.values[v].shape for v in (*operands, *results)]
         if op.name == "stablehlo.optimization_barrier":
             split = len(operands)
@@ -224,6 +241,76 @@ class _Reader:
         return None
 
 
+def _call_rule(rule: Rule) -> Rule | None:
+    """The rule of a call to foreign code; None if nothing about it can be sharded.
+
+    A factor of one tensor alone says nothing: the code needs all of that dim.
+    """
+    tensors = (*rule.operands, *rule.results)
+    seen = [{f for dim in dims for f in dim} for dims in tensors]
+    alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
+    if len(alone) == len(rule.sizes):
+        return None
+    return replace(rule, fixed=rule.fixed | alone)
+
+
+def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
+    """A scatter's rule; one that writes to a single place keeps that dim whole.
+
+    XLA turns it into an update in place. Where the dim is sharded, that write may go
+    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12).
+    """
+    found = _SCATTER.search(str(op.attributes["scatter_dimension_numbers"]))
+    dims = [int(d) for d in found.group(1).split(",")] if found else []
+    if prod(indices) != len(dims):
+        return rule
+    written = rule.operands[: len(rule.results)]
+    indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
+    return replace(rule, fixed=rule.fixed | indexed)
+
+
+def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """A convolution's rule with only those factors left that split it cleanly.
+
+    Where both operands have one spatial size (as in the gradient of a kernel), the
+    rule contracts over it like a dot. Windows overlap, though, so sharding it needs
+    an exchange of halos. And a grouped convolution has dims of two factors, of which
+    the minor one cannot be sharded in all operands. XLA's partitioner aborts the
+    whole process on some of either kind (``convolution_handler.cc``, "Check failed:
+    ShapeUtil::Compatible"), so they are fixed.
+    """
+    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
+    assert found is not None
+    unclean: set[int] = set()
+    tensors = (*rule.operands, *rule.results)
+    for labels, dims in zip(found.groups(), tensors, strict=True):
+        for label, dim in zip(labels.split(", "), dims, strict=True):
+            major = rule.major(dim)
+            unclean.update(f for f in dim if label.isdigit() or f != major)
+    return replace(rule, fixed=rule.fixed | unclean, reduction=rule.reduction - unclean)
+
+
+def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
+    """How a region that the user sharded by hand takes and gives its tensors."""
+    if op.name != "sdy.manual_computation":
+        return ()
+    text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
+    return tuple(
+        tuple(tuple(_QUOTED.findall(dim)) for dim in _BRACED.findall(dims))
+        for dims in _SHARDING.findall(text)
+    )
+
+
+def _constant(op: ir.Operation, index: int) -> str:
+    try:
+        value = op.attributes["value"]
+    except TypeError:  # the bindings know no attribute class for complex numbers
+        return op.get_asm(use_local_scope=True).partition(" = ")[2]
+    is_long = prod(value.type.shape) > _MAX_PRINTED_ELEMENTS and not value.is_splat
+    # What is not printed counts as different from everything else.
+    return f"constant #{index}" if is_long else str(value)
+
+
 # Source lines are wanted where a person is told about an op; reading one costs more
 # than the rest of the op, so elementwise ops go without.
 _NAMED_SOURCE = frozenset(
@@ -243,12 +330,10 @@ def _source(location: ir.Location) -> str:
 
 
 def _attributes(op: ir.Operation, index: int) -> str:
-    if op.name in shardy.REGION_OPS or not len(op.attributes):
+    if op.name in shardy.REGION_OPS or not (len(op.attributes) or len(op.regions)):
         return ""
     if op.name == "stablehlo.constant":
-        text = op.get_asm(large_elements_limit=_MAX_PRINTED_ELEMENTS)
-        # What is not printed counts as different from everything else.
-        return text.partition(" = ")[2] + (f" #{index}" if "__elided__" in text else "")
+        return _constant(op, index)
     parts = []
     for name in op.attributes:
         if name != shardy.RULE:
@@ -256,4 +341,8 @@ def _attributes(op: ir.Operation, index: int) -> str:
             if len(text) > _MAX_ATTRIBUTE_CHARS:
                 text = hashlib.sha256(text.encode()).hexdigest()
             parts.append(f"{name}={text}")
+    for region in op.regions:  # a maximum and a sum differ in nothing else
+        for block in region.blocks:
+            inner = (f"{o.name}({_attributes(o.operation, 0)})" for o in block)
+            parts.append(f"body={' '.join(inner)}")
     return ", ".join(parts)

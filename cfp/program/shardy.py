@@ -127,10 +127,3 @@ def add_rules(module: ir.Module) -> None:
     """Writes Shardy's sharding rule on every op that has one."""
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_RULES).run(module.operation)
-
-
-def remove_rules(module: ir.Module) -> None:
-    """Takes the sharding rules off again."""
-    for op in walk(main_function(module)):
-        if RULE in op.attributes:
-            del op.attributes[RULE]

@@ -197,6 +197,11 @@ class Lowering:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     erased_constraints: int
 
+    @property
+    def text(self) -> str:
+        """The module as StableHLO text; large constants are left out."""
+        return self.module.operation.get_asm(large_elements_limit=16)
+
 
 def lower_step(
     step: FlatStep,

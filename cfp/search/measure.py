@@ -21,37 +21,18 @@ from cfp.search.problem import Candidate
 class Told(StrEnum):
     """How much of a layout the compiler is told.
 
-    Constraints can stand in the way of what XLA would fuse or move, and without them
-    its own propagation may find something else, better or worse. All compute the
-    same; which is fastest is measured.
-
-    EVERYTHING: every value. CONTRACTIONS: results of contractions, and both sides of
-    every resharding. ARGUMENTS: shardings of arguments and results alone.
+    Told of every value, XLA does what the layout says. Told of arguments and results
+    alone, its own propagation fills in the rest, and may fuse and move more. Both
+    compute the same; which is faster is measured.
     """
 
     EVERYTHING = "everything"
-    CONTRACTIONS = "contractions"
     ARGUMENTS = "arguments"
 
 
-def limit(frame: Frame, told: Constraints, extent: Told) -> Constraints:
+def limit(told: Constraints, extent: Told) -> Constraints:
     """Constraints reduced to an extent."""
-    if extent is Told.EVERYTHING:
-        return told
-    if extent is Told.ARGUMENTS:
-        return Constraints({}, {})
-    program = frame.program
-    kept = {
-        v
-        for block in frame.blocks
-        for member in block.members
-        for v in program.ops[member.op].results
-    }
-    for op_id, index in told.uses:
-        op = program.ops[op_id]
-        kept.add((*op.operands, *op.yields)[index])
-    values = {v: spec for v, spec in told.values.items() if v in kept}
-    return Constraints(values, told.uses)
+    return told if extent is Told.EVERYTHING else Constraints({}, {})
 
 
 def with_bodies(program: Program, ops: Iterable[int]) -> set[int]:
@@ -139,7 +120,7 @@ def make_job(
     program = frame.program
     part = cut_part(program, ops)
     told = constraints(layout, with_bodies(program, part.ops))
-    told = limit(frame, told, extent)
+    told = limit(told, extent)
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}

@@ -15,8 +15,11 @@ from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 
-# What one finalist gets in one turn: turns are many and short, so that a drift of
-# the clocks meets all alike.
+# What one finalist gets in a turn: a look at first, which tells who is far behind,
+# then more. Turns are short, so that a drift of the clocks meets all alike.
+_LOOK = TimingOptions(
+    warmup_seconds=0.15, min_samples=2, max_samples=3, budget_seconds=0.5
+)
 _TURN = TimingOptions(
     warmup_seconds=0.3, min_samples=3, max_samples=10, budget_seconds=1.5
 )
@@ -169,7 +172,8 @@ def _run(
             digest = order[(place + turn) % len(order)]
             if progress is not None:
                 progress(f"timing {jobs[digest].label}, turn {turn + 1} of {rounds}")
-            found = run(ready[digest], jobs[digest], program, mesh, timing=_TURN)
+            timing = _TURN if turn else _LOOK
+            found = run(ready[digest], jobs[digest], program, mesh, timing=timing)
             records[digest] = _join(records.get(digest), found)
         best = min((records[d].time_ms for d in order), default=0.0)
         order = [d for d in order if records[d].time_ms <= _HOPE * best]

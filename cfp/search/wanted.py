@@ -1,4 +1,4 @@
-"""What to measure: candidates of every kind of segment, alone and beside a neighbour."""
+"""What to measure: candidates of each kind of segment, alone and with a neighbour."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""How data passes through loops, branches and barriers.
+
+An op with regions has no factors of its own: what it carries through one place (the
+initial value, the body's argument, the value that an iteration yields, the result)
+is one tensor seen at four points. A barrier hands on many tensors that need not have
+anything in common. Everything that follows data through a program asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from cfp.program.graph import Op, Program
+
+
+_BARRIERS = frozenset({"optimization_barrier"})
+
+
+def passes(op: Op) -> bool:
+    """Whether an op only hands values on: a loop, a branch or a barrier."""
+    return bool(op.body) or op.kind in _BARRIERS
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A program's data flow, with loops, branches and barriers seen through."""
+
+    program: Program
+
+    @cached_property
+    def entry_place(self) -> dict[int, tuple[int, int]]:
+        """For each argument of a loop's body or condition: the loop and the place."""
+        found = {}
+        for op in self.program.ops:
+            for index, entry in enumerate(op.entries):
+                found[entry] = (op.id, index % len(op.operands))
+        return found
+
+    @cached_property
+    def entered(self) -> dict[int, tuple[int, ...]]:
+        """For each initial value of a loop the body's arguments that it becomes."""
+        found: dict[int, tuple[int, ...]] = {}
+        for op in self.program.ops:
+            count = len(op.operands)
+            for index, operand in enumerate(op.operands if op.entries else ()):
+                entries = op.entries[index::count]
+                found[operand] = (*found.get(operand, ()), *entries)
+        return found
+
+    def sources(self, value: int) -> tuple[int, ...]:
+        """The values that this one is, a step nearer to where they are made.
+
+        For a loop's result what the body yields, for a branch's result what each
+        branch yields, for a body's argument the initial value and the one yielded,
+        for a barrier's result its operand.
+        """
+        if value in self.entry_place:
+            loop_id, place = self.entry_place[value]
+            loop = self.program.ops[loop_id]
+            return loop.operands[place], loop.yields[place]
+        producer = self.program.values[value].producer
+        if producer < 0 or not passes(self.program.ops[producer]):
+            return ()
+        op = self.program.ops[producer]
+        place = op.results.index(value)
+        if op.kind in _BARRIERS:
+            return (op.operands[place],)
+        if op.kind == "while":
+            return op.yields[place], op.operands[place]
+        return op.yields[place :: len(op.results)]
+
+    def makers(self, value: int) -> Iterator[Op]:
+        """The ops that compute a value."""
+        stack, seen = [value], {value}
+        while stack:
+            v = stack.pop()
+            for source in self.sources(v):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+            producer = self.program.values[v].producer
+            if producer >= 0 and not passes(self.program.ops[producer]):
+                yield self.program.ops[producer]
+
+    def becomes(self, user: int, index: int) -> tuple[int, ...]:
+        """The values that an op hands on of what it reads at an index.
+
+        Indices at or behind the operands count into what its regions yield.
+        """
+        op = self.program.ops[user]
+        count = len(op.operands)
+        if op.kind in _BARRIERS:
+            return (op.results[index],)
+        if index < count:
+            return op.entries[index::count] if op.kind == "while" else ()
+        place = (index - count) % max(1, len(op.results))
+        if op.kind == "while":
+            return op.results[place], *op.entries[place::count]
+        return (op.results[place],)
+
+    def readers(self, value: int) -> Iterator[tuple[Op, int]]:
+        """The ops that compute with a value, with the operand's index."""
+        stack, seen = [value], {value}
+        while stack:
+            v = stack.pop()
+            for user, index in self.program.users[v]:
+                op = self.program.ops[user]
+                if not passes(op):
+                    yield op, index
+                    continue
+                for other in self.becomes(user, index):
+                    if other not in seen:
+                        seen.add(other)
+                        stack.append(other)
+
+    @cached_property
+    def canonical(self) -> dict[int, int]:
+        """Maps values that are one tensor to one of them."""
+        parent: dict[int, int] = {}
+
+        def find(v: int) -> int:
+            while parent.get(v, v) != v:
+                v = parent[v]
+            return v
+
+        program = self.program
+        for op in program.ops:
+            for result in op.results if passes(op) else ():
+                for source in self.sources(result):
+                    # Initial zeros are shared by places that have nothing in common.
+                    if program.values[source].producer not in program.leaf_ops:
+                        parent[find(source)] = find(result)
+        for entry, (loop, place) in self.entry_place.items():
+            parent[find(entry)] = find(program.ops[loop].results[place])
+        return {v: find(v) for v in parent}
+
+    def inside(self, loop: int, op: int) -> bool:
+        """Whether an op stands in the regions of another."""
+        body = self.program.ops[loop].body
+        return bool(body) and body[0] <= op < loop
+
+
+Key = tuple[int, int]
+NEVER: Key = (2**62, -1)
+
+
+def first_downstream(
+    flow: Flow, targets: Set[int], ends: Set[int] = frozenset()
+) -> tuple[list[Key], list[Key]]:
+    """For each op and each value the first target op that its data reaches.
+
+    A target that is reached by another iteration of a loop comes after all that the
+    same iteration reaches, and before all that stands behind the loop.
+
+    Args:
+        flow: the program's data flow.
+        targets: ids of ops.
+        ends: values whose readers do not count.
+
+    Returns:
+        Keys (time, target) by op id and by value id, :data:`NEVER` where none is
+        reached. An op that is a target reaches itself.
+    """
+    program = flow.program
+    of_op = [NEVER] * len(program.ops)
+    of_value = [NEVER] * len(program.values)
+
+    def look(value: int) -> Key:
+        if value in ends:
+            return NEVER
+        key = of_value[value]
+        for entry in flow.entered.get(value, ()):
+            key = min(key, look(entry))
+        return key
+
+    while True:  # once more for each loop that data goes around in
+        before = list(of_value)
+        for op in reversed(program.ops):
+            if op.body:
+                for index, value in enumerate(op.yields):
+                    key = _around(flow, op, index, before, ends)
+                    result = op.results[index % len(op.results)]
+                    of_value[value] = min(of_value[value], key, look(result))
+                continue
+            if passes(op):
+                for value, result in zip(op.operands, op.results, strict=True):
+                    of_value[value] = min(of_value[value], look(result))
+                continue
+            key = min([look(r) for r in op.results], default=NEVER)
+            if op.id in targets:
+                key = (op.id, op.id)
+            of_op[op.id] = key
+            for value in op.operands:
+                of_value[value] = min(of_value[value], key)
+        if of_value == before or not flow.entry_place:
+            break
+    for op in program.ops:
+        if passes(op):
+            of_op[op.id] = min([look(r) for r in op.results], default=NEVER)
+    return of_op, [look(v) for v in range(len(of_value))]
+
+
+def _around(
+    flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]
+) -> Key:
+    """What a value that a loop yields reaches in the next iteration."""
+    if loop.kind != "while":
+        return NEVER
+    entries = loop.entries[place :: len(loop.operands)]
+    reached = min(NEVER if e in ends else before[e] for e in entries)
+    if reached == NEVER or not flow.inside(loop.id, reached[1]):
+        return NEVER
+    return loop.id, reached[1]

@@ -1,0 +1,228 @@
+"""The options that commands share, and what is done with them first."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+from cfp.errors import CfpError, PinError
+from cfp.planner import PlannerSettings
+from cfp.profiling.runner import Progress
+from cfp.profiling.store import default_cache_dir
+from cfp.search.measure import Told
+
+TargetText = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A model with its options following (gpt --layers 4), file.py:function, "
+        "or package.module:function; a function takes no arguments and returns "
+        "(train_step, args).",
+        show_default=False,
+    ),
+]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Number of devices: a mesh with one axis, x.", min=1
+    ),
+]
+MeshText = Annotated[
+    str | None, typer.Option("--mesh", metavar="AXES", help="x=4, or x=2,y=2.")
+]
+Platform = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cpu, with as many virtual devices as needed, or cuda; what JAX finds, "
+        "if not given.",
+    ),
+]
+Workdir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for profiles.sqlite and debug folders; the user's cache, and no "
+        "debug folders, if not given.",
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document, and nothing else.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="PIN",
+        help="Keep a sharding: 'PATTERN=None,x', the pattern a glob over argument "
+        "paths. May be given more than once.",
+    ),
+]
+Donate = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="N",
+        help="Position of an argument that a function's step may overwrite.",
+    ),
+]
+Static = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="N",
+        help="Position of an argument of a function's step that is no array.",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory of one device that a plan may use, such as 80GiB."
+    ),
+]
+PerKind = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Strategies to measure for each kind of segment.", min=1
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Take a classic instead of searching; see cfp presets."
+    ),
+]
+NoRace = Annotated[
+    bool,
+    typer.Option("--no-race", help="Trust the prediction; time no whole program."),
+]
+
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="Measure less: segments by themselves only, and one way to tell the "
+        "compiler of each plan.",
+    ),
+]
+
+# Options that a command does not know are the model's.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors end in one message and an exit code, and no traceback."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except CfpError as error:
+            print_error(str(error))
+            if "static_argnums" in str(error):
+                print("On the command line that is --static N.", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            print_error(_interrupted(kwargs.get("workdir")))
+            raise typer.Exit(130) from error
+
+    return run
+
+
+def print_error(message: str) -> None:
+    """Prints to the error stream, in red where there are colours."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print("error:", style="bold red", end=" ")
+        console.print(message, markup=False, highlight=False)
+    else:
+        print(f"error: {message}", file=sys.stderr)
+
+
+def _interrupted(workdir: Path | None) -> str:
+    with contextlib.suppress(CfpError):
+        folder = workdir if workdir is not None else default_cache_dir()
+        kept = folder / "profiles.sqlite"
+        if kept.exists():
+            return (
+                f"Interrupted. Everything that was measured is kept in {kept}; the "
+                "same command goes on from there."
+            )
+    return "Interrupted."
+
+
+def settings(
+    *,
+    per_kind: int,
+    quick: bool,
+    race: bool = True,
+    progress: Callable[[Progress | str], None] | None = None,
+) -> PlannerSettings:
+    """How much to measure, and who is told."""
+    made = PlannerSettings(per_kind=per_kind, race=race, progress=progress)
+    if not quick:
+        return made
+    return replace(made, in_context=False, plans=1, extents=(Told.EVERYTHING,))
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Keeps stdout for one document: what else is printed goes to stderr."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
+        yield lambda text: print(text, file=stdout)
+
+
+def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
+    """Pins from ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
+
+    Raises:
+        PinError: a text is no pin.
+    """
+    pins = {}
+    for text in texts or ():
+        pattern, equals, spec = text.rpartition("=")
+        if not equals or not pattern:
+            raise PinError(
+                f"The pin {text!r} cannot be read. Write a pattern, =, and an axis or "
+                "None for each dim, such as --pin 'state/params/*/kernel=None,x'."
+            )
+        entries = [part.strip() for part in spec.split(",")] if spec.strip() else []
+        pins[pattern] = PartitionSpec(
+            *(
+                None
+                if entry in ("None", "-", "")
+                else tuple(entry.split("+"))
+                if "+" in entry
+                else entry
+                for entry in entries
+            )
+        )
+    return pins
+
+
+def check_writable(path: Path | None) -> None:
+    """Says before anything is measured that the outcome could not be saved.
+
+    Raises:
+        CfpError: the file cannot be written.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        problem = "is a folder" if path.is_dir() else f"{folder} is no folder"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "it is not writable"
+    else:
+        return
+    raise CfpError(f"Cannot write {path}: {problem}. Name another file with -o.")

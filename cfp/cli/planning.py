@@ -1,0 +1,317 @@
+"""The commands that make a plan: all passes at once, or one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, RenderableType
+
+from cfp import api
+from cfp.analysis.layout import Choice
+from cfp.cli import options as o
+from cfp.cli.progress import Display
+from cfp.cli.session import Session, analyse, dump_session, target_of
+from cfp.errors import CfpError
+from cfp.plan import Plan
+from cfp.planner import Planner, PlannerSettings, Profiles
+from cfp.presets import presets as classic_presets
+from cfp.report import passes
+from cfp.report.tables import print_plan
+from cfp.units import parse_bytes
+
+_PER_KIND = PlannerSettings().per_kind
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
+]
+
+
+@o.command
+def plan(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    memory_budget: o.Budget = None,
+    workdir: o.Workdir = None,
+    output: _Output = None,
+    as_json: o.Json = False,
+    preset: o.Preset = None,
+    pin: o.Pins = None,
+    per_kind: o.PerKind = _PER_KIND,
+    quick: o.Quick = False,
+    no_race: o.NoRace = False,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Plan how to shard a step: analyze, profile, search, race.
+
+    Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4
+    """
+    budget = parse_bytes(memory_budget)
+    pins = o.parse_pins(pin)
+    o.check_writable(output)
+    with o.only_json(as_json) as print_json:
+        found, devices_mesh = target_of(ctx)
+        with Display(quiet) as display:
+            made = api.plan(
+                found.step,
+                *found.args,
+                mesh=devices_mesh,
+                static_argnums=found.static,
+                donate_argnums=found.donate,
+                memory_budget=budget,
+                pins=pins,
+                preset=preset,
+                cache_dir=workdir,
+                settings=o.settings(
+                    per_kind=per_kind,
+                    quick=quick,
+                    race=not no_race,
+                    progress=display.tell,
+                ),
+            )
+        _save(made, output, say=not as_json)
+        if as_json:
+            print_json(made.to_json())
+        else:
+            print_plan(made, Console())
+            _suggest(output)
+
+
+@o.command
+def analyze(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    workdir: o.Workdir = None,
+    as_json: o.Json = False,
+    pin: o.Pins = None,
+    donate: o.Donate = None,
+    static: o.Static = None,
+) -> None:
+    """Show a step's blocks, their strategies and its segments. Runs nothing.
+
+    Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
+    """
+    pins = o.parse_pins(pin)
+    with o.only_json(as_json) as print_json:
+        session = analyse(*target_of(ctx), pins)
+        folder = dump_session(session, workdir)
+        if as_json:
+            found = passes.analysis_data(session.analysis, session.seconds)
+            print_json(json.dumps(found, indent=1))
+            return
+        _show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
+        if folder is not None:
+            print(f"Details: {folder}")
+
+
+@o.command
+def profile(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    workdir: o.Workdir = None,
+    as_json: o.Json = False,
+    pin: o.Pins = None,
+    per_kind: o.PerKind = _PER_KIND,
+    quick: o.Quick = False,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Measure the strategies of every kind of segment, and store them.
+
+    Example: cfp profile gpt --layers 4 --platform cpu --workdir work
+    """
+    pins = o.parse_pins(pin)
+    with o.only_json(as_json) as print_json:
+        session = analyse(*target_of(ctx), pins)
+        with Display(quiet) as display:
+            settings = o.settings(per_kind=per_kind, quick=quick, progress=display.tell)
+            with Planner(
+                session.analysis, session.mesh, workdir, settings=settings
+            ) as planner:
+                found = planner.profile()
+                kept = planner.store.path
+        if as_json:
+            data = passes.profiles_data(session.analysis, found)
+            print_json(json.dumps(data, indent=1))
+            return
+        _show(lambda b: passes.profiles_view(session.analysis, found, b))
+        print(f"Kept in {kept}")
+
+
+@o.command
+def search(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    memory_budget: o.Budget = None,
+    workdir: o.Workdir = None,
+    output: _Output = None,
+    as_json: o.Json = False,
+    pin: o.Pins = None,
+    per_kind: o.PerKind = _PER_KIND,
+    quick: o.Quick = False,
+    no_race: o.NoRace = False,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Find the fastest plan from what cfp profile stored, then race it.
+
+    Example: cfp search gpt --layers 4 --platform cpu --workdir work -o plan.json
+    """
+    budget = parse_bytes(memory_budget)
+    pins = o.parse_pins(pin)
+    o.check_writable(output)
+    with o.only_json(as_json) as print_json:
+        session = analyse(*target_of(ctx), pins)
+        with Display(quiet) as display:
+            settings = o.settings(
+                per_kind=per_kind,
+                quick=quick,
+                race=not no_race,
+                progress=display.tell,
+            )
+            made = search_stored(session, workdir, budget, settings).plan
+        _save(made, output, say=not as_json)
+        if as_json:
+            print_json(made.to_json())
+        else:
+            print_plan(made, Console())
+            _suggest(output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """A plan that was found from stored profiles.
+
+    Attributes:
+        plan: the plan.
+        choice: what it chose for every block and parameter.
+    """
+
+    plan: Plan
+    choice: Choice
+
+
+def search_stored(
+    session: Session,
+    workdir: Path | None,
+    budget_bytes: int | None,
+    settings: PlannerSettings,
+) -> Searched:
+    """Searches what is stored; only the race uses the devices.
+
+    Raises:
+        CfpError: not all of it has been measured.
+    """
+    analysis = session.analysis
+    stored_only = replace(settings, measure=False)
+    with Planner(analysis, session.mesh, workdir, budget_bytes, stored_only) as planner:
+        if not len(planner.store):
+            raise _profile_first(f"{planner.store.path} holds no measurements yet.")
+        profiles = planner.profile()
+        _check_complete(planner, profiles)
+        decision = planner.search(profiles)
+    with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
+        made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
+    # The winner's name may say besides how much of the choice the compiler is told.
+    name = made.winner.partition(", ")[0]
+    raced = {entry.name: entry.choice for entry in (decision, *decision.rivals)}
+    choice = {**planner.classics, **raced}[name]
+    return Searched(plan=made, choice=choice)
+
+
+def _check_complete(planner: Planner, profiles: Profiles) -> None:
+    wanted = {job.key.digest: job for item in profiles.wanted for job in item.jobs}
+    missing = [job for key, job in wanted.items() if key not in profiles.records]
+    if missing:
+        raise _profile_first(
+            f"{len(missing)} of {len(wanted)} things to measure have not been "
+            f"measured. For the first of them, {planner.store.explain(missing[0].key)}"
+        )
+
+
+def _profile_first(problem: str) -> CfpError:
+    return CfpError(
+        f"{problem}\nRun the profile pass (cfp profile) first, with the same target, "
+        "mesh, --per-kind, --quick, --pin and --workdir; or cfp plan, which does all "
+        "of it."
+    )
+
+
+@o.command
+def presets(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    as_json: o.Json = False,
+    pin: o.Pins = None,
+    donate: o.Donate = None,
+    static: o.Static = None,
+) -> None:
+    """List the classic strategies for a step: data parallel, fully sharded, ...
+
+    Example: cfp presets gpt --layers 4 --platform cpu --devices 4
+    """
+    pins = o.parse_pins(pin)
+    with o.only_json(as_json) as print_json:
+        session = analyse(*target_of(ctx), pins)
+        classics = classic_presets(session.analysis.frame)
+        found = passes.presets_data(session.analysis, classics)
+        if as_json:
+            print_json(json.dumps(found, indent=1))
+            return
+        _show(lambda b: passes.presets_view(found, b))
+
+
+def _show(view: Callable[[box.Box], RenderableType]) -> None:
+    console, border = passes.console_and_border(Console())
+    console.print(view(border))
+
+
+def _save(made: Plan, output: Path | None, *, say: bool) -> None:
+    if output is None:
+        return
+    try:
+        made.save(output)
+    except OSError as error:
+        raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
+    if say:
+        print(f"Saved {output}")
+
+
+def _suggest(output: Path | None) -> None:
+    if output is None:
+        print(
+            "Save a plan with -o plan.json; then run it with cfp run --plan plan.json"
+        )
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "plan": plan,
+    "analyze": analyze,
+    "profile": profile,
+    "search": search,
+    "presets": presets,
+}

@@ -1,0 +1,209 @@
+"""The commands that use a plan: run it, and show it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from cfp import api, platform
+from cfp.cli import options as o
+from cfp.cli.progress import Display
+from cfp.cli.session import open_target
+from cfp.errors import CfpError
+from cfp.plan import Plan
+from cfp.planner import PlannerSettings
+from cfp.report.passes import console_and_border
+from cfp.report.tables import print_plan
+from cfp.targets import Target
+from cfp.trial import Trial, run_trial
+
+_FAILURES_SHOWN = 5
+
+
+@o.command
+def run(
+    ctx: typer.Context,
+    target: o.TargetText,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
+    ] = None,
+    preset: o.Preset = None,
+    steps: Annotated[int, typer.Option(help="How many steps to run.", min=1)] = 10,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Run the same steps on one device too, and compare; exit code 1 if "
+            "they differ.",
+        ),
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Relative L2 distance that passes a check: 1e-5, and 1e-2 below "
+            "float32, if not given."
+        ),
+    ] = None,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform_name: Annotated[
+        str | None,
+        typer.Option("--platform", help="cpu or cuda; the plan's, if not given."),
+    ] = None,
+    workdir: o.Workdir = None,
+    as_json: o.Json = False,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Run a step for real under a plan, or under a classic strategy.
+
+    Example: cfp run gpt --layers 4 --hidden 256 --plan plan.json --steps 10 --check
+    """
+    if (plan is None) == (preset is None):
+        raise CfpError(
+            "Give either --plan plan.json or --preset NAME (see cfp presets)."
+        )
+    axes = platform.parse_mesh(devices, mesh)
+    with o.only_json(as_json) as print_json:
+        saved = Plan.load(plan) if plan is not None else None
+        if saved is not None:
+            axes = axes or saved.mesh_axes
+            on_cpu = saved.environment.get("platform") == "cpu"
+            platform_name = platform_name or ("cpu" if on_cpu else None)
+        found, devices_mesh = open_target(
+            target,
+            ctx.args,
+            axes=axes,
+            platform_name=platform_name,
+            donate=donate or (),
+            static=static or (),
+        )
+        with Display(quiet) as display:
+            if saved is not None:
+                used = saved.on(devices_mesh)
+            else:
+                used = _preset_plan(found, devices_mesh, preset, workdir)
+            trial = run_trial(
+                used,
+                found,
+                steps=steps,
+                check=check,
+                tolerance=tolerance,
+                progress=display.tell,
+            )
+        if as_json:
+            print_json(json.dumps(trial_data(trial, used), indent=1))
+        else:
+            _print_trial(trial)
+    if trial.failures:
+        raise typer.Exit(1)
+
+
+def _preset_plan(
+    target: Target, mesh: Mesh, preset: str | None, workdir: Path | None
+) -> Plan:
+    return api.plan(
+        target.step,
+        *target.args,
+        mesh=mesh,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+        preset=preset,
+        cache_dir=workdir,
+        settings=PlannerSettings(race=False),
+    )
+
+
+def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
+    """A trial as plain data."""
+    largest = trial.largest
+    return {
+        "plan": plan.winner,
+        "median_ms": trial.median_ms,
+        "steps": [
+            {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
+        ],
+        "checked": trial.checked,
+        "passed": not trial.failures if trial.checked else None,
+        "tolerance": trial.tolerance,
+        "largest_difference": {"path": largest.path, "relative_l2": largest.relative_l2}
+        if largest
+        else None,
+    }
+
+
+def _print_trial(trial: Trial) -> None:
+    console, border = console_and_border(Console())
+    table = Table(box=border, pad_edge=False)
+    headings = ["step", "ms", *_metric_names(trial)]
+    if trial.checked:
+        headings += ["largest difference", "in"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "in" else "right")
+    for number, step in enumerate(trial.steps):
+        row = [str(number), f"{step.time_ms:.2f}"]
+        row += [f"{value:.6g}" for value in step.metrics.values()]
+        if step.differences:
+            row += [f"{step.differences[0].relative_l2:.2g}", step.differences[0].path]
+        table.add_row(*row)
+    console.print(table)
+    print(f"Median step time: {trial.median_ms:.3f} ms")
+    if trial.checked:
+        print(check_text(trial))
+
+
+def _metric_names(trial: Trial) -> list[str]:
+    return list(trial.steps[0].metrics)
+
+
+def check_text(trial: Trial) -> str:
+    """The outcome of a check in words."""
+    largest = trial.largest
+    if largest is None:
+        return "Check: the step returns nothing to compare."
+    text = (
+        f"largest relative L2 difference from one device: {largest.relative_l2:.2g} in "
+        f"{largest.path}"
+    )
+    failures = trial.failures
+    if failures:
+        lines = [
+            f"  step {number}: {d.path} is off by {d.relative_l2:.2g}"
+            for number, d in failures[:_FAILURES_SHOWN]
+        ]
+        if len(failures) > _FAILURES_SHOWN:
+            lines.append(f"  and {len(failures) - _FAILURES_SHOWN} more")
+        return "\n".join(
+            [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
+        )
+    if largest.relative_l2 > trial.tolerance:
+        text += (
+            f"; above {trial.tolerance:g}, but no more than the last bit of the "
+            "arguments does there"
+        )
+    return f"Check passed: {text}"
+
+
+@o.command
+def show(
+    path: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
+    ],
+    as_json: o.Json = False,
+) -> None:
+    """Show a saved plan as a table.
+
+    Example: cfp show plan.json
+    """
+    plan = Plan.load(path)
+    if as_json:
+        print(plan.to_json())
+    else:
+        print_plan(plan, Console())

@@ -1,0 +1,114 @@
+"""From a command's options to an analysed program on a mesh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from jax.sharding import Mesh
+
+from cfp import platform
+from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
+from cfp.analysis.pins import resolve_pins
+from cfp.api import Pins
+from cfp.program.trace import FlatStep, Lowering, flatten_step, planning_mesh, trace
+from cfp.targets import Target, resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A target, analysed.
+
+    Attributes:
+        target: what was asked for.
+        mesh: the devices.
+        step: the target's step over flat arguments.
+        lowering: its module.
+        analysis: its blocks and segments.
+        seconds: how long tracing and analysing took.
+    """
+
+    target: Target
+    mesh: Mesh
+    step: FlatStep
+    lowering: Lowering
+    analysis: Analysis
+    seconds: float
+
+
+def target_of(ctx: typer.Context) -> tuple[Target, Mesh]:
+    """The target and the devices that a command was given.
+
+    Raises:
+        CfpError: there is no such target, mesh, platform or number of devices.
+    """
+    given = ctx.params
+    return open_target(
+        given["target"],
+        ctx.args,
+        axes=platform.parse_mesh(given["devices"], given["mesh"]),
+        platform_name=given["platform"],
+        donate=given["donate"] or (),
+        static=given["static"] or (),
+    )
+
+
+def open_target(
+    text: str,
+    options: Sequence[str] = (),
+    *,
+    axes: platform.Axes | None,
+    platform_name: str | None,
+    donate: Sequence[int] = (),
+    static: Sequence[int] = (),
+) -> tuple[Target, Mesh]:
+    """Finds a target and its devices.
+
+    Raises:
+        CfpError: there is no such target, platform or number of devices.
+    """
+    platform.select(platform_name, axes)
+    # The target first: to say that it does not exist takes no device.
+    target = resolve(text, options, donate=donate, static=static)
+    return target, platform.make_mesh(axes)
+
+
+def analyse(target: Target, mesh: Mesh, pins: Pins | None = None) -> Session:
+    """Traces and analyses a target.
+
+    Raises:
+        CfpError: its step cannot be traced, or the pins do not fit.
+    """
+    mesh = planning_mesh(mesh)
+    axes = tuple(mesh.shape.items())
+    started = time.perf_counter()
+    step = flatten_step(
+        target.step,
+        target.args,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
+    program, lowering = trace(step, mesh)
+    analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
+    seconds = time.perf_counter() - started
+    return Session(
+        target=target,
+        mesh=mesh,
+        step=step,
+        lowering=lowering,
+        analysis=analysis,
+        seconds=seconds,
+    )
+
+
+def dump_session(session: Session, workdir: Path | None) -> Path | None:
+    """Writes the analysis below the working folder, if there is one."""
+    if workdir is None:
+        return None
+    folder = workdir / GLOBAL_FOLDER
+    dump_analysis(folder, session.analysis, session.lowering.text)
+    return folder

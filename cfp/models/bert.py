@@ -1,0 +1,149 @@
+"""BERT: a stack of post-LN encoder layers that fills in masked tokens.
+
+Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
+Understanding", 2019; of its two tasks, masked language modelling.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from cfp.models.layers import (
+    KERNEL_INIT,
+    MLP,
+    Attention,
+    Embedding,
+    flax_network,
+    remat_layer,
+    scan_layers,
+)
+from cfp.models.options import (
+    REMAT_DOC,
+    SCAN_DOC,
+    check_heads,
+    check_options,
+    option,
+)
+from cfp.models.train import Batch, Network
+
+TYPES = 2  # A sequence is two sentences, one after the other.
+MASKED_SHARE = 0.15
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BERTConfig:
+    """The shape of a BERT, by default of BERT-large. `ffn` is 4 * hidden unless given.
+
+    The last token of the vocabulary stands for [MASK].
+    """
+
+    vocab: int = option(30522, "tokens in the vocabulary, two or more")
+    seq: int = option(512, "tokens in a sequence")
+    hidden: int = option(1024, "width of the residual stream")
+    layers: int = option(24, "encoder layers")
+    heads: int = option(16, "attention heads; they divide hidden")
+    ffn: int | None = option(None, "width inside the MLP; 4 * hidden if not given")
+    dtype: str = option(
+        "bfloat16",
+        "what is computed in; parameters are float32",
+        choices=("float32", "bfloat16"),
+    )
+    scan: bool = option(False, SCAN_DOC)
+    remat: bool = option(False, REMAT_DOC)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_heads(self.hidden, self.heads)
+        if self.vocab < 2:
+            raise ValueError(
+                f"vocab must be at least 2, as one token stands for [MASK], got "
+                f"{self.vocab}"
+            )
+
+
+class EncoderLayer(nn.Module):
+    """A post-LN encoder layer: each half is added to its input, then normalised."""
+
+    heads: int
+    ffn: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        attention = Attention(self.heads, self.dtype, causal=False, name="attention")
+        x = norm(name="attention_norm")(x + attention(x))
+        mlp = MLP(self.ffn, self.dtype, name="mlp")
+        return norm(name="mlp_norm")(x + mlp(x))
+
+
+class BERT(nn.Module):
+    """Maps tokens to the logits of what stood in their places."""
+
+    config: BERTConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, types: jax.Array) -> jax.Array:
+        """Both [batch, seq] int32 -> [batch, seq, vocab]."""
+        c = self.config
+        norm = functools.partial(nn.LayerNorm, dtype=c.dtype)
+        embedding = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")
+        type_embedding = nn.Embed(
+            TYPES, c.hidden, embedding_init=KERNEL_INIT, name="type_embedding"
+        )
+        kind = remat_layer(EncoderLayer, remat=c.remat, scan=c.scan)
+        if c.scan:
+            kind = scan_layers(kind, c.layers)
+        layer = functools.partial(kind, c.heads, c.ffn or 4 * c.hidden, c.dtype)
+
+        x = embedding(tokens) + type_embedding(types).astype(c.dtype)
+        x = norm(name="embedding_norm")(x)
+        if c.scan:
+            x, _ = layer(name="layers")(x, None)
+        else:
+            for i in range(c.layers):
+                x = layer(name=f"layer_{i}")(x)
+
+        dense = nn.Dense(
+            c.hidden, dtype=c.dtype, kernel_init=KERNEL_INIT, name="head_dense"
+        )
+        x = norm(name="head_norm")(nn.gelu(dense(x)))
+        bias = self.param("head_bias", nn.initializers.zeros, (c.vocab,))
+        return embedding.attend(x) + bias.astype(c.dtype)
+
+
+def bert(config: BERTConfig) -> Network:
+    """A BERT that learns to fill in masked tokens."""
+    return flax_network(
+        BERT(config),
+        lambda key, n: random_cloze(key, n, config.seq, config.vocab),
+        inputs=("tokens", "types"),
+    )
+
+
+def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
+    """Random text with gaps.
+
+    Returns:
+      All of them [batch, seq]:
+        labels: int32, the text.
+        mask: float32, 1 where the text is hidden, 0 elsewhere.
+        tokens: int32, the text with [MASK] where it is hidden.
+        types: int32, 0 in the first half, 1 in the second.
+    """
+    text_key, mask_key = jax.random.split(key)
+    mask_token = vocab - 1
+    text = jax.random.randint(text_key, (batch, seq), 0, mask_token, dtype=jnp.int32)
+    hidden = jax.random.bernoulli(mask_key, MASKED_SHARE, (batch, seq))
+    halves = jnp.arange(seq, dtype=jnp.int32) * TYPES // seq
+    return {
+        "labels": text,
+        "mask": hidden.astype(jnp.float32),
+        "tokens": jnp.where(hidden, mask_token, text),
+        "types": jnp.broadcast_to(halves, (batch, seq)),
+    }

@@ -1,0 +1,148 @@
+"""Which devices a command runs on, settled before JAX looks for any.
+
+JAX reads what is set here when its first device is asked for, and never again: so a
+command calls `select` first, and `make_mesh` after.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from math import prod
+
+import jax
+from jax.sharding import Mesh
+
+from cfp.errors import CfpError, DeviceError, MeshError, compose
+
+PLATFORMS = ("cpu", "cuda")
+DEFAULT_CPU_DEVICES = 4
+
+Axes = tuple[tuple[str, int], ...]
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+
+
+def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
+    """The mesh's axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
+
+    Raises:
+        MeshError: the text is no mesh, or the mesh has one device.
+    """
+    if mesh is None:
+        axes = None if devices is None else (("x", devices),)
+    else:
+        parts = [_AXIS.fullmatch(part.strip()) for part in mesh.split(",")]
+        names = [part[1] for part in parts if part]
+        if not all(parts) or len(set(names)) < len(parts):
+            raise MeshError(
+                compose(
+                    "The mesh cannot be read.",
+                    expected="each axis once, as in x=4 or x=2,y=2",
+                    got=mesh,
+                    attempt="--mesh x=4",
+                )
+            )
+        axes = tuple((part[1], int(part[2])) for part in parts if part)
+        if devices is not None and devices != prod(size for _, size in axes):
+            raise MeshError(
+                f"--devices {devices} and --mesh {mesh} contradict each other. Give "
+                "only one of them."
+            )
+    if axes is not None and prod(size for _, size in axes) < 2:
+        raise MeshError(
+            compose(
+                "There is nothing to shard over.",
+                expected="a mesh of two devices or more",
+                got=mesh if mesh is not None else f"--devices {devices}",
+                attempt="--devices 4, with --platform cpu on a machine without GPUs",
+            )
+        )
+    return axes
+
+
+def select(platform: str | None, axes: Axes | None) -> None:
+    """Has JAX use a platform; on CPUs with as many virtual devices as the mesh has.
+
+    Args:
+        platform: "cpu", "cuda", or None for what JAX finds by itself.
+        axes: the mesh that is wanted, or None for all devices (four on CPUs).
+
+    Raises:
+        CfpError: there is no such platform.
+    """
+    if platform is None:
+        return
+    if platform not in PLATFORMS:
+        raise CfpError(
+            compose(
+                "There is no such platform.",
+                expected=" or ".join(PLATFORMS),
+                got=platform,
+                attempt="--platform cpu",
+            )
+        )
+    os.environ["JAX_PLATFORMS"] = platform
+    # JAX has read the variable when it was imported.
+    jax.config.update("jax_platforms", platform)
+    if platform == "cpu":
+        count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
+        kept = [
+            flag
+            for flag in os.environ.get("XLA_FLAGS", "").split()
+            if not flag.startswith(_COUNT_FLAG)
+        ]
+        os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT_FLAG}={count}"])
+
+
+def make_mesh(axes: Axes | None) -> Mesh:
+    """A mesh of the first devices; over all of them, with one axis x, if axes is None.
+
+    Raises:
+        DeviceError: there are too few devices, or none that work.
+        MeshError: there is one device, and no axes were given.
+    """
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        # JAX asserts that some platform works, where the one named has no plugin.
+        reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
+        raise DeviceError(
+            compose(
+                "JAX finds no device.",
+                expected="devices of the platform that was asked for",
+                got=reason,
+                attempt="--platform cpu, which makes virtual devices; for GPUs, "
+                'install "cfp[cuda]" and check that nvidia-smi lists them',
+            )
+        ) from error
+    if axes is None:
+        axes = parse_mesh(len(devices), None)
+        assert axes is not None
+    wanted = prod(size for _, size in axes)
+    kind = devices[0].platform
+    if len(devices) < wanted:
+        raise DeviceError(
+            compose(
+                "There are too few devices.",
+                expected=f"{wanted} devices for the mesh "
+                + ",".join(f"{name}={size}" for name, size in axes),
+                got=f"{len(devices)} of platform {kind}",
+                attempt=f"--devices {len(devices)}, or --platform cpu for virtual "
+                "devices"
+                if len(devices) > 1
+                else "--platform cpu, which makes virtual devices",
+            )
+        )
+    names = tuple(name for name, _ in axes)
+    sizes = tuple(size for _, size in axes)
+    return jax.make_mesh(sizes, names, devices=devices[:wanted])
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows an NVIDIA GPU; asks nothing of JAX."""
+    return (
+        os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi") is not None
+    )

@@ -1,0 +1,221 @@
+"""What each pass found, as tables and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.dump import opaque_lines, opaque_ops, segment_records
+from cfp.analysis.flops import program_flops
+from cfp.analysis.layout import Choice, lay_out, spec_ways
+from cfp.analysis.segments import Segment
+from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.describe import block_collectives, op_text
+from cfp.planner import Profiles
+from cfp.report.tables import PLAIN_WIDTH
+from cfp.units import format_bytes
+
+_MOST_OPAQUE = 5
+
+
+def strategy_numbers(
+    analysis: Analysis, segment: Segment, strategies: tuple[Strategy, ...]
+) -> list[int]:
+    """Strategies of a segment's blocks, as numbers in each block's own list."""
+    frame = analysis.frame
+    return [
+        block_strategies(frame.program, frame.blocks[b], frame.mesh).index(strategy)
+        for b, strategy in zip(segment.blocks, strategies, strict=True)
+    ]
+
+
+def search_space(analysis: Analysis, segment: Segment) -> list[int]:
+    """How many strategies each block of a segment has."""
+    frame = analysis.frame
+    return [
+        len(block_strategies(frame.program, frame.blocks[b], frame.mesh))
+        for b in segment.blocks
+    ]
+
+
+def _table(title: str, border: box.Box, *columns: str) -> Table:
+    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+# -------------------------------------------------------------------------- analyze
+
+
+def analysis_view(
+    analysis: Analysis, seconds: float, border: box.Box
+) -> RenderableType:
+    """Kinds of segments, the blocks of each, and the ops that nobody can shard."""
+    frame = analysis.frame
+    program = frame.program
+    kinds = len(analysis.representatives)
+    flops = program_flops(program) / 1e12
+    lines = (
+        f"{len(program.ops)} ops, {len(frame.blocks)} blocks, "
+        f"{len(analysis.segments)} segments of {kinds} kinds, {flops:.4g} TFLOP per "
+        f"step; analysed in {seconds:.2f} s"
+    )
+    table = _table(
+        "Segments", border, "kind", "segments", "block", "operation", "strategies"
+    )
+    for kind, index in enumerate(analysis.representatives):
+        members = [s.index for s in analysis.segments if s.kind == kind]
+        segment = analysis.segments[index]
+        sizes = search_space(analysis, segment)
+        for place, (b, size) in enumerate(zip(segment.blocks, sizes, strict=True)):
+            block = frame.blocks[b]
+            table.add_row(
+                str(kind) if place == 0 else "",
+                ", ".join(map(str, members)) if place == 0 else "",
+                block.name,
+                op_text(program, program.ops[block.anchor]),
+                str(size),
+            )
+        table.add_section()
+    parts: list[RenderableType] = [Text(lines, style="bold"), Text(), table]
+    opaque = list(opaque_lines(program))
+    if opaque_ops(program):
+        parts += [Text(), *map(Text, opaque[: _MOST_OPAQUE + 1])]
+    if len(opaque) > _MOST_OPAQUE + 1:
+        parts.append(Text(f"and {len(opaque) - _MOST_OPAQUE - 1} more"))
+    return Group(*parts)
+
+
+def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
+    """The same as plain data."""
+    program = analysis.frame.program
+    return {
+        "ops": len(program.ops),
+        "flops": program_flops(program),
+        "seconds": seconds,
+        "blocks": [
+            {
+                "name": block.name,
+                "op": op_text(program, program.ops[block.anchor]),
+                "contractions": [m.op for m in block.members],
+            }
+            for block in analysis.frame.blocks
+        ],
+        "segments": segment_records(analysis),
+        "opaque_ops": list(opaque_lines(program))[1:],
+    }
+
+
+# -------------------------------------------------------------------------- profile
+
+
+def profiles_view(
+    analysis: Analysis, profiles: Profiles, border: box.Box
+) -> RenderableType:
+    """For each kind of segment what was measured, the best and the worst."""
+    table = _table(
+        "Profiles", border, "kind", "segments", "measured", "failed", "best", "worst"
+    )
+    for kind in range(len(analysis.representatives)):
+        members = [s.index for s in analysis.segments if s.kind == kind]
+        keys = [w.job.key.digest for w in profiles.wanted if w.kind == kind]
+        records = [profiles.records[k] for k in keys if k in profiles.records]
+        times = [r.time_ms for r in records if r.ok]
+        table.add_row(
+            str(kind),
+            ", ".join(map(str, members)),
+            str(len(times)),
+            str(len(records) - len(times)),
+            f"{min(times):.3f} ms" if times else "-",
+            f"{max(times):.3f} ms" if times else "-",
+        )
+    line = (
+        f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
+        f"{profiles.failed} failed; {profiles.seconds:.1f} s"
+    )
+    return Group(table, Text(), Text(line))
+
+
+def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
+    """All records as plain data; strategies are numbers in each block's own list."""
+    found = []
+    for wanted in profiles.wanted:
+        segment = analysis.segments[analysis.representatives[wanted.kind]]
+        record = profiles.records.get(wanted.job.key.digest)
+        numbers = strategy_numbers(analysis, segment, wanted.candidate.strategies)
+        found.append(
+            {
+                "kind": wanted.kind,
+                "segment": segment.index,
+                "strategies": numbers,
+                "storage": str(wanted.candidate.storage),
+                "estimate_ms": wanted.candidate.estimate_ms,
+                "status": record.status if record else "missing",
+                "reason": record.reason if record else "",
+                "time_ms": record.time_ms if record and record.ok else None,
+                "temp_bytes": record.temp_bytes if record else None,
+            }
+        )
+    return {
+        "measured": profiles.measured,
+        "cached": profiles.cached,
+        "failed": profiles.failed,
+        "seconds": profiles.seconds,
+        "profiles": found,
+    }
+
+
+# -------------------------------------------------------------------------- presets
+
+
+def presets_data(
+    analysis: Analysis, classics: Mapping[str, Choice]
+) -> list[dict[str, Any]]:
+    """For each classic what it keeps on a device and what it sends in a step."""
+    frame = analysis.frame
+    found = []
+    for name, choice in classics.items():
+        layout = lay_out(frame, choice)
+        held = sum(
+            frame.program.values[v].size_bytes
+            // spec_ways(layout.arg_spec(position), frame.mesh)
+            for position, v in enumerate(frame.program.args)
+        )
+        sent: dict[str, int] = {}
+        for counter in block_collectives(analysis, layout):
+            for (kind, axes), size in counter.items():
+                sent[f"{kind} {axes}"] = sent.get(f"{kind} {axes}", 0) + int(size)
+        found.append({"name": name, "argument_bytes": held, "collective_bytes": sent})
+    return found
+
+
+def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType:
+    """The classics as a table."""
+    table = _table(
+        "Presets", border, "name", "arguments per device", "collectives in a step"
+    )
+    for item in found:
+        sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
+        table.add_row(
+            item["name"],
+            format_bytes(item["argument_bytes"]),
+            ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-",
+        )
+    return table
+
+
+# -------------------------------------------------------------------------- printing
+
+
+def console_and_border(console: Console) -> tuple[Console, box.Box]:
+    """The console as it is if it is a terminal; else wide, and with ASCII lines."""
+    if console.is_terminal:
+        return console, box.ROUNDED
+    return Console(file=console.file, width=PLAIN_WIDTH, color_system=None), box.ASCII

@@ -1,0 +1,375 @@
+"""What a command works on: a model of the zoo, or a function of the user's.
+
+A target is written as a model's name with its options following, or as
+``file.py:function`` or ``package.module:function``. A user's function takes no
+arguments and returns ``(train_step, args)``; the arguments are arrays or
+``jax.ShapeDtypeStruct`` s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+
+from cfp.errors import CfpError, compose
+from cfp.models import registry
+from cfp.models.options import Option, Scalar
+
+_EXAMPLE = (
+    "def tiny():\n"
+    "        def train_step(w, x):\n"
+    "            return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)\n"
+    "        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
+    "        return train_step, (shape, shape)"
+)
+
+MakeArgs = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A step and its arguments.
+
+    Attributes:
+        name: as it was written.
+        step: the function to plan.
+        args: its arguments, arrays or shapes.
+        donate: positions of arguments that the step may overwrite.
+        static: positions of arguments that are not arrays.
+        make_args: makes real arguments; takes the shardings of those that are not
+            static, one pytree for each.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    static: tuple[int, ...] = ()
+    make_args: MakeArgs
+
+
+def resolve(
+    text: str,
+    options: Sequence[str] = (),
+    *,
+    donate: Sequence[int] = (),
+    static: Sequence[int] = (),
+) -> Target:
+    """Finds a target.
+
+    Args:
+        text: as written on the command line.
+        options: what followed and is not an option of the command.
+        donate: for a user's function, positions of the arguments to donate.
+        static: for a user's function, positions that are not arrays.
+
+    Raises:
+        CfpError: there is no such target, or it is not what a target should be.
+    """
+    if ":" in text:
+        if options:
+            raise CfpError(
+                f"Unknown options: {' '.join(options)}. A function takes none; --help "
+                "lists those of the command."
+            )
+        return _function_target(text, tuple(donate), tuple(static))
+    if text not in registry.MODELS:
+        close = difflib.get_close_matches(text, registry.MODELS, 1)
+        attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
+        raise CfpError(
+            compose(
+                f"There is no target {text!r}.",
+                expected=f"a model ({', '.join(registry.MODELS)}), file.py:function, "
+                "or package.module:function",
+                got=text,
+                attempt=f"{attempt}, with the function's name"
+                if text.endswith(".py")
+                else attempt,
+            )
+        )
+    if donate or static:
+        raise CfpError(
+            "--donate and --static are for functions of your own: a model donates its "
+            "state and has no static arguments. Leave them out."
+        )
+    return model_target(text, parse_options(text, options))
+
+
+# --------------------------------------------------------------------------- models
+
+
+def model_target(name: str, options: dict[str, Scalar]) -> Target:
+    """A model of the zoo with its options.
+
+    Raises:
+        CfpError: an option is unknown, or the options do not fit together.
+    """
+    try:
+        step, args = registry.build(name, **options)
+        init_fn, make_batch = registry.initialise(name, **options)
+    except ValueError as error:
+        raise CfpError(
+            f"{name} cannot be built: {error}. Change these options."
+        ) from error
+
+    def make_args(shardings: Sequence[Any]) -> tuple[Any, ...]:
+        state_key, batch_key = jax.random.split(jax.random.key(0))
+        state = jax.jit(init_fn, out_shardings=shardings[0])(state_key)
+        batch = jax.jit(make_batch, out_shardings=shardings[1])(batch_key)
+        return state, batch
+
+    return Target(name=name, step=step, args=args, donate=(0,), make_args=make_args)
+
+
+def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
+    """A model's options from ``--layers 4 --hidden=1024 --tied``.
+
+    Raises:
+        CfpError: an option is unknown, lacks its value, or has one of another type.
+    """
+    known = {option.flag: option for option in registry.find(model).options}
+    found: dict[str, Scalar] = {}
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        flag = flag.replace("_", "-")
+        option = known.get(flag)
+        if option is None:
+            raise CfpError(_unknown_option(model, flag, known))
+        if not equals:
+            if option.type is bool and (not rest or rest[0].startswith("--")):
+                value = "true"
+            elif not rest:
+                raise CfpError(f"{flag} needs a value: {option.doc}.")
+            else:
+                value = rest.pop(0)
+        found[option.name] = _parse(option, flag, value)
+    return found
+
+
+def _unknown_option(model: str, flag: str, known: dict[str, Option]) -> str:
+    close = difflib.get_close_matches(flag, known, 1)
+    listing = ", ".join(
+        f"{name} ({'derived' if o.default is None else o.default})"
+        for name, o in known.items()
+    )
+    return compose(
+        f"{model} has no option {flag}.",
+        expected=f"an option of the command, or one of {model}: {listing}",
+        got=flag,
+        attempt=close[0] if close else "one of these, or --help",
+    )
+
+
+def _parse(option: Option, flag: str, text: str) -> Scalar:
+    try:
+        if option.type is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return option.type(text)
+    except (KeyError, ValueError) as error:
+        raise CfpError(
+            compose(
+                f"{flag} cannot be {text!r}.",
+                expected=f"{option.doc}, of type {option.type.__name__}",
+                got=text,
+                attempt=f"{flag} {option.default if option.default is not None else 1}",
+            )
+        ) from error
+
+
+# ------------------------------------------------------------------------ functions
+
+
+def _function_target(
+    text: str, donate: tuple[int, ...], static: tuple[int, ...]
+) -> Target:
+    where, _, name = text.rpartition(":")
+    module = _load_file(where) if where.endswith(".py") else _load_module(where, text)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        functions = [
+            n
+            for n, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise CfpError(
+            compose(
+                f"{where} has no function {name!r}.",
+                expected="a function without required arguments that returns "
+                "(train_step, args)",
+                got=f"the functions {', '.join(functions) or '(none)'}",
+                attempt=f"{where}:{functions[0]}" if functions else _EXAMPLE,
+            )
+        )
+    required = _required_arguments(found)
+    if required:
+        raise CfpError(
+            compose(
+                f"{text} needs arguments: {', '.join(required)}.",
+                expected="a function without required arguments that returns "
+                "(train_step, args)",
+                got=f"{name}{inspect.signature(found)}",
+                attempt="give them defaults, or wrap it:\n    " + _EXAMPLE,
+            )
+        )
+    made = _guarded(found, f"{text} raised")
+    if not (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and callable(made[0])
+        and isinstance(made[1], list | tuple)
+    ):
+        raise CfpError(
+            compose(
+                f"{text} does not return a step and its arguments.",
+                expected="(train_step, args), the second a tuple with one entry for "
+                "each argument",
+                got=_type_text(made),
+                attempt=_EXAMPLE,
+            )
+        )
+    step, args = made[0], tuple(made[1])
+    for option, positions in (("--donate", donate), ("--static", static)):
+        wrong = [p for p in positions if not 0 <= p < len(args)]
+        if wrong:
+            raise CfpError(
+                f"{option} {wrong[0]}: the step has {len(args)} arguments, numbered "
+                f"from 0 to {len(args) - 1}."
+            )
+    dynamic = [a for i, a in enumerate(args) if i not in static]
+
+    def make_args(shardings: Sequence[Any]) -> tuple[Any, ...]:
+        made = iter(
+            _make(arg, place, i)
+            for i, (arg, place) in enumerate(zip(dynamic, shardings, strict=True))
+        )
+        return tuple(a if i in static else next(made) for i, a in enumerate(args))
+
+    return Target(
+        name=text,
+        step=step,
+        args=args,
+        donate=donate,
+        static=static,
+        make_args=make_args,
+    )
+
+
+def _load_file(where: str) -> ModuleType:
+    path = Path(where)
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5]
+        raise CfpError(
+            compose(
+                f"There is no file {where}.",
+                expected="a Python file",
+                got=f"nothing there; beside it: {', '.join(near) or 'no .py files'}",
+                attempt="the path from the current folder, or an absolute one",
+            )
+        )
+    # As for a script: what stands beside it can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    name = f"cfp_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Dataclasses look their module up.
+    loader = spec.loader
+    _guarded(lambda: loader.exec_module(module), f"{where} cannot be imported:")
+    return module
+
+
+def _load_module(where: str, text: str) -> ModuleType:
+    # A console script's own folder stands where `python -m` has the current one.
+    sys.path.insert(0, str(Path.cwd()))
+    top = where.split(".")[0]
+    try:
+        missing = importlib.util.find_spec(top) is None
+    except (ImportError, ValueError):
+        missing = True
+    if missing:
+        raise CfpError(
+            compose(
+                f"There is no target {text!r}.",
+                expected="package.module:function, where Python finds the package, or "
+                "file.py:function",
+                got=f"no module {top!r} in the current folder or among the installed",
+                attempt=f"{where.replace('.', '/')}.py:{text.rpartition(':')[2]}",
+            )
+        )
+    return _guarded(
+        lambda: importlib.import_module(where), f"{where} cannot be imported:"
+    )
+
+
+def _guarded(call: Callable[[], Any], what: str) -> Any:
+    """Calls code of the user's; whatever it raises is the user's to mend."""
+    try:
+        return call()
+    except CfpError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise CfpError(
+            f"{what} {type(error).__name__}: {error}{at}. Mend it, and try again."
+        ) from error
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name
+        for p in parameters
+        if p.default is inspect.Parameter.empty and p.kind not in variadic
+    ]
+
+
+def _type_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+    return f"something of type {type(value).__name__}"
+
+
+def _make(arg: Any, shardings: Any, number: int) -> Any:
+    """An argument on the devices; where only its shape is known, of small numbers."""
+    leaves, tree = tree_flatten(arg)
+    key = jax.random.fold_in(jax.random.key(0), number)
+    made = []
+    for i, (leaf, sharding) in enumerate(
+        zip(leaves, tree_leaves(shardings), strict=True)
+    ):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            draw = jax.jit(_random, static_argnums=(1, 2), out_shardings=sharding)
+            made.append(draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
+        else:
+            made.append(jax.device_put(jnp.asarray(leaf), sharding))
+    return tree_unflatten(tree, made)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # Small and never negative: what is a variance, an index or a count stays one.
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, shape)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return (0.05 * jax.random.uniform(key, shape)).astype(dtype)
+    return jax.random.bernoulli(key, 0.5, shape).astype(dtype)

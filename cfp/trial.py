@@ -1,0 +1,330 @@
+"""Runs a target for real under a plan, for a few steps, and checks it if asked to."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
+
+from cfp.errors import CfpError, DeviceError, compose
+from cfp.execute import CompiledStep, Difference, compare, compile_step
+from cfp.plan import Plan
+from cfp.program.trace import FlatStep, flatten_step, trace
+from cfp.targets import Target
+
+FULL_TOLERANCE = 1e-5
+LOW_TOLERANCE = 1e-2
+
+# An optimizer that divides gradients by their own size makes large what was rounding:
+# where a gradient is all but zero, no two orders of summation agree. So a leaf may be
+# off by this many times what the last bit of the arguments does to it.
+ROUNDING_MARGIN = 10.0
+
+_LOW_PRECISION = re.compile(r"\b(bf16|f16|f8\w*|f4\w*)\[")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step.
+
+    Attributes:
+        time_ms: from the call until everything is computed.
+        metrics: the scalars that it returned, by path, apart from the state.
+        differences: if checked, how far every leaf is from one device's, the
+            furthest first.
+        rounding: if checked, how far each leaf is moved by the last bit of the
+            arguments, by path.
+    """
+
+    time_ms: float
+    metrics: Mapping[str, float]
+    differences: tuple[Difference, ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """The metric that is called a loss, if there is one."""
+        found = [v for name, v in self.metrics.items() if "loss" in name.lower()]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Some steps under a plan.
+
+    Attributes:
+        steps: in order.
+        tolerance: what a checked step may differ by.
+        checked: whether they were compared with one device's.
+    """
+
+    steps: tuple[StepResult, ...]
+    tolerance: float
+    checked: bool
+
+    @property
+    def median_ms(self) -> float:
+        """Median step time; the first step, which warms up, counts only alone."""
+        times = [s.time_ms for s in self.steps]
+        return statistics.median(times[1:] or times)
+
+    @property
+    def largest(self) -> Difference | None:
+        """The largest difference of all steps."""
+        found = [s.differences[0] for s in self.steps if s.differences]
+        return max(found, key=lambda d: d.relative_l2, default=None)
+
+    @property
+    def failures(self) -> list[tuple[int, Difference]]:
+        """Step numbers and leaves that are further off than they may be."""
+        return [
+            (number, d)
+            for number, step in enumerate(self.steps)
+            for d in step.differences
+            if d.relative_l2 > self.tolerance
+            and not d.relative_l2 <= ROUNDING_MARGIN * step.rounding.get(d.path, 0.0)
+        ]
+
+
+def run_trial(
+    plan: Plan,
+    target: Target,
+    *,
+    steps: int,
+    check: bool = False,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Trial:
+    """Runs a target under a plan.
+
+    What the step returns in the structure of one of its arguments is its state, and
+    goes back in. All other arguments stay the same from step to step.
+
+    Args:
+        plan: on its mesh.
+        target: what was planned.
+        steps: how many.
+        check: run the same steps on one device too, with the highest precision of
+            matrix products on both sides, and compare metrics and state.
+        tolerance: relative L2 distance that always passes; by default 1e-5, and
+            1e-2 where the program computes in less than float32. More passes only
+            where rounding explains it.
+        progress: told what is being done.
+
+    Raises:
+        PlanMismatch: the plan is not for this target.
+        DeviceError: the step failed on the devices.
+        CfpError: it cannot run more than once.
+    """
+    tell = progress or (lambda _: None)
+    step = flatten_step(
+        target.step,
+        target.args,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
+    # With the step a plan that was loaded knows the static arguments.
+    bound = replace(plan, step=step).bind(target.step, *target.args)
+    feedback = _feedback(target, step, plan, steps)
+    if tolerance is None:
+        low = _LOW_PRECISION.search(str(step.traced.jaxpr))
+        tolerance = LOW_TOLERANCE if low else FULL_TOLERANCE
+    try:
+        tell("compiling")
+        reference = None
+        if check:
+            compiled = _compile_precise(bound, target)
+            reference = _Reference(target, feedback)
+        else:
+            compiled = bound.compile(target.step, *target.args)
+        tell("making the arguments")
+        args = list(target.make_args(bound.in_shardings))
+        if reference is not None:
+            reference.start(args)
+        results = []
+        for number in range(steps):
+            tell(f"step {number + 1} of {steps}")
+            results.append(_one_step(compiled, args, feedback, reference))
+    except jax.errors.JaxRuntimeError as error:
+        raise DeviceError(
+            compose(
+                "The step failed on the devices.",
+                expected="a step that runs under its plan",
+                got=str(error).strip().splitlines()[0],
+                attempt="a plan with a --memory-budget, a smaller batch, or more "
+                "devices",
+            )
+        ) from error
+    return Trial(steps=tuple(results), tolerance=tolerance, checked=check)
+
+
+def _one_step(
+    compiled: CompiledStep,
+    args: list[Any],
+    feedback: dict[int, int | None],
+    reference: _Reference | None,
+) -> StepResult:
+    started = time.perf_counter()
+    result = jax.block_until_ready(compiled(*args))
+    time_ms = (time.perf_counter() - started) * 1000
+    differences, rounding = (), {}
+    if reference is not None:
+        differences, rounding = reference.compare(result)
+    _feed_back(args, result, feedback)
+    return StepResult(
+        time_ms=time_ms,
+        metrics=_metrics(result, feedback),
+        differences=differences,
+        rounding=rounding,
+    )
+
+
+class _Reference:
+    """The same steps on one device, and a second time from nudged arguments."""
+
+    def __init__(self, target: Target, feedback: dict[int, int | None]) -> None:
+        self._step = jax.jit(target.step, static_argnums=target.static)
+        self._static = target.static
+        self._feedback = feedback
+        self._args: list[Any] = []
+        self._nudged: list[Any] = []
+
+    def start(self, args: list[Any]) -> None:
+        """Copies the arguments, before the plan's step overwrites them."""
+        arrays = [x for x in tree_leaves(args) if isinstance(x, jax.Array)]
+        device = next((d for x in arrays for d in x.devices()), None)
+        # Moving alone may share memory with what the plan's step is about to overwrite.
+        self._args = [
+            a
+            if i in self._static
+            else jax.device_put(jax.tree.map(jnp.copy, a), device)
+            for i, a in enumerate(args)
+        ]
+        self._nudged = [
+            a if i in self._static else jax.tree.map(_nudge, a)
+            for i, a in enumerate(self._args)
+        ]
+
+    def compare(self, found: Any) -> tuple[tuple[Difference, ...], dict[str, float]]:
+        """Runs a step: how far a result is from it, and what rounding does to it."""
+        with jax.default_matmul_precision("highest"):
+            expected = self._step(*self._args)
+            nudged = self._step(*self._nudged)
+        _feed_back(self._args, expected, self._feedback)
+        _feed_back(self._nudged, nudged, self._feedback)
+        rounding = {d.path: d.relative_l2 for d in compare(nudged, expected)}
+        return tuple(compare(found, expected)), rounding
+
+
+@jax.jit
+def _nudge(x: jax.Array) -> jax.Array:
+    """Every other number one bit up or down."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    signs = 1 - 2 * (jnp.arange(x.size) % 2).reshape(x.shape)
+    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+
+
+def _compile_precise(bound: Plan, target: Target) -> CompiledStep:
+    """Compiles a plan's step with precise matrix products: the same ops otherwise.
+
+    Raises:
+        PlanMismatch: the plan is not for this program.
+    """
+    assert bound.mesh is not None and bound.step is not None
+    plain, _ = trace(bound.step, bound.mesh)
+    if plain.fingerprint != bound.fingerprint:
+        return bound.compile(target.step, *target.args)  # Says what has changed.
+    with jax.default_matmul_precision("highest"):
+        again = bound.bind(target.step, *target.args).step
+        assert again is not None
+        precise, _ = trace(again, bound.mesh)
+        assert [op.name for op in precise.ops] == [op.name for op in plain.ops]
+        return compile_step(
+            again,
+            bound.mesh,
+            precise.fingerprint,
+            bound.arg_specs,
+            bound.output_specs,
+            bound.constraints,
+            bound.options,
+        )
+
+
+# ---------------------------------------------------------------- what goes back in
+
+
+def _feedback(
+    target: Target, step: FlatStep, plan: Plan, steps: int
+) -> dict[int, int | None]:
+    """For each argument that is state the result that replaces it; None for all of it.
+
+    Raises:
+        CfpError: a donated argument has no successor, and there is a second step.
+    """
+    out = step.traced.out_info
+    whole = _types(out, tree_leaves(out))
+    parts = (
+        [_types(part, tree_leaves(part)) for part in out]
+        if isinstance(out, tuple | list)
+        else []
+    )
+    found: dict[int, int | None] = {}
+    start = 0
+    for position, arg in enumerate(target.args):
+        if position in target.static:
+            continue
+        count = len(tree_leaves(arg))
+        avals = step.avals[start : start + count]
+        donated = any(plan.donated[start : start + count])
+        start += count
+        if not donated and count < 2:
+            continue  # An array of the same shape need not be the same thing.
+        wanted = _types(arg, avals)
+        matches = [
+            i
+            for i, part in enumerate(parts)
+            if part == wanted and i not in found.values()
+        ]
+        if whole == wanted:
+            found[position] = None
+        elif matches:
+            found[position] = matches[0]
+        elif donated and steps > 1:
+            raise CfpError(
+                f"Argument {position} is donated, and the step returns nothing of its "
+                "structure to take its place, so it can run only once. Use --steps 1, "
+                "or plan without donating it."
+            )
+    return found
+
+
+def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:
+    return tree_structure(tree), [(aval.shape, aval.dtype) for aval in avals]
+
+
+def _feed_back(
+    args: list[Any], result: Any, feedback: Mapping[int, int | None]
+) -> None:
+    for position, place in feedback.items():
+        args[position] = result if place is None else result[place]
+
+
+def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:
+    if None in feedback.values():
+        return {}
+    found = {}
+    for path, leaf in tree_flatten_with_path(result)[0]:
+        if path and getattr(path[0], "idx", None) in feedback.values():
+            continue
+        if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name.partition("/")[2] or f"output {name}".strip()] = float(leaf)
+    return found

@@ -1,0 +1,78 @@
+"""Runs command lines: many in one process of its own, or each in its own.
+
+Commands choose JAX's platform for their process, so they never run in that of the
+tests.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+_BATCH = """
+import json, sys
+from typer.testing import CliRunner
+from cfp.cli import app
+found = []
+for argv in json.load(sys.stdin):
+    result = CliRunner().invoke(app, argv)
+    odd = result.exception is not None and not isinstance(
+        result.exception, SystemExit
+    )
+    trace = repr(result.exception) if odd else ""
+    found.append([result.exit_code, result.stdout, result.stderr, trace])
+json.dump(found, sys.stdout)
+"""
+
+
+class Outcome(NamedTuple):
+    """What a command line came to; `crash` is an exception that nobody caught."""
+
+    code: int
+    out: str
+    err: str
+    crash: str = ""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a user who has set nothing up."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "CFP_CACHE_DIR")
+    }
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **more}
+
+
+def run_batch(lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
+    """Runs commands one after another in one process, with a working folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BATCH],
+        input=json.dumps([list(line) for line in lines]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(CFP_CACHE_DIR=str(folder / "cache")),
+        timeout=300,
+        check=True,
+    )
+    return [Outcome(*found) for found in json.loads(done.stdout)]
+
+
+def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
+    """Runs one command in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cfp", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(CFP_CACHE_DIR=str(folder / "cache"), **variables),
+        timeout=300,
+        check=False,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,8 @@
+"""GPT, pass by pass; see `gpt_test.sh`."""
+
+from pathlib import Path
+
+from cfp_test import model_passes
+
+if __name__ == "__main__":
+    raise SystemExit(model_passes.main("gpt", Path(__file__).parent))

@@ -1,0 +1,8 @@
+"""LLaMA 2, pass by pass; see `llama_test.sh`."""
+
+from pathlib import Path
+
+from cfp_test import model_passes
+
+if __name__ == "__main__":
+    raise SystemExit(model_passes.main("llama", Path(__file__).parent))

@@ -1,0 +1,55 @@
+"""The shell entry points: each pass over each model starts from a script."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp_test.cli_runner import environment
+
+TESTS = Path(__file__).parent.parent
+SMALL = (
+    "--num_layer 3 --batch_size 8 --hidden_size 32 --seq_len 16 --num_heads 4 "
+    "--vocab_size 64 --device_num 4 --platform cpu --mode analysis"
+).split()
+
+
+def run(script: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["sh", str(TESTS / script), *words],
+        capture_output=True,
+        text=True,
+        env={**environment(), "PYTHON": sys.executable},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("bert/bert_test.sh", []),
+        ("gpt/gpt_test.sh", ["--ffn_size", "64"]),
+        ("llama2/llama_test.sh", ["--num_kv_heads", "2", "--remat"]),
+    ],
+)
+def test_analysis_finds_the_layers(script, options, tmp_path):
+    done = run(script, *SMALL, *options, "--workdir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    pattern = r"^ParallelBlocks sequence: .* mapped to  (\(.*\))$"
+    kinds = [
+        ast.literal_eval(kind)
+        for kind in re.findall(pattern, done.stdout, re.MULTILINE)
+    ]
+    # What comes before the layers, three that are equal, and what comes after.
+    assert [kinds.index(kind) for kind in kinds] == [0, 1, 1, 1, 4]
+    assert (tmp_path / "debug_analysis_global" / "segments.json").exists()
+
+
+def test_layers_that_misfit_are_refused():
+    done = run("llama2/llama_test.sh", *SMALL, "--num_kv_heads", "3")
+    assert done.returncode == 2
+    assert "heads must be divisible by kv_heads" in done.stderr

@@ -1,0 +1,132 @@
+"""The shell entry point, all passes, on a model small enough for a CPU."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp_test.cli_runner import environment
+
+SCRIPT = Path(__file__).with_name("moe_test.sh")
+# What is compiled here runs a few times only.
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+SMALL = (
+    "--batch_size 8 --hidden_size 16 --seq_len 16 --num_heads 4 "
+    "--vocab_size 64 --num_experts 4 --expert_group_size 32 --device_num 4 "
+    "--platform cpu --per_kind 1 --quick"
+).split()
+
+
+def run(workdir: Path, *words: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["sh", str(SCRIPT), *words, "--workdir", str(workdir)],
+        capture_output=True,
+        text=True,
+        cwd=workdir,
+        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        timeout=300,
+        check=False,
+    )
+
+
+def sequences(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    pattern = r"^ParallelBlocks sequence: (\(.*?\)) mapped to  (\(.*?\))$"
+    return [
+        (ast.literal_eval(a), ast.literal_eval(b))
+        for a, b in re.findall(pattern, text, re.MULTILINE)
+    ]
+
+
+@pytest.mark.smoke
+def test_analysis_of_the_full_model_is_quick(tmp_path):
+    """The artifact's own size: nothing is allocated, so any machine will do."""
+    done = run(
+        *(tmp_path, "--num_layer", "4", "--batch_size", "64", "--mode", "analysis"),
+        *("--platform", "cpu"),
+    )
+    assert done.returncode == 0, done.stderr
+    seconds = re.search(r"^global analysis time: ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert seconds is not None
+    # Well under five seconds, but tests share their machine.
+    assert float(seconds[1]) < 20
+    found = sequences(done.stdout)
+    kinds = [first for _, first in found]
+    # Embedding, dense and expert layers in turn, each twice, and the head.
+    assert kinds == [found[i][0] for i in (0, 1, 2, 1, 2, 5)]
+    blocks = re.findall(r"^Parallel Block (\d+):$", done.stdout, re.MULTILINE)
+    assert list(map(int, blocks)) == list(range(found[-1][0][1]))
+    plans = re.findall(r"^    Plan: ((?:\d+, )+)$", done.stdout, re.MULTILINE)
+    assert len(plans) > 2 * len(blocks)
+    folder = tmp_path / "debug_analysis_global"
+    text = (folder / "strategy_map.txt").read_text()
+    assert re.search(r"^Strategy SRR = SRR x RR @ \{0\}$", text, re.MULTILINE)
+    assert re.search(r"^Strategy .* \(allreduce @ 0\)$", text, re.MULTILINE)
+    assert len(json.loads((folder / "segments.json").read_text())) == 6
+
+
+@pytest.mark.parametrize(
+    ("layers", "segments"),
+    [
+        # Two layers, one of each sort: nothing repeats.
+        (2, [0]),
+        pytest.param(4, [0, 1, 2, 1, 2, 3], marks=pytest.mark.nightly),
+    ],
+)
+def test_profile_and_search(tmp_path, layers, segments):
+    size = (*SMALL, "--num_layer", str(layers))
+    kinds = sorted(set(segments))
+    missing = run(tmp_path, *size, "--mode", "search")
+    assert missing.returncode == 2
+    assert "Run the profile pass" in missing.stderr
+    assert missing.stdout == ""
+
+    profiled = run(tmp_path, *size, "--mode", "profile")
+    assert profiled.returncode == 0, profiled.stderr
+    lines = profiled.stdout.splitlines()
+    assert lines[0] == f"NUM SEGMENT is {len(kinds)}"
+    spaces = {}
+    for kind in kinds:
+        start = lines.index(f"RUN AutoSharding FOR SEGMENT {kind} segment_{kind}")
+        space = lines[start + 2].removeprefix("segment PB search space: ")
+        spaces[kind] = ast.literal_eval(space)
+        assert (tmp_path / f"debug_segment_{kind}_analysis_segment").is_dir()
+    pattern = re.compile(
+        r"SegmentIdx: (\d) ParallelBlock Strategy: (\[.*\]) avgcost: (\S+) "
+        r"mem_cost\(GB\): (\S+) storage: (used|optimizer|sharded)"
+    )
+    found = [match for line in lines if (match := pattern.fullmatch(line))]
+    assert {int(match[1]) for match in found} == set(kinds)
+    for match in found:
+        numbers = ast.literal_eval(match[2])
+        sizes = spaces[int(match[1])]
+        assert all(n < size for n, size in zip(numbers, sizes, strict=True))
+        assert 0 < float(match[3]) < 10
+    assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", lines[-1])
+
+    # From the cache, and without the single profiles.
+    quiet = run(tmp_path, *size, "--mode", "profile", DUMP_PROFILE_PARALLEL_BLOCK="0")
+    assert "SegmentIdx" not in quiet.stdout
+    assert "overlapped_profiling overall time" in quiet.stdout
+
+    searched = run(tmp_path, *size, "--mode", "search")
+    assert searched.returncode == 0, searched.stderr
+    solution, cost, flop, tflops = searched.stdout.splitlines()[:4]
+    numbers = ast.literal_eval(
+        solution.removeprefix("searched ParallelBlock Strategies solution: ")
+    )
+    sizes = [size for kind in segments for size in spaces[kind]]
+    assert all(n < size for n, size in zip(numbers, sizes, strict=True))
+    shown = re.fullmatch(
+        r"searched training cost: \[([\d. ]+)\], memory_cost: ([\d.]+)", cost
+    )
+    assert shown is not None
+    count = float(flop.removeprefix("TFLOP_COUNT: "))
+    rates = ast.literal_eval(tflops.removeprefix("tflops: "))
+    for seconds, rate in zip(map(float, shown[1].split()), rates, strict=True):
+        assert rate == pytest.approx(count / seconds, rel=1e-3)
+    assert "Race" in searched.stdout
+    assert (tmp_path / "debug_search" / "after_ir.txt").exists()

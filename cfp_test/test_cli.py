@@ -1,0 +1,242 @@
+"""The command line from the outside: what it prints, and how it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cfp import __version__
+from cfp_test.cli_runner import Outcome, environment, run_batch, run_one
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
+TOY = f"{TOYS}:toy"
+HALF = f"{TOYS}:half"
+ON_CPU = ("--platform", "cpu", "--devices", "4")
+ANY_PRESET = ("--preset", "data_parallel", "--workdir", "work")
+FEW = ("--workdir", "work", "--per-kind", "2", "--quick")
+STRICT = ("--steps", "2", "--tolerance", "1e-9")
+
+# (command line, part of the message). All end with code 2 and nothing on stdout. Those
+# that reach a device ask for the same four, since they share a process.
+MISTAKES: list[tuple[list[str], str]] = [
+    (["plan", "gtp"], "try: gpt"),
+    (["plan", "absent.py:step"], "There is no file absent.py"),
+    (["plan", "gpt", "--layrs", "2"], "try: --layers"),
+    (["plan", TOY, "--deivces", "4"], "Unknown options: --deivces 4"),
+    (["plan", TOY, "--devices", "1"], "There is nothing to shard over"),
+    (["plan", TOY, "--mesh", "x=1"], "There is nothing to shard over"),
+    (["plan", TOY, "--mesh", "x:4"], "The mesh cannot be read"),
+    (["plan", TOY, "--mesh", "x=2,x=2"], "each axis once"),
+    (["plan", TOY, "--mesh", "x=2", "--devices", "4"], "contradict each other"),
+    (["plan", TOY, "--platform", "tpu"], "There is no such platform"),
+    (["plan", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights"], "cannot be read"),
+    (["plan", TOY, *ON_CPU, "--pin", "bias=x"], "matches no argument"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights/up=y"], "no axis 'y'"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"], "3 dims"),
+    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "absent is no folder"),
+    (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
+    (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
+    (["plan", TOY, *ON_CPU, "--donate", "3"], "numbered from 0 to 2"),
+    (["plan", f"{TOYS}:with_static", *ON_CPU], "--static N"),
+    (["plan", TOY, "--devices", "64"], "try: --devices 4"),
+    (["analyze", TOY, "--devices", "64"], "4 of platform cpu"),
+    (["analyze", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "Cannot write to"),
+    (["search", TOY, *ON_CPU, "--workdir", "empty"], "Run the profile pass"),
+    (["show", "absent.json"], "Cannot read a plan"),
+    (["show", "damaged.json"], "Cannot read a plan"),
+    (["show", "other.json"], "something else"),
+    (["run", TOY], "Give either --plan"),
+    (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
+    (
+        ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
+        "can run only once",
+    ),
+    (["plan"], "Missing argument"),
+    (["plan", TOY, "--devices", "four"], "--devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder) -> list[Outcome]:
+    (folder / "damaged.json").write_text('{"format": 1, "mesh_axes"')
+    (folder / "other.json").write_text('{"format": 1000}')
+    return run_batch([line for line, _ in MISTAKES], folder)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_in_one_message(outcomes, number):
+    line, message = MISTAKES[number]
+    outcome = outcomes[number]
+    assert outcome.crash == "", line
+    assert outcome.code == 2, line
+    assert message in outcome.err, line
+    assert outcome.out == "", line
+    assert "Traceback" not in outcome.err, line
+
+
+@pytest.mark.smoke
+def test_version_and_help(folder):
+    lines = [["--version"], ["--help"]]
+    commands = ["plan", "analyze", "profile", "search", "run", "presets", "show"]
+    lines += [[command, "--help"] for command in commands]
+    version, overview, *details = run_batch(lines, folder)
+    assert version.out == f"cfp {__version__}\n"
+    for command, text in zip(commands, details, strict=True):
+        assert command in overview.out
+        assert text.code == 0
+        assert f"Example: cfp {command}" in text.out
+
+
+def test_too_few_devices_names_the_remedy(folder):
+    outcome = run_one("plan", TOY, "--devices", "4", folder=folder, JAX_PLATFORMS="cpu")
+    assert outcome.code == 2
+    assert "4 devices for the mesh x=4" in outcome.err
+    assert "--platform cpu" in outcome.err
+
+
+def test_looking_at_a_program_takes_no_measurements(folder):
+    lines = [
+        ["analyze", TOY, *ON_CPU, "--workdir", "look"],
+        ["analyze", f"{TOYS}:talkative", *ON_CPU, "--json"],
+        ["presets", TOY, *ON_CPU],
+        ["presets", TOY, *ON_CPU, "--json"],
+    ]
+    analysed, analysed_json, listed, listed_json = run_batch(lines, folder)
+    assert "2 blocks, 1 segments" in analysed.out
+    assert (folder / "look" / "debug_analysis_global" / "strategy_map.txt").exists()
+    assert not list(folder.glob("look/*.sqlite"))
+    found = json.loads(analysed_json.out)
+    assert [len(s["strategies"]) for s in found["segments"]] == [2]
+    # Forward, and both gradients but that of the data.
+    assert found["flops"] == 5 * 2 * 16 * 32 * 64
+    assert "This is no JSON." in analysed_json.err
+    assert "fully_sharded" in listed.out
+    by_name = {item["name"]: item for item in json.loads(listed_json.out)}
+    whole = 4 * (32 * 64 + 64 * 32)
+    data = 2 * 4 * 16 * 32
+    assert by_name["data_parallel"]["argument_bytes"] == whole + data // 4
+    assert by_name["fully_sharded"]["argument_bytes"] == whole // 4 + data // 4
+    assert by_name["data_parallel"]["collective_bytes"] == {"all-reduce x": whole}
+
+
+@pytest.fixture(scope="module")
+def planned(folder) -> tuple[Outcome, Path]:
+    """A plan in JSON, saved too, made in a process of its own."""
+    path = folder / "plan.json"
+    outcome = run_one(
+        *(
+            "plan",
+            f"{TOYS}:talkative",
+            *ON_CPU,
+            "--workdir",
+            "work",
+            "--per-kind",
+            "2",
+            "--quick",
+        ),
+        *("--pin", "weights/up=None,x", "-o", str(path), "--json"),
+        folder=folder,
+    )
+    return outcome, path
+
+
+def test_plan_prints_one_json_document(planned):
+    outcome, path = planned
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert found == json.loads(path.read_text())
+    assert found["race"] and found["rows"]
+    specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}
+    assert specs["weights/up"] == [[], ["x"]]
+    # Without a terminal nothing tells of progress.
+    assert outcome.err == "This is no JSON.\n"
+
+
+def test_show_and_search_know_what_was_found(planned, folder):
+    _, path = planned
+    common = [*ON_CPU, *FEW]
+    shown, again, searched, missing = run_batch(
+        [
+            ["show", str(path)],
+            ["plan", TOY, *common, "--pin", "weights/up=None,x"],
+            ["search", TOY, *common, "--pin", "weights/up=None,x", "--no-race"],
+            ["search", TOY, *common, "--no-race"],
+        ],
+        folder,
+    )
+    assert "all-reduce" in shown.out or "all-gather" in shown.out
+    assert "0 strategies measured" in again.out
+    assert "0 strategies measured" in searched.out
+    assert "Race" not in searched.out
+    assert missing.code == 2
+    assert "have not been measured" in missing.err
+    assert "shardings" in missing.err
+
+
+def test_run_checks_a_plan_and_a_preset(planned, folder):
+    _, path = planned
+    checked, preset, low, other = run_batch(
+        [
+            ["run", TOY, "--plan", str(path), "--steps", "3", "--check"],
+            ["run", TOY, *ON_CPU, *ANY_PRESET, "--steps", "3", "--json"],
+            ["run", HALF, *ON_CPU, *ANY_PRESET, "--check", "--json", *STRICT],
+            ["run", HALF, "--plan", str(path)],
+        ],
+        folder,
+    )
+    assert checked.code == 0, checked
+    assert "Check passed" in checked.out
+    assert "Median step time" in checked.out
+    found = json.loads(preset.out)
+    losses = [step["metrics"]["loss"] for step in found["steps"]]
+    # The weights come back, so they are fed back, donated or not.
+    assert losses[0] > losses[1] > losses[2]
+    assert found["checked"] is False
+    strict = json.loads(low.out)
+    assert strict["tolerance"] == 1e-9
+    assert low.code == (0 if strict["passed"] else 1)
+    assert other.code == 2
+    assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
+
+
+def test_a_budget_that_nothing_fits(planned, folder):
+    budget = run_one(
+        *("plan", TOY, *ON_CPU, *FEW),
+        *("--pin", "weights/up=None,x", "--memory-budget", "100"),
+        folder=folder,
+    )
+    assert budget.code == 2
+    assert "Raise the budget" in budget.err
+
+
+def test_interrupting_keeps_what_was_measured(folder):
+    work = folder / "interrupted"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cfp", "profile", TOY, *ON_CPU, "--workdir", str(work)],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (work / "profiles.sqlite").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert f"kept in {work / 'profiles.sqlite'}" in err
+    assert "Traceback" not in err

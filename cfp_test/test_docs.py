@@ -1,0 +1,83 @@
+"""What the README and docs/ show must exist, and run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp.models.registry import find
+from cfp_test.cli_runner import ROOT, environment, run_batch
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line[:1] == ["cfp"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    local = [target for target in targets if not target.startswith("http")]
+    assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_python(page):
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def test_commands_have_the_options_shown(tmp_path):
+    shown = [line for page in PAGES for line in commands(page)]
+    assert len(shown) >= 5
+    names = sorted({line[0] for line in shown})
+    helps = run_batch([[name, "--help"] for name in names], tmp_path)
+    texts = {name: done.out for name, done in zip(names, helps, strict=True)}
+    for name, target, *words in shown:
+        known = set(re.findall(r"--[a-z-]+", texts[name])) | {"-o"}
+        if ":" not in target and target.isalpha():
+            known |= {option.flag for option in find(target).options}
+        flags = {word for word in words if word.startswith("-")}
+        assert flags <= known, (name, target, flags - known)
+
+
+def test_the_step_in_getting_started_is_a_target(tmp_path):
+    (block,) = (
+        block
+        for block in blocks(ROOT / "docs" / "getting-started.md", "python")
+        if block.startswith("# train.py")
+    )
+    (tmp_path / "train.py").write_text(block)
+    line = ["analyze", "train.py:tiny", "--platform", "cpu", "--devices", "4"]
+    (done,) = run_batch([line], tmp_path)
+    assert done.code == 0, done.err
+    assert "2 blocks" in done.out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_examples_run(page, tmp_path):
+    (block,) = (b for b in blocks(ROOT / page, "python") if "make_mesh" in b)
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "CFP_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env=environment(**flags),
+        timeout=300,
+        check=True,
+    )

@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cfp.errors import CfpError
+from cfp.targets import parse_options, resolve
+
+FILE = f"{__file__.rpartition('/')[0]}/toy_targets.py"
+MODULE = "cfp_test.toy_targets"
+
+
+def single(tree):
+    """Shardings for a tree, all on the first device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: here, tree)
+
+
+@pytest.mark.smoke
+def test_a_model_is_a_target_with_its_options():
+    target = resolve("gpt", ["--layers", "1", "--hidden=32", "--heads", "2", "--tied"])
+    state, batch = target.args
+    assert target.donate == (0,)
+    assert batch["tokens"].shape == (16, 1024)
+    assert state.params["embedding"]["token"]["embedding"].shape == (51200, 32)
+    assert "head" not in state.params
+
+
+def test_options_are_parsed_by_type():
+    words = ["--layers", "2", "--learning-rate=1e-3", "--learning_rate", "2e-3"]
+    assert parse_options("gpt", words) == {"layers": 2, "learning_rate": 2e-3}
+    assert parse_options("gpt", ["--tied", "--dtype", "float32"]) == {
+        "tied": True,
+        "dtype": "float32",
+    }
+    assert parse_options("gpt", ["--tied", "false"]) == {"tied": False}
+
+
+@pytest.mark.parametrize("where", [FILE, MODULE])
+def test_a_function_is_a_target(where):
+    target = resolve(f"{where}:toy", donate=[0])
+    assert target.donate == (0,)
+    assert target.args[1].shape == (16, 32)
+
+
+def test_arguments_are_made_where_only_shapes_are_known():
+    target = resolve(f"{FILE}:toy")
+    weights, x, y = target.make_args([single(arg) for arg in target.args])
+    assert weights["up"].shape == (32, 64)
+    assert not np.array_equal(x, y)
+    assert np.isfinite(np.sqrt(x)).all()  # What may be a variance is not negative.
+
+
+def test_concrete_and_static_arguments_stay_what_they_are():
+    target = resolve(f"{FILE}:with_static", static=[1])
+    weights, layers, x = target.make_args([single(target.args[i]) for i in (0, 2)])
+    assert layers == 2
+    np.testing.assert_array_equal(weights, np.eye(32))
+    assert isinstance(x, jax.Array) and x.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("gtp", [], "try: gpt"),
+        ("nothing", [], "a model (gpt, moe"),
+        ("step.py", [], "try: step.py:function"),
+        ("gpt", ["--layrs", "2"], "try: --layers"),
+        ("gpt", ["layers", "2"], "has no option layers"),
+        ("gpt", ["--layers"], "--layers needs a value"),
+        ("gpt", ["--layers", "two"], "--layers cannot be 'two'"),
+        ("gpt", ["--tied", "maybe"], "--tied cannot be 'maybe'"),
+        ("gpt", ["--layers", "0"], "cannot be built: layers must be positive"),
+        ("gpt", ["--hidden", "65"], "hidden must be divisible by heads"),
+        ("gpt", ["--dtype", "int4"], "dtype must be one of"),
+        ("absent.py:step", [], "There is no file absent.py"),
+        ("absent.module:step", [], "no module 'absent'"),
+        ("cfp_test.absent:step", [], "cannot be imported: ModuleNotFoundError"),
+        (f"{FILE}:absent", [], "has no function 'absent'"),
+        (f"{FILE}:not_a_function", [], "has no function 'not_a_function'"),
+        (f"{FILE}:needs_size", [], "needs arguments: size"),
+        (f"{FILE}:no_step", [], "does not return a step"),
+        (f"{FILE}:raising", [], "raised ValueError: no data here"),
+        (f"{FILE}:toy", ["--layers", "2"], "Unknown options: --layers 2"),
+    ],
+)
+def test_bad_targets_are_explained(text, options, message):
+    with pytest.raises(CfpError) as caught:
+        resolve(text, options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["donate", "static"])
+def test_positions_must_be_those_of_arguments(option):
+    with pytest.raises(CfpError, match=f"--{option} 3: the step has 3 arguments"):
+        resolve(f"{FILE}:toy", **{option: [3]})
+
+
+def test_models_take_no_positions():
+    with pytest.raises(CfpError, match="Leave them out"):
+        resolve("gpt", donate=[0])
+
+
+def test_a_file_that_python_cannot_read_is_explained(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def step(:\n")
+    with pytest.raises(CfpError, match="cannot be imported: SyntaxError"):
+        resolve(f"{broken}:step")

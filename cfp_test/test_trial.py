@@ -1,0 +1,48 @@
+import math
+
+import pytest
+
+from cfp.execute import Difference
+from cfp.trial import StepResult, Trial
+
+
+def trial(*steps: tuple[float, float], tolerance: float = 1e-5) -> Trial:
+    """Steps of (difference from one device, what rounding does)."""
+    return Trial(
+        steps=tuple(
+            StepResult(
+                time_ms=float(i + 1),
+                metrics={"accuracy": 0.5, "train/loss": 2.0},
+                differences=(Difference("w", off), Difference("b", 0.0)),
+                rounding={"w": rounding, "b": 0.0},
+            )
+            for i, (off, rounding) in enumerate(steps)
+        ),
+        tolerance=tolerance,
+        checked=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("off", "rounding", "fails"),
+    [
+        (0.0, 0.0, False),
+        (9e-6, 0.0, False),
+        (2e-5, 0.0, True),
+        (2e-5, 1e-6, True),
+        (2e-5, 1e-5, False),  # Rounding explains it.
+        (math.inf, 1e-5, True),
+        (0.5, 1.0, False),  # Nothing but noise in that leaf, whoever computes it.
+    ],
+)
+def test_what_fails_a_check(off, rounding, fails):
+    found = trial((0.0, 0.0), (off, rounding)).failures
+    assert [number for number, _ in found] == ([1] if fails else [])
+
+
+def test_summaries():
+    found = trial((1e-7, 0.0), (3e-7, 0.0), (2e-7, 0.0))
+    assert found.largest == Difference("w", 3e-7)
+    assert found.median_ms == 2.5  # Without the first step.
+    assert found.steps[0].loss == 2.0
+    assert trial((0.0, 0.0)).median_ms == 1.0

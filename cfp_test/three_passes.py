@@ -1,0 +1,227 @@
+"""The three passes one at a time, with the output of CFP's artifact.
+
+The folders `moe/` and others hold the shell entry points; each says what its options
+mean for its model.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cfp import platform
+from cfp.analysis.dump import (
+    block_lines,
+    layout_lines,
+    sequence_lines,
+    strategy_map,
+    write_files,
+)
+from cfp.analysis.flops import program_flops
+from cfp.analysis.layout import lay_out
+from cfp.cli import options
+from cfp.cli.planning import search_stored
+from cfp.cli.progress import Display
+from cfp.cli.session import Session, analyse, dump_session
+from cfp.errors import CfpError
+from cfp.planner import Planner, PlannerSettings
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.runner import profile
+from cfp.report.passes import search_space, strategy_numbers
+from cfp.report.tables import plan_text
+from cfp.search.race import peak_bytes
+from cfp.search.wanted import Wanted, wanted_profiles
+from cfp.targets import model_target
+from cfp.units import parse_bytes
+
+GIB = 2**30
+
+
+def add_options(parser: argparse.ArgumentParser, workdir: Path) -> None:
+    """Adds the options that the tests of all models share."""
+    parser.add_argument(
+        "--mode", choices=("analysis", "profile", "search"), required=True
+    )
+    parser.add_argument("--platform", choices=platform.PLATFORMS)
+    parser.add_argument("--device_num", type=int, default=4)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--workdir", type=Path, default=workdir)
+    parser.add_argument("--memory_budget", help="of one device, such as 40GiB")
+    parser.add_argument("--quick", action="store_true", help="measure less")
+    parser.add_argument(
+        "--per_kind", type=int, default=PlannerSettings().per_kind, help="to measure"
+    )
+
+
+def run(model: str, shape: Mapping[str, int], args: argparse.Namespace) -> int:
+    """Runs one pass; returns the exit code.
+
+    Args:
+        model: name in the zoo.
+        shape: options of the model, `dtype` apart.
+        args: what `add_options` parsed.
+    """
+    try:
+        axes = platform.parse_mesh(args.device_num, None)
+        platform.select(args.platform or _found_platform(), axes)
+        target = model_target(model, {**shape, "dtype": args.dtype})
+        session = analyse(target, platform.make_mesh(axes))
+        passes = {"analysis": _analysis, "profile": _profile, "search": _search}
+        passes[args.mode](session, args)
+    except CfpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted. What was measured is kept.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> PlannerSettings:
+    return options.settings(per_kind=args.per_kind, quick=args.quick)
+
+
+def _found_platform() -> str:
+    return "cuda" if platform.has_gpu() else "cpu"
+
+
+def _talkative() -> bool:
+    return os.environ.get("DUMP_PROFILE_PARALLEL_BLOCK", "1") != "0"
+
+
+def _print_lines(lines) -> None:
+    for line in lines:
+        print(line)
+
+
+def _analysis(session: Session, args: argparse.Namespace) -> None:
+    if _talkative():
+        for block in session.analysis.frame.blocks:
+            _print_lines(block_lines(session.analysis.frame, block))
+    _print_lines(sequence_lines(session.analysis))
+    print(f"global analysis time: {session.seconds}")
+    print(f"FLOP_COUNT: {program_flops(session.analysis.frame.program) / 1e12}")
+    print(f"debug files: {dump_session(session, args.workdir)}")
+
+
+def _profile(session: Session, args: argparse.Namespace) -> None:
+    analysis = session.analysis
+    frame = analysis.frame
+    seconds = 0.0
+    print(f"NUM SEGMENT is {len(analysis.representatives)}")
+    with Planner(analysis, session.mesh, args.workdir) as planner:
+        with Display() as display:
+            rates = measure_rates(session.mesh, planner.store, progress=display.tell)
+        wanted = wanted_profiles(
+            analysis,
+            planner.classics,
+            rates,
+            planner.environment,
+            args.per_kind,
+            _settings(args).in_context,
+        )
+        for kind, index in enumerate(analysis.representatives):
+            segment = analysis.segments[index]
+            mine = [item for item in wanted if item.kind == kind]
+            print(f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n", flush=True)
+            if _talkative():
+                space = search_space(analysis, segment)
+                print(f"segment PB search space: {space}", flush=True)
+            with Display() as display:
+                summary = profile(
+                    frame.program,
+                    session.mesh,
+                    [job for item in mine for job in item.jobs],
+                    planner.store,
+                    progress=display.tell,
+                )
+            seconds += summary.wall_seconds
+            found = [
+                _profile_data(session, kind, item, summary.records) for item in mine
+            ]
+            if _talkative():
+                _print_lines(map(_profile_line, found))
+            write_files(
+                args.workdir / f"debug_segment_{kind}_analysis_segment",
+                {
+                    "strategy_map.txt": "\n".join(
+                        line
+                        for b in segment.blocks
+                        for line in strategy_map(frame, frame.blocks[b])
+                    ),
+                    "profiles.json": json.dumps(found, indent=1),
+                },
+            )
+    print(f"overlapped_profiling overall time {seconds}")
+
+
+def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
+    analysis = session.analysis
+    segment = analysis.segments[analysis.representatives[kind]]
+    record = records[item.job.key.digest]
+    numbers = strategy_numbers(analysis, segment, item.candidate.strategies)
+    return {
+        "segment": kind,
+        "strategies": numbers,
+        "storage": str(item.candidate.storage),
+        "status": record.status,
+        "time_ms": item.time_ms(records) if record.ok else None,
+        "samples_ms": record.samples_ms,
+        "peak_bytes": peak_bytes(record),
+    }
+
+
+def _profile_line(found: dict) -> str:
+    cost = found["time_ms"] / 1000 if found["time_ms"] is not None else float("inf")
+    line = (
+        f"SegmentIdx: {found['segment']} ParallelBlock Strategy: {found['strategies']} "
+        f"avgcost: {cost} mem_cost(GB): {round(found['peak_bytes'] / GIB, 4)} "
+        f"storage: {found['storage']}"
+    )
+    return line if found["status"] == "ok" else f"{line} ({found['status']})"
+
+
+def _search(session: Session, args: argparse.Namespace) -> None:
+    analysis = session.analysis
+    with Display() as display:
+        settings = replace(_settings(args), progress=display.tell)
+        budget = parse_bytes(args.memory_budget)
+        found = search_stored(session, args.workdir, budget, settings)
+    plan = found.plan
+    numbers = [
+        number
+        for segment in analysis.segments
+        for number in strategy_numbers(
+            analysis, segment, tuple(found.choice.blocks[b] for b in segment.blocks)
+        )
+    ]
+    winner = next(row for row in plan.race if row.name == plan.winner)
+    costs = [statistics.median(part) / 1000 for part in _thirds(winner.samples_ms)]
+    tflop = program_flops(analysis.frame.program) / 1e12
+    print(f"searched ParallelBlock Strategies solution: {numbers}")
+    shown = " ".join(f"{cost:.8f}" for cost in costs)
+    memory = round((plan.peak_bytes or 0) / GIB, 4)
+    print(f"searched training cost: [{shown}], memory_cost: {memory}")
+    print(f"TFLOP_COUNT: {tflop}")
+    print(f"tflops: {[tflop / cost for cost in costs]}")
+    table = plan_text(plan)
+    print(f"\n{table}")
+    layout = lay_out(analysis.frame, found.choice)
+    write_files(
+        args.workdir / "debug_search",
+        {
+            "plan.json": plan.to_json(),
+            "plan.txt": table,
+            "after_ir.txt": "".join(f"{line}\n" for line in layout_lines(layout)),
+        },
+    )
+
+
+def _thirds(samples: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """Three runs of samples, in the order taken; fewer if there are fewer."""
+    size = max(1, len(samples) // 3)
+    return [samples[i * size : (i + 1) * size] for i in range(min(3, len(samples)))]

@@ -1,0 +1,77 @@
+"""Targets for the command line's tests, good and bad."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def toy():
+    """Two layers, updated by plain gradient descent."""
+
+    def train_step(weights, x, y):
+        def loss_fn(weights):
+            hidden = jnp.tanh(x @ weights["up"])
+            return ((hidden @ weights["down"] - y) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+        return new, {"loss": loss}
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    weights = {"up": shape(32, 64), "down": shape(64, 32)}
+    return train_step, (weights, shape(16, 32), shape(16, 32))
+
+
+def with_static():
+    """A step with a static argument and concrete arrays."""
+
+    def train_step(weights, layers, x):
+        def loss_fn(weights):
+            h = x
+            for _ in range(layers):
+                h = jnp.tanh(h @ weights)
+            return (h**2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return weights - 0.1 * grads, loss
+
+    weights = np.eye(32, dtype=np.float32)
+    return train_step, (weights, 2, np.ones((16, 32), np.float32))
+
+
+def half():
+    """The toy in bfloat16."""
+    train_step, args = toy()
+
+    def cast(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+
+    return train_step, jax.tree.map(cast, args)
+
+
+def talkative():
+    """Prints where a result is expected."""
+    print("This is no JSON.")
+    return toy()
+
+
+def never_again():
+    """Donates what it does not return."""
+    return (lambda x: {"twice": 2 * x}), (jax.ShapeDtypeStruct((16, 16), jnp.float32),)
+
+
+def needs_size(size):
+    return toy(), size
+
+
+def no_step():
+    return 3
+
+
+def raising():
+    raise ValueError("no data here")
+
+
+not_a_function = 3

@@ -146,6 +146,10 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         flag = flag.replace("_", "-")
+        positive = known.get("--" + flag.removeprefix("--no-"))
+        if flag.startswith("--no-") and positive and positive.type is bool:
+            found[positive.name] = False
+            continue
         option = known.get(flag)
         if option is None:
             raise CfpError(_unknown_option(model, flag, known))

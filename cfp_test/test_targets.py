@@ -26,6 +26,13 @@ def test_a_model_is_a_target_with_its_options():
     assert "head" not in state.params
 
 
+def test_switches_have_an_opposite():
+    assert parse_options("gpt", ["--scan", "--no-remat"]) == {
+        "scan": True,
+        "remat": False,
+    }
+
+
 def test_options_are_parsed_by_type():
     words = ["--layers", "2", "--learning-rate=1e-3", "--learning_rate", "2e-3"]
     assert parse_options("gpt", words) == {"layers": 2, "learning_rate": 2e-3}

@@ -12,7 +12,7 @@ from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.report.tables import plan_view
 
-_WIDTH = 128
+_WIDTH = 150
 
 
 def picture(plan: Plan) -> str:

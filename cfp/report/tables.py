@@ -51,8 +51,7 @@ class Repeat:
 def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
     """Finds segments that are alike and stand back to back.
 
-    Alike are segments of one kind whose blocks are sharded and stored alike and call
-    for the same collectives, whatever their sizes.
+    Alike are segments of one kind whose blocks are sharded and stored alike.
     """
     segments = [tuple(found) for _, found in groupby(rows, key=lambda row: row.segment)]
     marks = [tuple(_mark(row) for row in segment) for segment in segments]
@@ -70,8 +69,7 @@ def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
 
 
 def _mark(row: PlanRow) -> tuple:
-    moved = _SIZE.sub("", row.collectives)
-    return row.kind, row.op, row.sharded, row.storage, moved
+    return row.kind, row.op, row.sharded, row.storage
 
 
 def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
@@ -132,11 +130,29 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
                 merged_name([twin.name.removeprefix(prefix) for twin in twins]),
                 row.sharded,
                 _STORAGE.get(row.storage, row.storage) if new_segment else "",
-                row.collectives,
+                _collectives(twins),
                 _segment_time(row, repeat.count) if new_segment else "",
             )
         table.add_section()
     return table
+
+
+def _collectives(twins: Sequence[PlanRow]) -> str:
+    """What most twins call for, and what the others do: the first of a stack, say.
+
+    Small differences in size are those of tensors that belong to no block for sure.
+    """
+    kinds: dict[str, list[PlanRow]] = {}
+    for twin in twins:
+        kinds.setdefault(_SIZE.sub("", twin.collectives), []).append(twin)
+    common, *others = sorted(
+        kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
+    )
+    texts = [common[0].collectives]
+    for group in others:
+        where = _span([row.segment for row in group])
+        texts.append(f"segment {where}: {group[0].collectives}")
+    return "; ".join(texts)
 
 
 def _segment_text(repeat: Repeat, segment: int) -> str:

@@ -8,7 +8,13 @@ import pytest
 from cfp.models import build
 from cfp.models.gpt import GPT, GPTConfig
 from cfp.models.layers import Attention
-from cfp_test.models.tiny import GPT_TINY, attention_params, count, mlp_params
+from cfp_test.models.tiny import (
+    GPT_TINY,
+    attention_params,
+    count,
+    mlp_params,
+    quick_jit,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -60,12 +66,13 @@ def test_tied_head_is_the_token_embedding():
         vocab=96, seq=16, hidden=32, layers=1, heads=4, dtype="float32", tied=True
     )
     tokens = jnp.arange(16)[None]
-    params = GPT(config).init(jax.random.key(0), tokens)["params"]
+    params = quick_jit(GPT(config).init)(jax.random.key(0), tokens)["params"]
+    apply = quick_jit(GPT(config).apply)
     assert "head" not in params
-    logits = GPT(config).apply({"params": params}, tokens)
+    logits = apply({"params": params}, tokens)
     # A token's logit is its embedding's product with x, so it doubles with it.
     unseen = 95
     table = params["embedding"]["token"]["embedding"]
     params["embedding"]["token"]["embedding"] = table.at[unseen].multiply(2.0)
-    doubled = GPT(config).apply({"params": params}, tokens)
+    doubled = apply({"params": params}, tokens)
     np.testing.assert_allclose(doubled[..., unseen], 2 * logits[..., unseen], rtol=1e-5)

@@ -1,5 +1,7 @@
 """The mixture of experts routes as GShard says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,13 @@ from cfp.models.moe import (
     expert_capacity,
     route_top2,
 )
-from cfp_test.models.tiny import MOE_TINY, attention_params, count, mlp_params
+from cfp_test.models.tiny import (
+    MOE_TINY,
+    attention_params,
+    count,
+    mlp_params,
+    quick_jit,
+)
 
 
 def test_moe_parameter_count():
@@ -98,14 +106,15 @@ def test_equal_experts_with_room_for_all_are_the_dense_mlp():
     """With two experts every token goes to both, and each has a seat for all."""
     x = jax.random.normal(jax.random.key(0), (2, 16, 8))
     mlp = MLP(ffn=24, dtype="float32")
-    dense = mlp.init(jax.random.key(1), x)["params"]
+    dense = quick_jit(mlp.init)(jax.random.key(1), x)["params"]
     dense = jax.tree.map(lambda p: p + 0.1, dense)  # So that biases matter.
 
     layer = ExpertLayer(experts=2, group=8, ffn=24, dtype="float32")
-    params = layer.init(jax.random.key(2), x)["params"]
+    params = quick_jit(layer.init)(jax.random.key(2), x)["params"]
     for expert_name, name in (("expert_up", "up"), ("expert_down", "down")):
         params[expert_name] = jax.tree.map(lambda p: jnp.stack([p, p]), dense[name])
-    y, sown = layer.apply({"params": params}, x, mutable=["losses"])
+    apply = quick_jit(functools.partial(layer.apply, mutable=["losses"]))
+    y, sown = apply({"params": params}, x)
 
     np.testing.assert_allclose(y, mlp.apply({"params": dense}, x), rtol=1e-5, atol=1e-6)
     (balance,) = sown["losses"]["balance"]

@@ -146,6 +146,13 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
     assert [r.count for r in collapse(rows)] == [1, 1, 1, 1, 1]
 
 
+def test_what_only_some_of_the_segments_send_is_said():
+    rows = layers([0, 0, 0])
+    rows[1] = row(1, 0, "Net/layer_0/mlp", collectives="all-to-all x 8.00 KiB")
+    text = plan_text(make_plan(rows, []))
+    assert "| all-reduce x 18.25 KiB; segment 1: all-to-all x 8.00 KiB |" in text
+
+
 @pytest.mark.parametrize(
     ("names", "merged"),
     [

@@ -15,8 +15,13 @@ from cfp.errors import (
 from cfp.execute import compare
 from cfp.plan import Plan
 from cfp.planner import PlannerSettings
+from cfp.presets import CLASSICS
+
+# Names that `plan(..., preset=...)` knows on a mesh of any shape.
+PRESETS = tuple(CLASSICS)
 
 __all__ = [
+    "PRESETS",
     "CacheError",
     "CfpError",
     "DeviceError",

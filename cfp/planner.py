@@ -33,6 +33,7 @@ from cfp.search.measure import Told, limit, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.wanted import Wanted, segment_candidate, wanted_profiles
+from cfp.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +313,8 @@ class Planner:
             smallest = min(r.peak_bytes for r in results)
             return MemoryBudgetError(
                 f"Of {len(results)} compiled plans the smallest needs "
-                f"{smallest / 2**30:.3f} GiB on each device; the budget is "
-                f"{(self.budget_bytes or 0) / 2**30:.3f} GiB. Raise the budget, use "
+                f"{format_bytes(smallest)} on each device; the budget is "
+                f"{format_bytes(self.budget_bytes or 0)}. Raise the budget, use "
                 "more devices, or make the batch smaller.",
                 smallest_feasible_bytes=smallest,
                 contributors=[(r.name, r.peak_bytes) for r in results],

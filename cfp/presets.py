@@ -32,6 +32,16 @@ from cfp.program.rules import Rule
 
 ROLES = ("data", "tensor", "sequence", "expert")
 
+# The classics that need no axis of their own: what every axis does, and the storage.
+CLASSICS = {
+    "data_parallel": ("data", Storage.USED),
+    "zero1": ("data", Storage.OPTIMIZER),
+    "fully_sharded": ("data", Storage.SHARDED),
+    "tensor_parallel": ("tensor", Storage.USED),
+    "tensor_sequence_parallel": ("sequence", Storage.USED),
+    "expert_parallel": ("expert", Storage.USED),
+}
+
 
 def presets(frame: Frame) -> dict[str, Choice]:
     """Every classic that makes sense for a program on its mesh, by name.
@@ -40,15 +50,7 @@ def presets(frame: Frame) -> dict[str, Choice]:
     any) are left out.
     """
     found: dict[str, Choice] = {}
-    names = {
-        "data_parallel": ("data", Storage.USED),
-        "zero1": ("data", Storage.OPTIMIZER),
-        "fully_sharded": ("data", Storage.SHARDED),
-        "tensor_parallel": ("tensor", Storage.USED),
-        "tensor_sequence_parallel": ("sequence", Storage.USED),
-        "expert_parallel": ("expert", Storage.USED),
-    }
-    for name, (role, storage) in names.items():
+    for name, (role, storage) in CLASSICS.items():
         _add(found, name, preset(frame, (role,) * len(frame.mesh), storage))
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,15 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, constraints, lay_out
 from cfp.analysis.strategies import block_strategies
-from cfp.program.graft import constrain, partition_spec
+from cfp.program.graft import (
+    Constraints,
+    Part,
+    aval,
+    constrain,
+    lower_part,
+    partition_spec,
+)
+from cfp.program.graph import Spec
 from cfp.program.trace import FlatStep, flatten_step, lower_step, planning_mesh, trace
 
 MeshSizes = tuple[tuple[str, int], ...]
@@ -148,3 +156,56 @@ def differences(case: Case, outputs: list[Any]) -> dict[str, float]:
         if not distance <= case.tolerance:
             far[name] = distance
     return far
+
+
+def evaluate(case: Case, values: tuple[int, ...]) -> dict[int, np.ndarray]:
+    """What a program's inner values are, by running all of it as one part."""
+    program = case.frame.program
+    top = tuple(op.id for op in program.ops if op.parent < 0)
+    part = Part(top, tuple(program.args), values)
+    layout = lay_out(case.frame, draw(case.frame, 0))
+    lowered = lower_part(
+        program,
+        part,
+        case.mesh,
+        Constraints({}, {}),
+        [layout.arg_spec(i) for i in range(len(program.args))],
+        [((),) * len(program.values[v].shape) for v in values],
+    )
+    raw = [jax.random.key_data(x) if is_key(x) else x for x in case.leaves]
+    avals = [aval(program, v) for v in program.args]
+    arrays = [jnp.asarray(x, a.dtype) for x, a in zip(raw, avals, strict=True)]
+    outputs = lowered.compile()(*place(case, layout, program.args, arrays))
+    return dict(zip(values, map(np.asarray, outputs), strict=True))
+
+
+def place(
+    case: Case, layout: Layout, values: Sequence[int], arrays: Sequence[Any]
+) -> list[jax.Array]:
+    """Puts arrays where a layout has the values that they are."""
+    return [
+        jax.device_put(x, NamedSharding(case.mesh, partition_spec(spec_of(layout, v))))
+        for v, x in zip(values, arrays, strict=True)
+    ]
+
+
+def spec_of(layout: Layout, value: int) -> Spec:
+    """The sharding of a value, replicated where the compiler may decide."""
+    rank = len(layout.frame.program.values[value].shape)
+    return layout.spec(value) or ((),) * rank
+
+
+def run_part(
+    case: Case, layout: Layout, part: Part, known: Mapping[int, np.ndarray]
+) -> list[np.ndarray]:
+    """Compiles a part by itself and runs it on what the whole program computed."""
+    lowered = lower_part(
+        case.frame.program,
+        part,
+        case.mesh,
+        constraints(layout),
+        [spec_of(layout, v) for v in part.inputs],
+        [spec_of(layout, v) for v in part.outputs],
+    )
+    inputs = place(case, layout, part.inputs, [known[v] for v in part.inputs])
+    return [np.asarray(x) for x in lowered.compile()(*inputs)]

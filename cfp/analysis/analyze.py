@@ -45,7 +45,9 @@ def build_frame(
         groups=groups,
         paired=paired,
         canonical=flow.canonical,
-        shardings=tuple(BlockSharding(program, b, axes, flow.canonical) for b in blocks),
+        shardings=tuple(
+            BlockSharding(program, b, axes, flow.canonical) for b in blocks
+        ),
         states=tuple(GroupSharding(program, g, axes, flow.canonical) for g in groups),
         block_of=tuple(block_of),
         group_of=group_of,

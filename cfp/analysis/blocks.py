@@ -20,7 +20,6 @@ from cfp.analysis.numbering import Numbers
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
-
 # Parts of a program without contractions and without a tensor of this many elements
 # (random keys, counters) are not worth a block.
 _MIN_ELEMENTS = 64

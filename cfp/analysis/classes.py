@@ -67,7 +67,10 @@ class DimClasses:
         rule, program = op.rule, self._program
         if rule is None:
             return
-        for values, tensors in ((op.operands, rule.operands), (op.results, rule.results)):
+        for values, tensors in (
+            (op.operands, rule.operands),
+            (op.results, rule.results),
+        ):
             for value, dims in zip(values, tensors, strict=False):
                 if program.values[value].producer in program.leaf_ops:
                     continue

@@ -45,9 +45,7 @@ def is_contraction(op: Op) -> bool:
     if op.kind in ("dot_general", "convolution"):
         return True
     for factor in op.rule.reduction:
-        holders = sum(
-            any(factor in dim for dim in dims) for dims in op.rule.operands
-        )
+        holders = sum(any(factor in dim for dim in dims) for dims in op.rule.operands)
         if holders >= 2 and op.kind not in ("scatter", "reduce", "gather"):
             return True
     return False

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from cfp.program.graph import Op, Program
 
-
 _BARRIERS = frozenset({"optimization_barrier"})
 
 
@@ -202,9 +201,7 @@ def first_downstream(
     return of_op, [look(v) for v in range(len(of_value))]
 
 
-def _around(
-    flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]
-) -> Key:
+def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]) -> Key:
     """What a value that a loop yields reaches in the next iteration."""
     if loop.kind != "while":
         return NEVER

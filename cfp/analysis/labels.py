@@ -99,7 +99,8 @@ class _Labels:
         times: list[int | None] = []
         backward: list[bool] = []
         while True:  # once more for each loop that data goes around in
-            before, times = times, [None] * len(program.values)
+            before = times
+            times = [None for _ in program.values]
             backward_before, backward = backward, [False] * len(program.values)
             for op in program.ops:
                 reads = (*op.operands, *op.yields)
@@ -111,7 +112,9 @@ class _Labels:
                         sources = self.flow.sources(result)
                         if op.kind == "while":
                             sources = sources[:1]
-                        best = max((self._time(times[s]) for s in sources), default=_FAR)
+                        best = max(
+                            (self._time(times[s]) for s in sources), default=_FAR
+                        )
                         times[result] = best if best == _FAR else best % count
                         backward[result] = any(backward[s] for s in sources)
                     continue

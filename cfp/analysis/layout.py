@@ -266,7 +266,7 @@ class Layout:
                     return spec
         return None
 
-    def _carried(self, canonical: int) -> Spec | None:
+    def _carried(self, canonical: int) -> Spec:
         """The sharding of a loop-carried value: as its first reader inside wants it."""
         if canonical in self.value_spec:
             return self.value_spec[canonical]
@@ -346,7 +346,9 @@ class Layout:
 
 def lay_out(frame: Frame, choice: Choice) -> Layout:
     """The layout of a whole program."""
-    return Layout(frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage)))
+    return Layout(
+        frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
+    )
 
 
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:

@@ -137,8 +137,8 @@ class _Numbering:
             if number is None:
                 number = self.intern(("slice", stack, op.attributes))
             numbers[op.results[0]] = number
-        elif op.kind == "slice" and self._piece(op) is not None:
-            numbers[op.results[0]] = self._piece(op)
+        elif op.kind == "slice" and (piece := self._piece(op)) is not None:
+            numbers[op.results[0]] = piece
         elif op.kind == "rng" or (op.rule is None and op.kind not in _PURE):
             for result in op.results:  # nobody knows what an opaque op does
                 numbers[result] = self.fresh()

@@ -7,13 +7,17 @@ independently of how the blocks use the parameter (ZeRO, arXiv 1910.02054).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
 from cfp.analysis.numbering import squeeze
+from cfp.analysis.pairing import pair_outputs
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
+
+__all__ = ["StorageGroup", "find_storage", "pair_outputs"]
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
 _LOOKUPS = frozenset({"gather", "scatter"})
@@ -51,70 +55,6 @@ class StorageGroup:
     reads: tuple[int, ...] = ()
     whole_dims: frozenset[int] = frozenset()
     read_args: frozenset[int] = frozenset()
-
-
-def pair_outputs(
-    program: Program, flow: Flow | None = None
-) -> tuple[int | None, ...]:
-    """For each argument the output that is its new value, or None.
-
-    Equal types with equal paths below the root say so; for arguments and results that
-    have no path below the root, that the one is computed from the other elementwise.
-    Donation speaks for the rest: JAX matches donated arguments with results by type
-    alone, so it comes second.
-    """
-    flow = flow or Flow(program)
-    paired: list[int | None] = [None] * len(program.args)
-    taken: set[int] = set()
-    by_path: dict[tuple, list[int]] = {}
-    for index, name in enumerate(program.output_names):
-        value = program.values[program.outputs[index]]
-        for tail in {name, name.partition("/")[2]}:
-            by_path.setdefault((tail, value.shape, value.dtype), []).append(index)
-    for index, name in enumerate(program.arg_names):
-        value = program.values[program.args[index]]
-        tail = name.partition("/")[2]
-        for candidate in by_path.get((tail, value.shape, value.dtype), ()):
-            bare = not tail and not program.output_names[candidate].partition("/")[2]
-            if candidate not in taken and not (
-                bare and not _renews(flow, program.args[index], candidate)
-            ):
-                paired[index] = candidate
-                taken.add(candidate)
-                break
-    for index, output in enumerate(program.alias):
-        if paired[index] is None and output is not None and output not in taken:
-            paired[index] = output
-            taken.add(output)
-    return tuple(paired)
-
-
-def _renews(flow: Flow, arg: int, output: int) -> bool:
-    """Whether an output is an argument, or that with something added elementwise."""
-    program = flow.program
-    if program.outputs[output] == arg:
-        return True
-    shape = squeeze(program.values[arg].shape)
-    stack, seen = [program.outputs[output]], set()
-    reached = entered = False
-    while stack:
-        v = stack.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        reached = reached or v == arg
-        sources = flow.sources(v)
-        stack.extend(sources)
-        producer = program.values[v].producer
-        if sources or producer < 0 or producer in program.leaf_ops:
-            continue
-        op = program.ops[producer]
-        plain = op.rule is not None and not (op.rule.reduction or op.rule.fixed)
-        if plain and squeeze(program.values[op.results[0]].shape) == shape:
-            stack.extend(op.operands)
-        elif program.values[v].shape:
-            entered = True
-    return reached and entered
 
 
 def find_storage(
@@ -229,7 +169,7 @@ class _Finder:
         )
 
     def _stacks(self, op: Op) -> bool:
-        """Whether an op writes a loop's iteration into a tensor that the loop carries."""
+        """Whether an op writes what an iteration made into a tensor that it carries."""
         place = self.flow.entry_place.get(op.operands[0])
         if place is None:
             return False
@@ -237,10 +177,10 @@ class _Finder:
         return loop.yields[place[1]] == op.results[0]
 
     def _collect(self) -> tuple[StorageGroup, ...]:
-        args: dict[int, list[int]] = {}
+        args: dict[Hashable, list[int]] = {}
         for position in sorted(self.members):
             args.setdefault(self.sets.find(position), []).append(position)
-        ops: dict[int, set[int]] = {key: set() for key in args}
+        ops: dict[Hashable, set[int]] = {key: set() for key in args}
         for op, position in self.owner.items():
             ops[self.sets.find(position)].add(op)
         return tuple(
@@ -383,8 +323,13 @@ class _Finder:
                 if op.kind == "dynamic_slice" and op.parent >= 0:
                     sizes = program.values[op.results[0]].shape
                     full = program.values[op.operands[0]].shape
-                    cut = {d for d, (a, b) in enumerate(zip(full, sizes)) if a != b}
-                    whole.update(dims[d] for d in cut if dims[d] is not None)
+                    cut = {
+                        d
+                        for d, (a, b) in enumerate(zip(full, sizes, strict=True))
+                        if a != b
+                    }
+                    sliced = (dims[d] for d in cut)
+                    whole.update(d for d in sliced if d is not None)
                 elif op.kind not in _VIEWS:
                     continue
                 found.add(op.id)

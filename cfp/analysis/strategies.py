@@ -109,7 +109,9 @@ class BlockSharding:
                 if choice.inner == NONE:
                     continue
                 if member is not None:
-                    hits = [f for f, g in enumerate(member.factors) if g == choice.inner]
+                    hits = [
+                        f for f, g in enumerate(member.factors) if g == choice.inner
+                    ]
                 else:
                     classes = self._classes[size]
                     hits = [

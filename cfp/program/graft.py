@@ -1,157 +1,36 @@
-"""The only room that edits modules: constraints put in, and parts cut out.
+"""Cuts parts out of programs and makes them programs of their own.
 
-A plan steers XLA's partitioner by ``sdy.sharding_constraint`` ops that are inserted
-into the lowered step before it is compiled. A part of a program becomes a program of
-its own by cloning its ops into the body of a stand-in function with the right
-signature. Both work on a stock jaxlib.
+A part becomes a program by cloning its ops into the body of a stand-in function with
+the right signature. It compiles with a stock jaxlib, and donation, pytrees and arrays
+of several processes work as for any jitted function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
+from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Program, Spec
 
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What to tell the partitioner about a program.
-
-    Attributes:
-        values: how each value is sharded where it is made, by value id.
-        uses: how an op reads an operand where that differs, by (op id, operand
-            index); indices behind the operands count into ``op.yields``.
-    """
-
-    values: Mapping[int, Spec]
-    uses: Mapping[tuple[int, int], Spec]
-
-
-def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
-    """A spec as JAX writes it; ``rank`` cuts off dims that JAX does not show."""
-    dims = spec if rank is None else spec[:rank]
-    parts = [
-        None if not names else names[0] if len(names) == 1 else names for names in dims
-    ]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return PartitionSpec(*parts)
-
-
-def constrain(
-    module: ir.Module, program: Program, mesh: Mesh, constraints: Constraints
-) -> None:
-    """Inserts sharding constraints into a normalised module, in place.
-
-    Args:
-        module: a module with the program's ops.
-        program: the program as it was read.
-        mesh: the mesh that the specs' axes belong to.
-        constraints: what to insert.
-    """
-    function = shardy.main_function(module)
-    ops = shardy.program_ops(function)
-    if len(ops) != len(program.ops):
-        raise AssertionError("the module does not have the program's ops")
-    with module.context, ir.Location.unknown():
-        _Inserter(module, function, ops, program, mesh).insert(constraints)
-
-
-class _Inserter:
-    def __init__(
-        self,
-        module: ir.Module,
-        function: ir.Operation,
-        ops: list[ir.Operation],
-        program: Program,
-        mesh: Mesh,
-    ) -> None:
-        self._program = program
-        self._ops = ops
-        self._mesh_name = _mesh_symbol(module, mesh)
-        self._attributes: dict[Spec, ir.Attribute] = {}
-        self._values = self._map_values(function)
-        self._resharded: dict[tuple[int, Spec], ir.Value] = {}
-
-    def _map_values(self, function: ir.Operation) -> dict[int, ir.Value]:
-        program = self._program
-        found = dict(
-            zip(program.args, function.regions[0].blocks[0].arguments, strict=True)
-        )
-        for op, record in zip(self._ops, program.ops, strict=True):
-            found.update(zip(record.results, op.results, strict=True))
-            if record.entries:
-                entries = [a for r in op.regions for a in r.blocks[0].arguments]
-                found.update(zip(record.entries, entries, strict=True))
-        return found
-
-    def insert(self, constraints: Constraints) -> None:
-        # Reading the uses first keeps them on the values as they were.
-        slots = {use: self._slot(*use) for use in constraints.uses}
-        for value_id, spec in constraints.values.items():
-            value = self._values[value_id]
-            made = self._constraint(value, spec)
-            value.replace_all_uses_except(made.result, made.operation)
-            self._values[value_id] = made.result
-        for use, spec in constraints.uses.items():
-            owner, index, value_id = slots[use]
-            key = (value_id, spec)
-            if key not in self._resharded:
-                made = self._constraint(self._values[value_id], spec)
-                self._resharded[key] = made.result
-            owner.operands[index] = self._resharded[key]
-
-    def _slot(self, op_id: int, index: int) -> tuple[ir.Operation, int, int]:
-        """The op, operand number and value of a use; yields belong to terminators."""
-        record = self._program.ops[op_id]
-        count = len(record.operands)
-        if index < count:
-            return self._ops[op_id], index, record.operands[index]
-        place = index - count
-        regions = list(self._ops[op_id].regions)
-        if record.kind == "while":
-            regions = regions[1:]
-        region = regions[place // len(record.results)]
-        *_, last = region.blocks[0].operations
-        return last.operation, place % len(record.results), record.yields[place]
-
-    def _constraint(self, value: ir.Value, spec: Spec) -> sdy.ShardingConstraintOp:
-        if isinstance(value, ir.BlockArgument):
-            point = ir.InsertionPoint.at_block_begin(value.owner)
-        else:
-            point = ir.InsertionPoint.after(value.owner)
-        with point:
-            return sdy.ShardingConstraintOp(value, self._attribute(spec))
-
-    def _attribute(self, spec: Spec) -> ir.Attribute:
-        if spec not in self._attributes:
-            dims = ", ".join(
-                "{" + ", ".join(f'"{name}"' for name in names) + "}" for names in spec
-            )
-            text = f"#sdy.sharding<@{self._mesh_name}, [{dims}]>"
-            self._attributes[spec] = ir.Attribute.parse(text)
-        return self._attributes[spec]
-
-
-def _mesh_symbol(module: ir.Module, mesh: Mesh) -> str:
-    """The name of the module's mesh with these axes; adds it where there is none."""
-    axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
-    wanted = f"<[{axes}]>"
-    for op in module.body.operations:
-        if op.operation.name == "sdy.mesh" and wanted in str(op.attributes["mesh"]):
-            return ir.StringAttr(op.attributes["sym_name"]).value
-    with ir.InsertionPoint.at_block_begin(module.body):
-        ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")
-    return "cfp_mesh"
+__all__ = [
+    "Constraints",
+    "Part",
+    "Spec",
+    "aval",
+    "constrain",
+    "cut_part",
+    "lower_part",
+    "numpy_dtype",
+    "partition_spec",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +64,9 @@ def cut_part(program: Program, wanted: Sequence[int]) -> Part:
                     chosen.add(producer)
                     stack.append(producer)
         chosen.update(op.body)
-    inside = {r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)}
+    inside = {
+        r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)
+    }
     inputs: dict[int, None] = {}
     outputs: dict[int, None] = {}
     for op_id in sorted(chosen):
@@ -217,6 +98,8 @@ def lower_part(
 ) -> jax.stages.Lowered:
     """Makes a part of a program ready to compile by itself.
 
+    Calls of the host are left out; what they return is zero.
+
     Args:
         program: the program.
         part: which ops.
@@ -240,6 +123,7 @@ def lower_part(
     )
     lowered = jitted.lower(*avals)
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
     with module.context, ir.Location.unknown():
         whole = ir.Module.parse(program.text)
         constrain(whole, program, mesh, constraints)
@@ -261,8 +145,6 @@ _DTYPES = {
     "f64": "float64",
     "complex<f32>": "complex64",
     "complex<f64>": "complex128",
-    "f8E4M3FN": "float8_e4m3fn",
-    "f8E5M2": "float8_e5m2",
 }
 
 
@@ -270,6 +152,8 @@ def numpy_dtype(element: str) -> np.dtype:
     """The dtype of an MLIR element type."""
     if element in _DTYPES:
         return jnp.dtype(_DTYPES[element])
+    if element.startswith("f8"):
+        return jnp.dtype(f"float8_{element[2:].lower()}")
     if element.startswith("ui"):
         return jnp.dtype(f"uint{element[2:]}")
     if element.startswith("i"):
@@ -305,10 +189,45 @@ def _transplant(
         terminator.operands[place] = mapping[_constrained(by_id[value_id])]
     for op in reversed(stale):
         op.erase()
+    _silence_callbacks(function)
+
+
+def _silence_callbacks(function: ir.Operation) -> None:
+    """Replaces calls of the host by zeros.
+
+    A compiled program finds the host's functions by number in a list that JAX keeps
+    beside the lowering of the whole step. A part has no such list, and calling into
+    it ends the process.
+    """
+    for op in list(shardy.walk(function)):
+        if op.name != "stablehlo.custom_call":
+            continue
+        if "callback" not in ir.StringAttr(op.attributes["call_target_name"]).value:
+            continue
+        with ir.InsertionPoint(op):
+            for result in op.results:
+                zero = ir.Operation.create(
+                    "stablehlo.constant",
+                    results=[result.type],
+                    attributes={"value": _zeros(result.type)},
+                )
+                result.replace_all_uses_with(zero.results[0])
+        op.erase()
+
+
+def _zeros(kind: ir.Type) -> ir.Attribute:
+    element = str(ir.RankedTensorType(kind).element_type)
+    number = "(0.0, 0.0)" if element.startswith("complex") else "0.0"
+    if element == "i1":
+        number = "false"
+    elif element.removeprefix("u").startswith("i"):
+        number = "0"
+    return ir.Attribute.parse(f"dense<{number}> : {kind}")
 
 
 def _values_by_id(block: ir.Block, program: Program) -> dict[int, ir.Value]:
-    found = dict(zip(program.args, block.arguments, strict=True))
+    found: dict[int, ir.Value] = {}
+    found.update(zip(program.args, block.arguments, strict=True))
     top = (op for op in program.ops if op.parent < 0)
     for opview in block.operations:
         op = opview.operation
@@ -353,7 +272,9 @@ def _part_ops(
             known.update(op.results)
         else:
             known.update(
-                r for v, r in zip(record.results, op.results, strict=True) if v in inputs
+                r
+                for v, r in zip(record.results, op.results, strict=True)
+                if v in inputs
             )
     return kept
 

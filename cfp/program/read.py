@@ -8,16 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from jax.extend.mlir import ir
 
 from cfp.program import shardy
+from cfp.program.corrections import correct_rule
 from cfp.program.graph import Op, Program, Spec, Value
 from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
-_CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
-_SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
 _SHARDING = re.compile(r"<@\w+, \[(.*?)\]")
 _BRACED = re.compile(r"\{(.*?)\}")
 _QUOTED = re.compile(r'"(\w+)"')
@@ -78,7 +78,7 @@ def fingerprint(module: ir.Module) -> str:
     for name in saved:
         del function.attributes[name]
     # Large constants are data like the arguments, and may be gigabytes as text.
-    text = function.get_asm(
+    text: Any = function.get_asm(
         enable_debug_info=False, large_elements_limit=_MAX_PRINTED_ELEMENTS
     )
     for name, attribute in saved.items():
@@ -174,13 +174,8 @@ class _Reader:
         if shardy.RULE in op.attributes:
             self.ruled.append(op)
             rule = parse_rule(str(op.attributes[shardy.RULE]))
-            if op.name == "stablehlo.convolution":
-                return _convolution_rule(rule, op)
-            if op.name == "stablehlo.scatter":
-                # Several tensors, the indices, and an update for each tensor.
-                indices = self.values[operands[len(operands) // 2]].shape
-                return _scatter_rule(rule, op, indices)
-            return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
+            shapes = [self.values[v].shape for v in operands]
+            return correct_rule(rule, op, shapes)
         shapes = [self.values[v].shape for v in (*operands, *results)]
         if op.name == "stablehlo.optimization_barrier":
             split = len(operands)
@@ -215,9 +210,11 @@ class _Reader:
         if not isinstance(test, ir.OpView | ir.Operation):
             return 1
         test = test.operation
-        direction = str(test.attributes["comparison_direction"]) if (
-            test.name == "stablehlo.compare"
-        ) else ""
+        direction = (
+            str(test.attributes["comparison_direction"])
+            if (test.name == "stablehlo.compare")
+            else ""
+        )
         if "LT" not in direction:
             return 1
         counter, limit = test.operands
@@ -234,60 +231,12 @@ class _Reader:
             return self._constants.get(operands[value.arg_number])
         if value in self._ids:
             return self._constants.get(self._ids[value])
-        owner = value.owner.operation
+        defining: Any = value.owner
+        owner = defining.operation
         attribute = owner.attributes["value"] if "value" in owner.attributes else None
         if isinstance(attribute, ir.DenseIntElementsAttr):
             return int(attribute[0])
         return None
-
-
-def _call_rule(rule: Rule) -> Rule | None:
-    """The rule of a call to foreign code; None if nothing about it can be sharded.
-
-    A factor of one tensor alone says nothing: the code needs all of that dim.
-    """
-    tensors = (*rule.operands, *rule.results)
-    seen = [{f for dim in dims for f in dim} for dims in tensors]
-    alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
-    if len(alone) == len(rule.sizes):
-        return None
-    return replace(rule, fixed=rule.fixed | alone)
-
-
-def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """A scatter's rule; one that writes to a single place keeps that dim whole.
-
-    XLA turns it into an update in place. Where the dim is sharded, that write may go
-    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12).
-    """
-    found = _SCATTER.search(str(op.attributes["scatter_dimension_numbers"]))
-    dims = [int(d) for d in found.group(1).split(",")] if found else []
-    if prod(indices) != len(dims):
-        return rule
-    written = rule.operands[: len(rule.results)]
-    indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
-    return replace(rule, fixed=rule.fixed | indexed)
-
-
-def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A convolution's rule with only those factors left that split it cleanly.
-
-    Where both operands have one spatial size (as in the gradient of a kernel), the
-    rule contracts over it like a dot. Windows overlap, though, so sharding it needs
-    an exchange of halos. And a grouped convolution has dims of two factors, of which
-    the minor one cannot be sharded in all operands. XLA's partitioner aborts the
-    whole process on some of either kind (``convolution_handler.cc``, "Check failed:
-    ShapeUtil::Compatible"), so they are fixed.
-    """
-    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
-    assert found is not None
-    unclean: set[int] = set()
-    tensors = (*rule.operands, *rule.results)
-    for labels, dims in zip(found.groups(), tensors, strict=True):
-        for label, dim in zip(labels.split(", "), dims, strict=True):
-            major = rule.major(dim)
-            unclean.update(f for f in dim if label.isdigit() or f != major)
-    return replace(rule, fixed=rule.fixed | unclean, reduction=rule.reduction - unclean)
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
@@ -303,9 +252,9 @@ def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
 
 def _constant(op: ir.Operation, index: int) -> str:
     try:
-        value = op.attributes["value"]
+        value: Any = op.attributes["value"]
     except TypeError:  # the bindings know no attribute class for complex numbers
-        return op.get_asm(use_local_scope=True).partition(" = ")[2]
+        return str(op.get_asm(use_local_scope=True)).partition(" = ")[2]
     is_long = prod(value.type.shape) > _MAX_PRINTED_ELEMENTS and not value.is_splat
     # What is not printed counts as different from everything else.
     return f"constant #{index}" if is_long else str(value)

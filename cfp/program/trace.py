@@ -125,9 +125,7 @@ def flatten_step(
         arg_names.append(f"{root}/{rest}" if rest else root)
         donated.append(donate)
         avals.append(_abstract(leaf, arg_names[-1]))
-    return FlatStep(
-        fn, tuple(avals), tuple(donated), tuple(arg_names), in_tree, static
-    )
+    return FlatStep(fn, tuple(avals), tuple(donated), tuple(arg_names), in_tree, static)
 
 
 def _without_static(
@@ -200,7 +198,7 @@ class Lowering:
     @property
     def text(self) -> str:
         """The module as StableHLO text; large constants are left out."""
-        return self.module.operation.get_asm(large_elements_limit=16)
+        return str(self.module.operation.get_asm(large_elements_limit=16))
 
 
 def lower_step(
@@ -238,6 +236,7 @@ def lower_step(
     )
     lowered = jitted.lower(*step.avals)
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, tuple(out_avals), erased)
 

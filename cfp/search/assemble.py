@@ -17,6 +17,7 @@ from cfp.search.ilp import solve_ilp
 from cfp.search.measure import segment_bytes, segment_layout
 from cfp.search.problem import Option, Problem, Solution, solution
 from cfp.search.wanted import Wanted, between, handover_ms, layout_of
+from cfp.units import format_bytes
 
 
 def build_problem(
@@ -204,11 +205,11 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
         ),
         key=lambda item: -item[1],
     )[:5]
-    names = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in largest)
-    budget = problem.budget_bytes or 0
+    names = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    budget = format_bytes(problem.budget_bytes or 0)
     return MemoryBudgetError(
-        f"No plan fits in {budget / 2**30:.3f} GiB of memory on each device. The "
-        f"smallest budget that would do is about {smallest / 2**30:.3f} GiB. The "
+        f"No plan fits in {budget} of memory on each device. The "
+        f"smallest budget that would do is about {format_bytes(smallest)}. The "
         f"largest arguments, unsharded: {names}. Raise the budget, use more devices, "
         "or make the batch smaller.",
         smallest_feasible_bytes=smallest,

@@ -205,4 +205,6 @@ def label_smoothing_step():
         mask = (batch["y"] > 3).astype(jnp.float32)
         return (losses * mask).sum() / mask.sum()
 
-    return training(loss, params, {"x": normal(1, 8, 4, 16), "y": integers(2, 32, 8, 4)})
+    return training(
+        loss, params, {"x": normal(1, 8, 4, 16), "y": integers(2, 32, 8, 4)}
+    )

@@ -14,7 +14,9 @@ def windows_step():
         y = x @ p["w"]
         window, strides = (1, 2, 2, 1), (1, 2, 2, 1)
         top = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, strides, "VALID")
-        total = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 3, 3, 1), strides, "SAME")
+        total = jax.lax.reduce_window(
+            y, 0.0, jax.lax.add, (1, 3, 3, 1), strides, "SAME"
+        )
         product = jnp.prod(y, axis=1)
         return squares(top) + squares(total) + squares(product)
 
@@ -123,9 +125,11 @@ def jacobian_step():
         def f(x):
             return jnp.tanh(x @ w)
 
-        return w + 0.1 * jax.jacfwd(f)(x).sum(0), jax.jacrev(f)(x), jax.hessian(
-            lambda x: f(x).sum()
-        )(x)
+        return (
+            w + 0.1 * jax.jacfwd(f)(x).sum(0),
+            jax.jacrev(f)(x),
+            jax.hessian(lambda x: f(x).sum())(x),
+        )
 
     return train_step, (normal(0, 8, 8), normal(1, 8))
 

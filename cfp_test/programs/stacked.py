@@ -5,8 +5,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cfp_test.programs.common import adam, cross_entropy, integers, normal, squares
-from cfp_test.programs.common import training
+from cfp_test.programs.common import (
+    adam,
+    cross_entropy,
+    integers,
+    normal,
+    squares,
+    training,
+)
 from cfp_test.programs.dense import layer, layer_params
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
-from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.assemble import smallest_bytes
+from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.ilp import solve_ilp
 from cfp.search.problem import Candidate, Option, Problem
 

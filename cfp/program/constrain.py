@@ -1,0 +1,150 @@
+"""Puts a plan into a lowered step: ``sdy.sharding_constraint`` ops that steer XLA.
+
+Constraint ops are what Shardy's propagation heeds; sharding attributes on inner ops do
+not survive until it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+from jax.sharding import Mesh, PartitionSpec
+
+from cfp.program import shardy
+from cfp.program.graph import Program, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What to tell the partitioner about a program.
+
+    Attributes:
+        values: how each value is sharded where it is made, by value id.
+        uses: how an op reads an operand where that differs, by (op id, operand
+            index); indices behind the operands count into ``op.yields``.
+    """
+
+    values: Mapping[int, Spec]
+    uses: Mapping[tuple[int, int], Spec]
+
+
+def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
+    """A spec as JAX writes it; ``rank`` cuts off dims that JAX does not show."""
+    dims = spec if rank is None else spec[:rank]
+    parts = [
+        None if not names else names[0] if len(names) == 1 else names for names in dims
+    ]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def constrain(
+    module: ir.Module, program: Program, mesh: Mesh, constraints: Constraints
+) -> None:
+    """Inserts sharding constraints into a normalised module, in place.
+
+    Args:
+        module: a module with the program's ops.
+        program: the program as it was read.
+        mesh: the mesh that the specs' axes belong to.
+        constraints: what to insert.
+    """
+    function = shardy.main_function(module)
+    ops = shardy.program_ops(function)
+    if len(ops) != len(program.ops):
+        raise AssertionError("the module does not have the program's ops")
+    with module.context, ir.Location.unknown():
+        _Inserter(module, function, ops, program, mesh).insert(constraints)
+
+
+class _Inserter:
+    def __init__(
+        self,
+        module: ir.Module,
+        function: ir.Operation,
+        ops: list[ir.Operation],
+        program: Program,
+        mesh: Mesh,
+    ) -> None:
+        self._program = program
+        self._ops = ops
+        self._mesh_name = _mesh_symbol(module, mesh)
+        self._attributes: dict[Spec, ir.Attribute] = {}
+        self._values = self._map_values(function)
+        self._resharded: dict[tuple[int, Spec], ir.Value] = {}
+
+    def _map_values(self, function: ir.Operation) -> dict[int, ir.Value]:
+        program = self._program
+        found = dict(
+            zip(program.args, function.regions[0].blocks[0].arguments, strict=True)
+        )
+        for op, record in zip(self._ops, program.ops, strict=True):
+            found.update(zip(record.results, op.results, strict=True))
+            if record.entries:
+                entries = [a for r in op.regions for a in r.blocks[0].arguments]
+                found.update(zip(record.entries, entries, strict=True))
+        return found
+
+    def insert(self, constraints: Constraints) -> None:
+        # Reading the uses first keeps them on the values as they were.
+        slots = {use: self._slot(*use) for use in constraints.uses}
+        for value_id, spec in constraints.values.items():
+            value = self._values[value_id]
+            made = self._constraint(value, spec)
+            value.replace_all_uses_except(made.result, made.operation)
+            self._values[value_id] = made.result
+        for use, spec in constraints.uses.items():
+            owner, index, value_id = slots[use]
+            key = (value_id, spec)
+            if key not in self._resharded:
+                made = self._constraint(self._values[value_id], spec)
+                self._resharded[key] = made.result
+            owner.operands[index] = self._resharded[key]
+
+    def _slot(self, op_id: int, index: int) -> tuple[ir.Operation, int, int]:
+        """The op, operand number and value of a use; yields belong to terminators."""
+        record = self._program.ops[op_id]
+        count = len(record.operands)
+        if index < count:
+            return self._ops[op_id], index, record.operands[index]
+        place = index - count
+        regions = list(self._ops[op_id].regions)
+        if record.kind == "while":
+            regions = regions[1:]
+        region = regions[place // len(record.results)]
+        *_, last = region.blocks[0].operations
+        return last.operation, place % len(record.results), record.yields[place]
+
+    def _constraint(self, value: ir.Value, spec: Spec) -> sdy.ShardingConstraintOp:
+        owner = value.owner
+        if isinstance(owner, ir.Block):
+            point = ir.InsertionPoint.at_block_begin(owner)
+        else:
+            point = ir.InsertionPoint.after(owner)
+        with point:
+            return sdy.ShardingConstraintOp(value, self._attribute(spec))
+
+    def _attribute(self, spec: Spec) -> ir.Attribute:
+        if spec not in self._attributes:
+            dims = ", ".join(
+                "{" + ", ".join(f'"{name}"' for name in names) + "}" for names in spec
+            )
+            text = f"#sdy.sharding<@{self._mesh_name}, [{dims}]>"
+            self._attributes[spec] = ir.Attribute.parse(text)
+        return self._attributes[spec]
+
+
+def _mesh_symbol(module: ir.Module, mesh: Mesh) -> str:
+    """The name of the module's mesh with these axes; adds it where there is none."""
+    axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
+    wanted = f"<[{axes}]>"
+    for op in module.body.operations:
+        if op.operation.name == "sdy.mesh" and wanted in str(op.attributes["mesh"]):
+            return ir.StringAttr(op.attributes["sym_name"]).value
+    with ir.InsertionPoint.at_block_begin(module.body):
+        ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")
+    return "cfp_mesh"

@@ -1,0 +1,92 @@
+"""Where Shardy's rules promise more than XLA's partitioner keeps.
+
+Each correction takes factors away from the choice, for all programs and with its
+reason; none adds any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from jax.extend.mlir import ir
+
+from cfp.program.rules import Rule
+
+_SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
+_CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
+
+
+def correct_rule(
+    rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
+) -> Rule | None:
+    """The rule of an op as it may be used; None if nothing about the op can be sharded.
+
+    Args:
+        rule: the rule that Shardy gives to the op.
+        op: the op.
+        shapes: the shapes of its operands.
+    """
+    if op.name == "stablehlo.convolution":
+        return _convolution_rule(rule, op)
+    if op.name == "stablehlo.scatter":
+        # Several tensors, the indices, and an update for each tensor.
+        return _scatter_rule(rule, op, shapes[len(shapes) // 2])
+    return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
+
+
+def _call_rule(rule: Rule) -> Rule | None:
+    """The rule of a call to foreign code; None if nothing about it can be sharded.
+
+    A factor of one tensor alone says nothing: the code needs all of that dim.
+    """
+    tensors = (*rule.operands, *rule.results)
+    seen = [{f for dim in dims for f in dim} for dims in tensors]
+    alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
+    if len(alone) == len(rule.sizes):
+        return None
+    return replace(rule, fixed=rule.fixed | alone)
+
+
+def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
+    """A scatter's rule; one that writes to a single place keeps that dim whole.
+
+    XLA turns it into an update in place. Where the dim is sharded, that write may go
+    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12).
+    """
+    found = _SCATTER.search(str(op.attributes["scatter_dimension_numbers"]))
+    dims = [int(d) for d in found.group(1).split(",")] if found else []
+    if prod(indices) != len(dims):
+        return rule
+    written = rule.operands[: len(rule.results)]
+    indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
+    return replace(rule, fixed=rule.fixed | indexed)
+
+
+def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """A convolution's rule with only those factors left that split it cleanly.
+
+    Where both operands have one spatial size (as in the gradient of a kernel), the
+    rule contracts over it like a dot. Windows overlap, though, so sharding it needs
+    an exchange of halos. And a grouped convolution has dims of two factors, of which
+    the minor one cannot be sharded in all operands. XLA's partitioner aborts the
+    whole process on some of either kind (``convolution_handler.cc``, "Check failed:
+    ShapeUtil::Compatible"), so they are fixed.
+
+    The gradient of a grouped convolution's kernel has batch groups. Where its batch
+    is sharded over some but not all axes of a mesh, the result is wrong (jaxlib
+    0.10.2 to 0.12, plain jax.jit with in_shardings too), so it is not sharded.
+    """
+    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
+    assert found is not None
+    unclean: set[int] = set()
+    tensors = (*rule.operands, *rule.results)
+    for labels, dims in zip(found.groups(), tensors, strict=True):
+        for label, dim in zip(labels.split(", "), dims, strict=True):
+            major = rule.major(dim)
+            unclean.update(f for f in dim if label.isdigit() or f != major)
+    if ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1:
+        unclean |= rule.reduction
+    return replace(rule, fixed=rule.fixed | unclean, reduction=rule.reduction - unclean)

@@ -1,0 +1,212 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.program.graph import Program, dtype_bytes
+from cfp.program.trace import flatten_step, trace
+from cfp_test.checking import make_mesh
+from cfp_test.programs.registry import PROGRAMS
+
+MESH = make_mesh((("x", 4),))
+X = jnp.ones((8, 16))
+
+
+def read(fn, *args) -> Program:
+    return trace(flatten_step(fn, args), MESH)[0]
+
+
+def only(program: Program, kind: str):
+    (op,) = (op for op in program.ops if op.kind == kind)
+    return op
+
+
+def test_values_and_ops():
+    program = read(lambda x, w: jnp.tanh(x @ w), X, jnp.ones((16, 4), jnp.bfloat16))
+    dot = only(program, "dot_general")
+    assert [str(program.values[v]) for v in dot.operands] == ["f32[8,16]", "f32[16,4]"]
+    assert program.values[dot.results[0]].producer == dot.id
+    assert program.values[dot.results[0]].size_bytes == 8 * 4 * 4
+    tanh = only(program, "tanh")
+    assert program.users[dot.results[0]] == ((tanh.id, 0),)
+    assert program.outputs == tanh.results
+    assert dot.rule.reduction == {2}
+    assert tanh.rule.sizes == (8, 4)
+
+
+def test_scopes_and_sources():
+    def train_step(x):
+        with jax.named_scope("outer"):
+            return jax.grad(lambda x: (x @ x.T).sum())(x)
+
+    program = read(train_step, X)
+    dots = [op for op in program.ops if op.kind == "dot_general"]
+    assert all(op.scope.startswith("jit(train_step)/outer/") for op in dots)
+    assert any("transpose(" in op.scope for op in dots)
+    path, _, line = dots[0].source.rpartition(":")
+    assert path.endswith("test_read.py")
+    assert int(line) > 0
+
+
+def scan(length, x):
+    return jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=length)
+
+
+def repeats(program: Program, kind: str) -> list[int]:
+    return sorted({op.repeat for op in program.ops if op.kind == kind})
+
+
+def test_trip_counts():
+    assert repeats(read(lambda x: scan(7, x), X), "sine") == [7]
+    assert repeats(
+        read(lambda x: jax.lax.fori_loop(2, 8, lambda i, c: jnp.sin(c), x), X), "sine"
+    ) == [6]
+    nested = read(lambda x: scan(3, jnp.sin(scan(5, x)[1]))[0], X)
+    assert repeats(nested, "sine") == [1, 3, 5]
+
+    def twice(x):
+        return jax.lax.scan(lambda c, _: (scan(5, c)[0], None), x, None, length=3)[0]
+
+    assert repeats(read(twice, X), "sine") == [15]
+
+
+def test_trip_counts_that_nobody_knows():
+    def until_small(x):
+        return jax.lax.while_loop(lambda c: c.sum() > 1, lambda c: jnp.sin(c), x)
+
+    def from_an_argument(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, c: jnp.sin(c), x)
+
+    def down(x):
+        return jax.lax.while_loop(
+            lambda c: c[0] > 0, lambda c: (c[0] - 1, jnp.sin(c[1])), (5, x)
+        )[1]
+
+    assert repeats(read(until_small, X), "sine") == [1]
+    assert repeats(read(from_an_argument, X, jnp.int32(4)), "sine") == [1]
+    assert repeats(read(down, X), "sine") == [1]
+
+
+def test_loops_close_their_bodies():
+    program = read(lambda x: scan(7, x), X)
+    loop = only(program, "while")
+    assert loop.id == max(loop.body) + 1
+    assert all(program.ops[i].parent == loop.id for i in loop.body)
+    assert len(loop.yields) == len(loop.results) == len(loop.operands)
+    assert len(loop.entries) == 2 * len(loop.operands)  # the condition's, the body's
+    for place, entry in enumerate(loop.entries[len(loop.operands) :]):
+        assert program.values[entry].origin == loop.operands[place]
+
+
+def test_branches_yield_in_turn():
+    def train_step(x, flag):
+        return jax.lax.cond(flag, jnp.sin, jnp.cos, x)
+
+    program = read(train_step, X, jnp.bool_(True))
+    branch = only(program, "case")
+    makers = [program.ops[program.values[v].producer].kind for v in branch.yields]
+    assert makers == ["cosine", "sine"]
+    assert branch.repeat == 1
+
+
+def test_leaves_depend_on_nothing():
+    program = read(lambda x: x + jnp.arange(16.0) * 2, X)
+    kinds = {program.ops[i].kind for i in program.leaf_ops}
+    assert "iota" in kinds
+    assert "add" not in kinds
+
+
+def test_attributes_tell_ops_apart():
+    program = read(lambda x: (x.max(0), x.min(0), x[1:], x[:-1]), X)
+    for kind in ("reduce", "slice"):
+        first, second = (op for op in program.ops if op.kind == kind)
+        assert first.attributes != second.attributes
+
+
+def test_large_constants():
+    """Two that are not printed count as different; their text stays short."""
+    table = jax.random.normal(jax.random.key(0), (64, 64))
+    program = read(lambda x: (x @ table, x @ (table + 1)), jnp.ones((8, 64)))
+    texts = {op.attributes for op in program.ops if op.kind == "constant"}
+    assert len(texts) == 2
+    assert max(map(len, texts)) < 100
+
+
+def test_regions_sharded_by_hand():
+    fn, args, _ = PROGRAMS["shard_map"]()
+    program, _ = trace(flatten_step(fn, args), MESH)
+    forward, _ = (op for op in program.ops if op.kind == "manual_computation")
+    rows, whole = (("x",), ()), ((), ())
+    assert forward.shardings[: len(forward.operands)] == (rows, whole)
+    assert forward.shardings[-1] == ((),)
+    assert forward.rule is None
+    assert forward.body == ()
+
+
+def test_fingerprint_is_blind_to_names_and_shardings():
+    def one(x):
+        return jnp.tanh(x @ x.T)
+
+    def other(y):
+        with jax.named_scope("elsewhere"):
+            return jnp.tanh(y @ y.T)
+
+    same = {read(one, X).fingerprint, read(other, X).fingerprint}
+    assert len(same) == 1
+    assert read(one, jnp.ones((8, 8))).fingerprint not in same
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("i1", 1),
+        ("i4", 1),
+        ("ui8", 1),
+        ("bf16", 2),
+        ("f8E4M3FN", 1),
+        ("i64", 8),
+        ("complex<f32>", 8),
+        ("tf32", 4),
+    ],
+)
+def test_bytes(dtype, expected):
+    assert dtype_bytes(dtype) == expected
+
+
+# What Shardy's rules promise and XLA's partitioner does not keep.
+
+
+def correction(name: str, kind: str) -> list:
+    fn, args, *_ = PROGRAMS[name]()
+    program, _ = trace(flatten_step(fn, args), MESH)
+    return [op.rule for op in program.ops if op.kind == kind]
+
+
+def test_convolutions_keep_their_windows_whole():
+    for rule in correction("conv_net", "convolution"):
+        free = {f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.fixed}
+        assert len(free) == 3  # batch, features in, features out
+        assert len(rule.reduction) == 1
+
+
+def test_grouped_convolutions_shard_groups_and_batch_only():
+    _, grouped, weight, *_ = correction("grouped_conv", "convolution")
+    assert grouped.reduction == frozenset()
+    assert weight.reduction == frozenset()
+
+
+def test_writes_to_one_place_keep_that_dim_whole():
+    program = read(lambda x, i: x.at[i].set(0.5), X, jnp.int32(2))
+    (rule,) = (op.rule for op in program.ops if op.kind == "scatter")
+    assert rule.results[0][0][0] in rule.fixed
+    assert rule.results[0][1][0] not in rule.fixed
+    several = read(lambda x, i: x.at[i].set(0.5), X, jnp.arange(3))
+    (rule,) = (op.rule for op in several.ops if op.kind == "scatter")
+    assert rule.results[0][0][0] not in rule.fixed
+
+
+def test_foreign_code_is_opaque():
+    program = read(lambda x: jnp.linalg.svd(x, compute_uv=False), jnp.ones((8, 8)))
+    (call,) = (op for op in program.ops if op.kind == "custom_call")
+    assert call.rule is None
+    batch = read(lambda x: jnp.linalg.svd(x, compute_uv=False), jnp.ones((4, 8, 8)))
+    assert batch.outputs

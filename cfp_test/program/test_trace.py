@@ -1,0 +1,185 @@
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.errors import MeshError, StepNotTraceable
+from cfp.program import shardy
+from cfp.program.constrain import Constraints, constrain
+from cfp.program.trace import flatten_step, lower_step, planning_mesh, trace
+from cfp_test.checking import make_mesh
+
+MESH = make_mesh((("x", 4),))
+X = jnp.ones((8, 16))
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def replicated(step):
+    spec = NamedSharding(MESH, PartitionSpec())
+    return lower_step(step, [spec] * len(step.avals), spec)
+
+
+def test_names_are_paths():
+    def train_step(state, batch, *rest, rate):
+        return state
+
+    args = ({"a": {"w": X}, "b": [X, X]}, Pair(X, None), X)
+    step = flatten_step(train_step, args, {"rate": {"x": 1.0}})
+    assert step.arg_names == (
+        "state/a/w",
+        "state/b/0",
+        "state/b/1",
+        "batch/first",
+        "arg2",
+        "rate/x",
+    )
+
+
+def test_static_and_donated_arguments():
+    def train_step(a, size, b):
+        return a.reshape(size) + b.reshape(size)
+
+    step = flatten_step(
+        train_step,
+        (X, (16, 8), X),
+        static_argnums=(1,),
+        donate_argnums=(-1,),
+    )
+    assert step.arg_names == ("a", "b")
+    assert step.donated == (False, True)
+    assert step.static == ((1, (16, 8)),)
+    assert step.flatten((X, (16, 8), X), {})[1] is X
+    assert step.flat_fn(X, X).shape == (16, 8)
+    assert step.flat_fn.__name__ == "train_step"
+
+
+def test_a_function_without_names():
+    assert flatten_step(max, (X, X)).arg_names == ("arg0", "arg1")
+
+
+def test_leaves_keep_type_and_weakness():
+    args = (2.0, np.float64(1), np.ones(3, np.int64), True, X.astype(jnp.bfloat16))
+    avals = flatten_step(
+        lambda *a: a, (*args, jax.ShapeDtypeStruct((2,), "int8"))
+    ).avals
+    assert [str(a.dtype) for a in avals] == [
+        "float32",
+        "float32",
+        "int32",
+        "bool",
+        "bfloat16",
+        "int8",
+    ]
+    assert [a.weak_type for a in avals] == [True, False, False, True, False, False]
+
+
+def test_keys_keep_their_type():
+    step = flatten_step(lambda key: jax.random.split(key, 3), (jax.random.key(0),))
+    program, lowering = trace(step, MESH)
+    assert step.avals[0].shape == ()
+    assert program.values[program.args[0]].shape == (2,)
+    assert lowering.out_avals[0].shape == (3,)
+
+
+def test_refuses_what_is_no_array():
+    with pytest.raises(StepNotTraceable, match="'name' is a str"):
+        flatten_step(lambda name, x: x, ("adam", X))
+
+
+def test_refuses_another_structure():
+    step = flatten_step(lambda s: s, ({"a": X},))
+    with pytest.raises(StepNotTraceable, match="structure changed"):
+        step.flatten(({"b": X},), {})
+
+
+def test_says_what_the_step_raised():
+    def train_step(x):
+        return x @ jnp.ones((3, 3))
+
+    with pytest.raises(StepNotTraceable, match=r"'train_step': TypeError: dot_general"):
+        trace(flatten_step(train_step, (X,)), MESH)
+
+
+def test_the_step_is_traced_once():
+    calls = []
+
+    def train_step(x):
+        calls.append(1)
+        return jnp.tanh(x)
+
+    step = flatten_step(train_step, (X,))
+    trace(step, MESH)
+    replicated(step)
+    replicated(step)
+    assert len(calls) == 1
+
+
+def test_every_lowering_is_new():
+    """What is put into one module must not show up in the next."""
+    step = flatten_step(lambda x: jnp.tanh(x @ x.T), (X,))
+    program, _ = trace(step, MESH)
+    first, second = replicated(step), replicated(step)
+    rows = Constraints({op.results[0]: (("x",), ()) for op in program.ops[-2:]}, {})
+    constrain(first.module, program, MESH, rows)
+    assert "sharding_constraint" in str(first.module)
+    assert "sharding_constraint" not in str(second.module)
+    one, other = first.lowered.compile(), second.lowered.compile()
+    assert one.as_text() != other.as_text()
+
+
+def test_outputs_keep_their_structure():
+    step = flatten_step(lambda x: {"a": Pair(x, None), "b": (x, 3.0)}, (X,))
+    spec = NamedSharding(MESH, PartitionSpec())
+    lowering = lower_step(step, [spec], [spec, spec, spec])
+    found = lowering.lowered.compile()(X)
+    assert isinstance(found["a"], Pair)
+    assert found["b"][1] == 3.0
+
+
+def test_output_names():
+    program, _ = trace(flatten_step(lambda x: {"a": Pair(x, None), "b": x}, (X,)), MESH)
+    assert program.output_names == ("a/first", "b")
+
+
+def test_user_constraints_are_erased_and_counted():
+    rows = NamedSharding(MESH, PartitionSpec("x"))
+
+    def train_step(x):
+        return jax.lax.with_sharding_constraint(x * 2, rows).sum()
+
+    program, lowering = trace(flatten_step(train_step, (X,)), MESH)
+    assert program.erased_constraints == 1
+    names = {op.name for op in shardy.walk(shardy.main_function(lowering.module))}
+    assert "sdy.sharding_constraint" not in names
+
+
+def test_aliases_of_donated_arguments():
+    step = flatten_step(lambda s, x: (s + x, x), (X, X), donate_argnums=(0,))
+    program, _ = trace(step, MESH)
+    assert program.alias == (0, None)
+
+
+def test_planning_mesh():
+    explicit = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    mesh = planning_mesh(explicit)
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    with pytest.raises(MeshError, match="make_mesh"):
+        planning_mesh((2, 2))
+    with pytest.raises(MeshError, match="no axis of size 2"):
+        planning_mesh(Mesh(np.array(jax.devices()[:1]), ("x",)))
+
+
+def test_tracing_allocates_nothing():
+    huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program, _ = trace(flatten_step(lambda x: x @ x, (huge,)), MESH)
+    assert [op.kind for op in program.ops] == ["dot_general"]

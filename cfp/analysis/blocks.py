@@ -9,6 +9,7 @@ optimizer's) belong to no block; they follow the storage of what they update
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,10 @@ from cfp.analysis.labels import label_ops
 from cfp.analysis.numbering import Numbers
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
+
+_MADE_BY_JAX = re.compile(
+    "while|body|cond|closed_call|checkpoint|rematted_computation|branch_\\d+_fun"
+)
 
 # Parts of a program without contractions and without a tensor of this many elements
 # (random keys, counters) are not worth a block.
@@ -90,7 +95,7 @@ def scope_path(scope: str) -> str:
         while "(" in inner and inner.endswith(")"):
             inner = inner[inner.index("(") + 1 : -1]
         is_jit = part.startswith(("jit(", "pjit("))
-        if inner and not is_jit and inner not in ("while", "body", "closed_call"):
+        if inner and not is_jit and not _MADE_BY_JAX.fullmatch(inner):
             parts.append(inner)
     return "/".join(parts) or _split_scope(scope)[-1]
 

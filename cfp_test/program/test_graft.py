@@ -125,6 +125,25 @@ def test_calls_of_the_host_are_left_out():
     np.testing.assert_array_equal(lowered.compile()(X)[0], X)
 
 
+def ties(program, part) -> set[int]:
+    """Values that depend on whether two floats are equal, one of them computed here.
+
+    That does not survive computing the one, but not the other, in another order.
+    """
+    made, found = set(), set()
+    for op_id in part.ops:
+        op = program.ops[op_id]
+        exact = op.kind == "compare" and any(d in op.attributes for d in ("EQ", "NE"))
+        floats = exact and program.values[op.operands[0]].dtype.startswith("f")
+        mixed = any(v in made for v in op.operands) and any(
+            v in part.inputs for v in op.operands
+        )
+        if (floats and mixed) or found.intersection(op.operands):
+            found.update(op.results)
+        made.update(op.results)
+    return found
+
+
 def check_parts(name: str, limit: int) -> None:
     """Cuts a program into parts by its blocks and at random, and runs each alone."""
     case = prepare(name, PROGRAMS[name], (("x", 4),))
@@ -144,9 +163,11 @@ def check_parts(name: str, limit: int) -> None:
     known = evaluate(case, tuple({v for p in parts for v in (*p.inputs, *p.outputs)}))
     far = {}
     for part in parts:
-        for v, got in zip(
-            part.outputs, run_part(case, layout, part, known), strict=True
-        ):
+        outputs = run_part(case, layout, part, known)
+        uncertain = ties(program, part)
+        for v, got in zip(part.outputs, outputs, strict=True):
+            if v in uncertain:
+                continue
             distance = difference(to_host(got), to_host(known[v]))
             if not distance <= case.tolerance:
                 far[part.ops, v] = distance

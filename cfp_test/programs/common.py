@@ -5,17 +5,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
 def normal(seed: int, *shape: int, scale: float = 0.3) -> jax.Array:
     """Random float32 numbers."""
-    return jax.random.normal(jax.random.key(seed), shape) * scale
+    found = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(found, jnp.float32)
 
 
 def integers(seed: int, high: int, *shape: int) -> jax.Array:
     """Random int32 numbers in ``[0, high)``."""
-    return jax.random.randint(jax.random.key(seed), shape, 0, high)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, high, shape), jnp.int32)
+
+
+def initialise(init: Callable[..., Any], *args: Any) -> Any:
+    """Variables of a model's shapes, made without compiling its initialisation."""
+    shapes = jax.eval_shape(init, *args)
+    paths, tree = jax.tree.flatten_with_path(shapes)
+    found = []
+    for seed, (path, leaf) in enumerate(paths):
+        value = normal(seed, *leaf.shape)
+        name = jax.tree_util.keystr(path)
+        found.append(
+            1 + value if "scale" in name else abs(value) if "var" in name else value
+        )
+    return jax.tree.unflatten(tree, found)
 
 
 def squares(x: jax.Array, y: jax.Array | float = 0.0) -> jax.Array:

@@ -5,12 +5,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cfp_test.programs.common import adam, cross_entropy, integers, normal, squares
+from cfp_test.programs.common import (
+    adam,
+    cross_entropy,
+    initialise,
+    integers,
+    normal,
+    squares,
+)
 
 
 def _with_batch_stats(net, images, labels):
     tx = adam()
-    variables = jax.jit(net.init)(jax.random.key(0), images)
+    variables = initialise(net.init, jax.random.key(0), images)
     state = {**variables, "opt": tx.init(variables["params"])}
 
     def train_step(state, batch):
@@ -87,7 +94,7 @@ def diffusion_step():
     """Predicts the noise that was added to images, at a random time."""
     net, tx = _UNet(), adam()
     images = normal(1, 8, 8, 8, 4)
-    params = jax.jit(net.init)(jax.random.key(0), images, jnp.zeros(8))
+    params = initialise(net.init, jax.random.key(0), images, jnp.zeros(8))
 
     def train_step(state, images, key):
         time_key, noise_key = jax.random.split(key)

@@ -9,7 +9,14 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from cfp_test.programs.common import adam, integers, normal, squares, training
+from cfp_test.programs.common import (
+    adam,
+    initialise,
+    integers,
+    normal,
+    squares,
+    training,
+)
 
 
 class _Dropped(nn.Module):
@@ -21,7 +28,9 @@ class _Dropped(nn.Module):
 
 def _dropout(key):
     net, x = _Dropped(), normal(1, 8, 16)
-    params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    params = initialise(
+        net.init, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x
+    )
     state = TrainState.create(apply_fn=net.apply, params=params, tx=adam())
 
     def train_step(state, x, key):
@@ -101,7 +110,7 @@ def equinox_step():
 def haiku_step():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 16])(x)))
     x = normal(1, 8, 16)
-    params = net.init(jax.random.key(0), x)
+    params = initialise(net.init, jax.random.key(0), x)
     return training(lambda p, x: squares(net.apply(p, x), x), params, x)
 
 

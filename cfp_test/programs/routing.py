@@ -39,7 +39,7 @@ def moe_einsum_step():
         value, index = jax.lax.top_k(gates, 2)
         chosen = jax.nn.one_hot(index, 4)  # [g, s, 2, e]
         place = jnp.cumsum(chosen.reshape(4, 16, 4), axis=1).reshape(4, 8, 2, 4) - 1
-        slot = jax.nn.one_hot((place * chosen).sum(-1), 6)  # [g, s, 2, c]
+        slot = jax.nn.one_hot((place * chosen).sum(-1).astype(int), 6)  # [g, s, 2, c]
         combine = jnp.einsum("gsk,gske,gskc->gsec", value, chosen, slot)
         dispatch = (combine > 0).astype(x.dtype)
         inputs = jnp.einsum("gsec,gsm->egcm", dispatch, x)

@@ -8,6 +8,7 @@ import optax
 from cfp_test.programs.common import (
     adam,
     cross_entropy,
+    initialise,
     integers,
     normal,
     squares,
@@ -102,7 +103,7 @@ class _Decoder(nn.Module):
 def module_scan_step():
     """A library's scan with its rematerialisation."""
     net, tokens = _Decoder(), integers(1, 32, 8, 4)
-    params = jax.jit(net.init)(jax.random.key(0), tokens)
+    params = initialise(net.init, jax.random.key(0), tokens)
 
     def loss(p, tokens):
         return cross_entropy(net.apply(p, tokens), tokens)
@@ -133,7 +134,7 @@ class _Lstm(nn.Module):
 
 def lstm_step():
     net, x = _Lstm(), normal(1, 8, 5, 8)
-    params = jax.jit(net.init)(jax.random.key(0), x)
+    params = initialise(net.init, jax.random.key(0), x)
 
     def loss(p, x):
         return squares(net.apply(p, x), x)

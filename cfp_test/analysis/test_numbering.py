@@ -1,0 +1,131 @@
+import jax
+import jax.numpy as jnp
+
+from cfp.analysis.numbering import integers, number_values, squeeze
+from cfp.program.trace import flatten_step, trace
+from cfp_test.checking import make_mesh
+
+MESH = make_mesh((("x", 4),))
+X = jnp.ones((8, 16))
+
+
+def numbers(fn, *args):
+    """The numbers of a function's outputs, and all of them."""
+    program, _ = trace(flatten_step(fn, args), MESH)
+    found = number_values(program)
+    return [found[v] for v in program.outputs], found, program
+
+
+def test_equal_computations():
+    def step(x):
+        barred = jax.lax.optimization_barrier(x)
+        return jnp.sin(x), jnp.sin(barred), jnp.cos(x)
+
+    (plain, barred, other), _, _ = numbers(step, X)
+    assert plain == barred != other
+
+
+def test_casts_and_unit_dims_do_not_count():
+    def step(x):
+        return x * 2, (x.astype(jnp.bfloat16)), x[:, None], x.reshape(8, 1, 16)
+
+    (_, *same), found, program = numbers(step, X)
+    assert set(same) == {found[program.args[0]]}
+
+
+def test_reductions_differ_by_what_they_compute():
+    (high, low, total), *_ = numbers(
+        lambda x: (x.max(0), (x * 1).min(0), x.sum(0)), jnp.arange(8)[:, None]
+    )
+    assert len({high, low, total}) == 3
+
+
+def test_constants_are_told_apart():
+    (one, two, again), *_ = numbers(
+        lambda x: (x + 1.0, x + 2.0, jax.lax.optimization_barrier(x) + 1.0), X
+    )
+    assert one == again != two
+
+
+def test_transposes_and_reverses_are_views():
+    def step(x):
+        return x.T, x.T.T + 0, jnp.flip(x, 0), jnp.flip(x, 0).T, x[:, None].T
+
+    (turned, _, flipped, both, units), found, program = numbers(step, X)
+    x = found[program.args[0]]
+    assert found.views[turned] == (x, (1, 0))
+    assert found.views[flipped] == (x, (0, 1))
+    assert found.views[both] == (x, (1, 0))
+    assert units == turned  # the dim of size 1 does not count
+    assert len({x, turned, flipped, both}) == 4
+
+
+def test_there_and_back():
+    def step(x):
+        return (
+            jax.lax.optimization_barrier(x.T).T,
+            x.reshape(4, 32).reshape(8, 16),
+            jnp.concatenate([x, jnp.sin(x)])[:8],
+            jnp.concatenate([x, jnp.sin(x)])[4:12],
+        )
+
+    (turned, shaped, cut, across), found, program = numbers(step, X)
+    assert turned == shaped == cut == found[program.args[0]]
+    assert across != cut
+
+
+def test_a_backward_loop_reads_what_the_forward_loop_stacked():
+    def step(w, x):
+        def loss(w):
+            def body(x, _):
+                return jnp.tanh(x @ w), None
+
+            return jax.lax.scan(body, x, None, length=3)[0].sum()
+
+        return jax.grad(loss)(w)
+
+    program, _ = trace(flatten_step(step, (jnp.ones((16, 16)), X)), MESH)
+    found = number_values(program)
+    forward, *backward = (op for op in program.ops if op.kind == "dot_general")
+    (weight,) = (
+        op
+        for op in backward
+        if any(found[v] == found[forward.operands[0]] for v in op.operands)
+    )
+    assert weight.parent != forward.parent
+    assert program.values[weight.results[0]].shape == (16, 16)
+
+
+def test_rematerialised_values():
+    @jax.checkpoint
+    def body(w, x):
+        return jnp.sin(jnp.tanh(x @ w))
+
+    def step(w, x):
+        return jax.value_and_grad(lambda w: body(w, x).sum())(w)
+
+    program, _ = trace(flatten_step(step, (jnp.ones((16, 16)), X)), MESH)
+    found = number_values(program)
+    tanh = [op for op in program.ops if op.kind == "tanh"]
+    assert len(tanh) == 2
+    assert found[tanh[0].results[0]] == found[tanh[1].results[0]]
+
+
+def test_a_branch_hands_on_its_only_value():
+    def step(x, flag):
+        return jax.lax.cond(flag, lambda x: x, lambda x: jnp.zeros_like(x), x)
+
+    (found,), every, program = numbers(step, X, jnp.bool_(True))
+    assert found == every[program.args[0]]
+
+
+def test_squeeze():
+    assert squeeze((1, 8, 1, 16)) == (8, 16)
+    assert squeeze((1,)) == ()
+
+
+def test_integers():
+    text = "dimension=0 : i64, permutation=array<i64: 1, 0>, sizes=array<i64>"
+    assert integers(text, "permutation") == (1, 0)
+    assert integers(text, "sizes") == ()
+    assert integers(text, "strides") == ()

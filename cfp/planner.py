@@ -29,10 +29,12 @@ from cfp.search.assemble import (
     over_budget,
     whole_choice,
 )
+from cfp.search.candidates import segment_candidate
 from cfp.search.measure import Told, limit, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
-from cfp.search.wanted import Wanted, segment_candidate, wanted_profiles
+from cfp.search.shortlist import estimate_kinds, leading_classics
+from cfp.search.wanted import Wanted, wanted_profiles
 from cfp.units import format_bytes
 
 
@@ -70,6 +72,7 @@ class Profiles:
     """What the profile pass measured.
 
     Attributes:
+        classics: those classics that are worth measuring.
         wanted: the candidates of every kind of segment, with their jobs.
         records: what was measured, by key.
         rates: the devices' rates.
@@ -77,6 +80,7 @@ class Profiles:
         seconds: how long the pass took.
     """
 
+    classics: Mapping[str, Choice]
     wanted: list[Wanted]
     records: Mapping[str, ProfileRecord]
     rates: Rates
@@ -96,6 +100,7 @@ class Decision:
         predicted_ms: its step time by the profiles, or None.
         extent: how much of it the compiler is told.
         rivals: other choices that the search found promising.
+        classics: the classics to race against.
         problem: what was searched, or None for a classic taken by name.
         search: counts and seconds of the search.
     """
@@ -105,6 +110,7 @@ class Decision:
     predicted_ms: float | None = None
     extent: Told = Told.EVERYTHING
     rivals: tuple[Decision, ...] = ()
+    classics: Mapping[str, Choice] = field(default_factory=dict)
     problem: Problem | None = None
     search: Mapping[str, float] = field(default_factory=dict)
 
@@ -154,10 +160,12 @@ class Planner:
         """Measures the candidates of every kind of segment."""
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, progress=self._tell)
+        estimates = estimate_kinds(self.analysis, rates)
+        classics = leading_classics(self.analysis, estimates, self.classics)
         wanted = wanted_profiles(
             self.analysis,
-            self.classics,
-            rates,
+            classics,
+            estimates,
             self.environment,
             self.settings.per_kind,
             self.settings.in_context,
@@ -173,6 +181,7 @@ class Planner:
             ).records
         done = [records.get(item.job.key.digest) for item in wanted]
         return Profiles(
+            classics,
             wanted,
             records,
             rates,
@@ -224,6 +233,7 @@ class Planner:
             choice,
             predicted_ms,
             rivals=rivals,
+            classics=profiles.classics,
             problem=problems[0],
             search=counts,
         )
@@ -277,7 +287,7 @@ class Planner:
             return [decision]
         classics = [
             Decision(name, choice, self._predict(decision, choice))
-            for name, choice in self.classics.items()
+            for name, choice in decision.classics.items()
         ]
         varied = [
             replace(entry, name=_name(entry.name, extent), extent=extent)

@@ -50,8 +50,10 @@ def presets(frame: Frame) -> dict[str, Choice]:
     any) are left out.
     """
     found: dict[str, Choice] = {}
+    known: dict[tuple[str, int], list[AxisChoice]] = {}
     for name, (role, storage) in CLASSICS.items():
-        _add(found, name, preset(frame, (role,) * len(frame.mesh), storage))
+        roles = (role,) * len(frame.mesh)
+        _add(found, name, _preset(frame, roles, storage, known))
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):
             if len(set(roles)) == 1:
@@ -59,7 +61,7 @@ def presets(frame: Frame) -> dict[str, Choice]:
             for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
                 pairs = zip(frame.mesh, roles, strict=True)
                 name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
-                _add(found, name + suffix, preset(frame, roles, storage))
+                _add(found, name + suffix, _preset(frame, roles, storage, known))
     return found
 
 
@@ -76,11 +78,21 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
         roles: one of :data:`ROLES` for each mesh axis.
         storage: how every storage group is kept.
     """
-    walks = [
-        _Walk(frame, role, size)
-        for (_, size), role in zip(frame.mesh, roles, strict=True)
-    ]
-    columns = [walk.run() for walk in walks]
+    return _preset(frame, roles, storage, {})
+
+
+def _preset(
+    frame: Frame,
+    roles: Sequence[str],
+    storage: Storage,
+    known: dict[tuple[str, int], list[AxisChoice]],
+) -> Choice:
+    """The same; walks that are known already are not walked again."""
+    columns = []
+    for (_, size), role in zip(frame.mesh, roles, strict=True):
+        if (role, size) not in known:
+            known[role, size] = _Walk(frame, role, size).run()
+        columns.append(known[role, size])
     strategies = tuple(
         _compatible(frame, block, tuple(column[block.index] for column in columns))
         for block in frame.blocks
@@ -89,14 +101,14 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
 
 
 def _compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
-    """Drops the later of two axes that do not divide a factor together."""
+    """Drops the later of two axes that do not split a factor together."""
     rule = frame.program.ops[block.anchor].rule
     assert rule is not None
     split: dict[int, int] = {}
     kept = []
     for (_, size), choice in zip(frame.mesh, strategy, strict=True):
         factors = {f for f in (choice.inner, choice.exit) if f != NONE}
-        if any(rule.sizes[f] % (split.get(f, 1) * size) for f in factors):
+        if not all(rule.splits(f, split.get(f, 1) * size) for f in factors):
             kept.append(AxisChoice())
             continue
         for f in factors:

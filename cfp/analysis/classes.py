@@ -20,7 +20,7 @@ def major_factors(rule: Rule, dims: Dims, axis_size: int) -> list[tuple[int, int
     found = []
     for dim, factors in enumerate(dims):
         factor = rule.major(factors)
-        if factor is None or factor in rule.fixed or rule.sizes[factor] % axis_size:
+        if factor is None or factor in rule.fixed or not rule.splits(factor, axis_size):
             continue
         found.append((dim, factor))
     return found

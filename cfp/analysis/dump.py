@@ -186,7 +186,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
         ways: dict[int, int] = {}
         for (_, size), choice in zip(frame.mesh, strategy, strict=True):
             ways[choice.inner] = ways.get(choice.inner, 1) * size
-        if all(f == NONE or rule.sizes[f] % n == 0 for f, n in ways.items()):
+        if all(f == NONE or rule.splits(f, n) for f, n in ways.items()):
             found.append(strategy)
     return found
 

@@ -58,6 +58,11 @@ class _Labels:
             while loop >= 0 and op not in self.derived:
                 self.loop_blocks.add((loop, block))
                 loop = self.program.ops[loop].parent
+        # The blocks with contractions in each outermost loop that has any.
+        self.held: dict[int, set[int]] = {}
+        for op, block in self.member_block.items():
+            if self.program.ops[op].parent >= 0:
+                self.held.setdefault(self.program.top_level(op), set()).add(block)
 
     def run(self) -> list[int]:
         previous, backward = self._upstream()
@@ -73,6 +78,8 @@ class _Labels:
                     labels[op.id] = self.member_block[after]
                 elif not backward[op.id] and before != NONE:
                     labels[op.id] = before
+                if not self._may_hold(op.id, labels[op.id]):
+                    labels[op.id] = NONE
                 # What is left (parameters on their way to their first use, and
                 # gradients of what no contraction reads) follows its neighbours.
         self._fill(labels, (True, False, True))
@@ -85,6 +92,15 @@ class _Labels:
             and op.id not in self.program.leaf_ops
             and not passes(op)
         )
+
+    def _may_hold(self, op: int, block: int) -> bool:
+        """Whether an op may follow a block.
+
+        In a loop with contractions only those of its own: what a loop does first
+        with its input would tie it to the block before.
+        """
+        held = self.held.get(self.program.top_level(op))
+        return held is None or block in held
 
     def _upstream(self) -> tuple[list[int], list[bool]]:
         """Per op: the latest anchor's block upstream; whether it is backward.
@@ -184,7 +200,9 @@ class _Labels:
                     )
                     size = program.values[v].size_bytes
                     near.extend(
-                        (size, labels[o.id]) for o in others if labels[o.id] != NONE
+                        (size, labels[o.id])
+                        for o in others
+                        if labels[o.id] != NONE and self._may_hold(op.id, labels[o.id])
                     )
                 if near:
                     labels[op.id] = max(near)[1]

@@ -80,6 +80,24 @@ def spec_ways(spec: Spec, mesh: Mesh) -> int:
     return ways
 
 
+def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
+    """A spec without the axes that do not divide their dim.
+
+    Values inside of a program may be padded; arguments and results may not.
+    """
+    sizes = dict(mesh)
+    dims = []
+    for size, names in zip(shape, spec, strict=True):
+        kept, ways = [], 1
+        for name in names:
+            if size % (ways * sizes[name]):
+                break
+            kept.append(name)
+            ways *= sizes[name]
+        dims.append(tuple(kept))
+    return tuple(dims)
+
+
 def extend_spec(
     spec: Spec,
     shape: tuple[int, ...],
@@ -148,7 +166,10 @@ class Layout:
             return None
         replicated = ((),) * len(record.shape)
         if record.producer < 0:
-            return self.read_spec(value) or replicated
+            found = self.read_spec(value) or replicated
+            if value in self._arg_position:
+                return even_spec(found, record.shape, self.frame.mesh)
+            return found
         op = self.frame.program.ops[record.producer]
         return self.natural_spec(op, op.results.index(value))
 
@@ -214,7 +235,8 @@ class Layout:
         specs = []
         for v in program.outputs:
             value = program.values[v]
-            specs.append(self.spec(v) or ((),) * len(value.shape))
+            found = self.spec(v) or ((),) * len(value.shape)
+            specs.append(even_spec(found, value.shape, self.frame.mesh))
         for position, output in enumerate(self.frame.paired):
             if output is not None:
                 specs[output] = self.arg_spec(position)
@@ -232,6 +254,7 @@ class Layout:
         sharding = self.frame.states[group.index]
         main = program.args[group.args[0]]
         used = self.read_spec(main) or ((),) * len(group.shape)
+        used = even_spec(used, group.shape, mesh)
         used = self.frame.pins.get(group.args[0], used)
         wide = used
         if mode is not Storage.USED:

@@ -47,7 +47,8 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     units = _units(frame)
     marks = _fingerprints(frame, units)
     before = _latest_before(frame, units)
-    cuts = _cut(marks, before, 0, len(units))
+    loops = [_is_loop(frame, unit) for unit in units]
+    cuts = _cut(marks, before, loops, 0, len(units))
     kinds: dict[tuple, int] = {}
     owners = _group_owners(frame)
     ranges = []
@@ -58,7 +59,7 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     ops: list[set[int]] = [set() for _ in ranges]
     for op_id, block in enumerate(frame.block_of):
         if block >= 0:
-            ops[of_block[block]].add(top_level(frame.program, op_id))
+            ops[of_block[block]].add(frame.program.top_level(op_id))
     groups: list[list[int]] = [[] for _ in ranges]
     for group, block in zip(frame.groups, owners, strict=True):
         if block >= 0:
@@ -70,13 +71,6 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     )
 
 
-def top_level(program: Program, op_id: int) -> int:
-    """The op itself, or the outermost loop or branch that it stands in."""
-    while program.ops[op_id].parent >= 0:
-        op_id = program.ops[op_id].parent
-    return op_id
-
-
 def _units(frame: Frame) -> list[list[int]]:
     """Runs of blocks that cannot be cut apart: those that share a loop."""
     program = frame.program
@@ -85,7 +79,7 @@ def _units(frame: Frame) -> list[list[int]]:
     for block in frame.blocks:
         for op_id in block.ops:
             if program.ops[op_id].parent >= 0:
-                start = first.setdefault(top_level(program, op_id), block.index)
+                start = first.setdefault(program.top_level(op_id), block.index)
                 reach[start] = max(reach[start], block.index)
     units: list[list[int]] = []
     end = -1
@@ -96,6 +90,12 @@ def _units(frame: Frame) -> list[list[int]]:
             units.append([index])
         end = max(end, reach[index])
     return units
+
+
+def _is_loop(frame: Frame, unit: list[int]) -> bool:
+    """Whether the blocks of a unit are what a loop repeats."""
+    ops = frame.program.ops
+    return any(ops[m.op].repeat > 1 for b in unit for m in frame.blocks[b].members)
 
 
 def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
@@ -133,6 +133,9 @@ def _latest_before(frame: Frame, units: list[list[int]]) -> list[int]:
             origin = program.values[v].origin
             if origin >= 0:
                 latest[v] = max(latest[v], latest[origin])
+        if op.id in anchors and op.parent >= 0:
+            # What enters its loop may reach it in a later iteration.
+            reads.extend(program.ops[program.top_level(op.id)].operands)
         found = max((latest[v] for v in reads), default=-1)
         if op.id in anchors:
             unit = anchors[op.id]
@@ -144,43 +147,73 @@ def _latest_before(frame: Frame, units: list[list[int]]) -> list[int]:
 
 
 def _cut(
-    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+    marks: Sequence[Hashable],
+    before: Sequence[int],
+    loops: Sequence[bool],
+    low: int,
+    high: int,
 ) -> list[tuple[int, int]]:
-    """Cuts ``marks[low:high]`` into segments."""
+    """Cuts ``marks[low:high]`` into segments.
+
+    Loops over layers stand by themselves, but not those inside of a repeated layer.
+    """
     if high <= low:
         return []
-    found = _best_repeat(marks, before, low, high)
-    if found is not None:
-        start, period, count = found
-        cuts = _cut(marks, before, low, start)
-        inner = _cut(marks, before, start, start + period)
-        for repeat in range(count):
-            shift = repeat * period
-            cuts.extend((a + shift, b + shift) for a, b in inner)
-        return cuts + _cut(marks, before, start + period * count, high)
+    repeats = _best_repeats(marks, before, low, high)
+    if repeats:
+        found = []
+        for start, period, count in repeats:
+            cuts = _cut(marks, before, loops, low, start)
+            whole = [False] * len(loops)
+            inner = _cut(marks, before, whole, start, start + period)
+            for repeat in range(count):
+                shift = repeat * period
+                cuts.extend((a + shift, b + shift) for a, b in inner)
+            cuts += _cut(marks, before, loops, start + period * count, high)
+            found.append(cuts)
+        return min(found, key=lambda cuts: (_kinds(marks, cuts), len(cuts)))
+    loop = next((i for i in range(low, high) if loops[i]), None)
+    if loop is not None and high - low > 1:
+        cuts = _cut(marks, before, loops, low, loop)
+        return [*cuts, (loop, loop + 1), *_cut(marks, before, loops, loop + 1, high)]
     split = _restart(marks, before, low, high)
     if split is not None:
-        return [(low, split), *_cut(marks, before, split, high)]
+        return [(low, split), *_cut(marks, before, loops, split, high)]
     return [(low, high)]
 
 
-def _best_repeat(
+def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:
+    """How many different segments there are."""
+    return len({tuple(marks[low:high]) for low, high in cuts})
+
+
+def _best_repeats(
     marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
-) -> tuple[int, int, int] | None:
-    """The back-to-back repeat that covers most: (start, period, count)."""
-    best, covered = None, 0
+) -> list[tuple[int, int, int]]:
+    """The back-to-back repeats that cover most: (start, period, count).
+
+    One, or several with the same period and count that begin a few blocks apart.
+    """
+    best: list[tuple[int, int, int]] = []
+    covered = 0
     for period in range(1, (high - low) // 2 + 1):
         run = 0
         for i in range(low, high - period + 1):
             if i < high - period and marks[i] == marks[i + period]:
                 run += 1
                 continue
-            start = i - run
-            count = (run + period) // period
-            while count >= 2 and not _in_series(before, start, period, count):
-                count -= 1
-            if count >= 2 and count * period > covered:
-                best, covered = (start, period, count), count * period
+            whole = (run + period) // period
+            for start in range(i - run, i + period - whole * period + 1):
+                count = whole
+                while count >= 2 and not _in_series(before, start, period, count):
+                    count -= 1
+                if count >= 2 and count * period > covered:
+                    best, covered = [], count * period
+                if count >= 2 and (count * period, period) == (
+                    covered,
+                    best[0][1] if best else period,
+                ):
+                    best.append((start, period, count))
             run = 0
     return best
 

@@ -37,7 +37,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
     splittable = [
         f
         for f, size in enumerate(rule.sizes)
-        if size > 1 and size % axis_size == 0 and f not in rule.fixed
+        if size > 1 and rule.splits(f, axis_size) and f not in rule.fixed
     ]
     majors = set()
     for dims in (*rule.operands, *rule.results):
@@ -55,7 +55,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
 def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strategy]:
     """All strategies of a block: the product of its axes' choices.
 
-    Combinations in which the axes together do not divide a factor are left out, and
+    Combinations in which the axes together do not split a factor are left out, and
     of combinations that differ only by axes of equal size both stay, since the axes
     of a mesh may be linked differently.
     """
@@ -70,7 +70,7 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
             for factor in (choice.inner, choice.exit):
                 if factor != NONE:
                     split[factor] = split.get(factor, 1) * sizes[name]
-        if all(rule.sizes[f] % ways == 0 for f, ways in split.items()):
+        if all(rule.splits(f, ways) for f, ways in split.items()):
             found.append(strategy)
     return found
 
@@ -85,44 +85,59 @@ class BlockSharding:
         self.block = block
         self.mesh = mesh
         self._members = {m.op: m for m in block.members}
+        self._ops = [op for op in block.ops if program.ops[op].rule is not None]
         self._classes = {
             size: DimClasses(program, block.ops, block.members, canonical, size)
             for size in {size for _, size in mesh}
         }
+        self._split: dict[tuple[int, AxisChoice], list[tuple[int, ...]]] = {}
+        self._legal: dict[tuple[int, tuple[tuple[int, ...], ...]], FactorAxes] = {}
 
     def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
         """For each op of the block that has a rule, the axes that split its factors."""
-        marks = [
-            self._mark(self._classes[size], choice)
-            for (_, size), choice in zip(self.mesh, strategy, strict=True)
-        ]
-        found = {}
-        for op_id in self.block.ops:
-            op = self.program.ops[op_id]
-            if op.rule is None:
-                continue
-            wanted: list[list[str]] = [[] for _ in op.rule.sizes]
-            member = self._members.get(op_id)
-            for (name, size), choice, marked in zip(
-                self.mesh, strategy, marks, strict=True
-            ):
-                if choice.inner == NONE:
-                    continue
-                if member is not None:
-                    hits = [
-                        f for f, g in enumerate(member.factors) if g == choice.inner
-                    ]
-                else:
-                    classes = self._classes[size]
-                    hits = [
-                        f
-                        for f in range(len(op.rule.sizes))
-                        if classes.of_factor(op_id, f) in marked
-                    ]
-                for f in hits:
+        splits = [self._factors(i, choice) for i, choice in enumerate(strategy)]
+        return {
+            op: self._combine(op, factors)
+            for op, *factors in zip(self._ops, *splits, strict=True)
+        }
+
+    def _factors(self, axis: int, choice: AxisChoice) -> list[tuple[int, ...]]:
+        """For each op the factors that one axis is to split."""
+        known = self._split.get((axis, choice))
+        if known is None:
+            classes = self._classes[self.mesh[axis][1]]
+            marked = self._mark(classes, choice)
+            known = [self._factors_of(op, classes, marked, choice) for op in self._ops]
+            self._split[axis, choice] = known
+        return known
+
+    def _factors_of(
+        self, op: int, classes: DimClasses, marked: set[Hashable], choice: AxisChoice
+    ) -> tuple[int, ...]:
+        if choice.inner == NONE:
+            return ()
+        member = self._members.get(op)
+        if member is not None:
+            return tuple(f for f, g in enumerate(member.factors) if g == choice.inner)
+        rule = self.program.ops[op].rule
+        assert rule is not None
+        return tuple(
+            f for f in range(len(rule.sizes)) if classes.of_factor(op, f) in marked
+        )
+
+    def _combine(self, op: int, factors: list[tuple[int, ...]]) -> FactorAxes:
+        """The axes of an op's factors, where each axis is to split some."""
+        key = (op, tuple(factors))
+        known = self._legal.get(key)
+        if known is None:
+            rule = self.program.ops[op].rule
+            assert rule is not None
+            wanted: list[list[str]] = [[] for _ in rule.sizes]
+            for (name, _), split in zip(self.mesh, factors, strict=True):
+                for f in split:
                     wanted[f].append(name)
-            found[op_id] = legal_axes(op.rule, wanted, dict(self.mesh))
-        return found
+            known = self._legal[key] = legal_axes(rule, wanted, dict(self.mesh))
+        return known
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
         """The classes that an axis shards in ops other than contractions."""
@@ -159,14 +174,14 @@ class BlockSharding:
 def legal_axes(
     rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
 ) -> FactorAxes:
-    """Drops axes that an op cannot use: twice in one op, or not dividing a factor."""
+    """Drops axes that an op cannot use: twice in one op, or not splitting a factor."""
     used: set[str] = set()
     found = []
     for factor, names in enumerate(wanted):
         kept: list[str] = []
         ways = 1
         for name in names:
-            fits = rule.sizes[factor] % (ways * sizes[name]) == 0
+            fits = rule.splits(factor, ways * sizes[name])
             if name not in used and fits and factor not in rule.fixed:
                 kept.append(name)
                 used.add(name)

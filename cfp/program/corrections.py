@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from jax.extend.mlir import ir
@@ -16,6 +17,11 @@ from jax.extend.mlir import ir
 from cfp.program.rules import Rule
 
 _SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
+# Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter
+# writes its padding to wherever (an embedding's gradient, jaxlib 0.10.2).
+_PADDED_WELL = frozenset(
+    {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
+)
 _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
 
 
@@ -29,12 +35,24 @@ def correct_rule(
         op: the op.
         shapes: the shapes of its operands.
     """
+    if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or _elementwise(rule)):
+        rule = _unpadded(rule)
     if op.name == "stablehlo.convolution":
         return _convolution_rule(rule, op)
     if op.name == "stablehlo.scatter":
         # Several tensors, the indices, and an update for each tensor.
         return _scatter_rule(rule, op, shapes[len(shapes) // 2])
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
+
+
+def _elementwise(rule: Rule) -> bool:
+    """Whether all tensors have the same dims."""
+    return len({*rule.operands, *rule.results}) <= 1
+
+
+@lru_cache(maxsize=4096)
+def _unpadded(rule: Rule) -> Rule:
+    return replace(rule, even=frozenset(range(len(rule.sizes))))
 
 
 def _call_rule(rule: Rule) -> Rule | None:

@@ -7,7 +7,7 @@ come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from cfp.program.rules import Rule
@@ -41,6 +41,7 @@ class Value:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+@lru_cache
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of an MLIR element type such as ``bf16`` or ``i32``."""
     if dtype in _BITS:
@@ -158,6 +159,12 @@ class Program:
     @staticmethod
     def _is_stateful(op: Op) -> bool:
         return op.kind in ("custom_call", "rng", "infeed", "partition_id")
+
+    def top_level(self, op: int) -> int:
+        """The op itself, or the outermost loop or branch that it stands in."""
+        while self.ops[op].parent >= 0:
+            op = self.ops[op].parent
+        return op
 
     def value(self, index: int) -> Value:
         """The value with that id."""

@@ -16,6 +16,8 @@ from functools import lru_cache
 _FACTOR = re.compile(r"[a-z](?:_\d+)?")
 _BODY = re.compile(r"\((.*?)\)\s*->\s*\((.*?)\)\s*(?:\{([^}]*)\})?(.*)$", re.DOTALL)
 _TENSOR = re.compile(r"\[([^\]]*)\]")
+# Padding by more than this costs more than it spreads. XLA pads what does not divide.
+_MOST_PADDING = 4 / 3
 _SET = re.compile(r"(reduction|need_replication|permutation)=\{([^}]*)\}")
 
 Dims = tuple[tuple[int, ...], ...]  # for each dim its factors, major to minor
@@ -33,6 +35,7 @@ class Rule:
             unreduced until a collective completes it.
         fixed: factors along which the op cannot run sharded without halo exchange
             or gathering (Shardy's need_replication and permutation factors).
+        even: factors that may only be split into equal pieces, without padding.
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +43,7 @@ class Rule:
     results: tuple[Dims, ...]
     reduction: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
+    even: frozenset[int] = frozenset()
 
     def major(self, dim: tuple[int, ...]) -> int | None:
         """The factor by which a dim may be sharded: its major-most one of size > 1."""
@@ -47,6 +51,33 @@ class Rule:
             if self.sizes[factor] > 1:
                 return factor
         return None
+
+    def splits(self, factor: int, ways: int) -> bool:
+        """Whether a factor may be split so many ways.
+
+        What does not divide is padded, where that is little, and in ops that take
+        padding well and in which the factor has its dims to itself.
+        """
+        size = self.sizes[factor]
+        if size % ways == 0:
+            return True
+        padded = padded_size(size, ways)
+        if factor in self.even or padded > _MOST_PADDING * size:
+            return False
+        tensors = (*self.operands, *self.results)
+        return all(
+            self.sizes[other] == 1
+            for dims in tensors
+            for dim in dims
+            if factor in dim
+            for other in dim
+            if other != factor
+        )
+
+
+def padded_size(size: int, ways: int) -> int:
+    """The smallest size that divides so many ways and holds ``size``."""
+    return -(-size // ways) * ways
 
 
 @lru_cache(maxsize=65536)

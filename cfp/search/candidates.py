@@ -5,9 +5,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from cfp.analysis.layout import Storage
+import numpy as np
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Storage
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.problem import Candidate
+
+
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
+    """The part of a whole program's choice that concerns one segment."""
+    segment = analysis.segments[index]
+    modes = [choice.storage[g] for g in segment.groups]
+    storage = max(set(modes), key=modes.count) if modes else Storage.USED
+    return Candidate(tuple(choice.blocks[b] for b in segment.blocks), storage)
 
 
 def best_candidates(
@@ -21,25 +32,25 @@ def best_candidates(
     A beam search over the blocks in order: exact where the beam holds every partial
     choice, and a good approximation otherwise.
     """
-    nodes = estimate.node_ms[storage]
-    before: list[list[tuple[int, tuple[tuple[float, ...], ...]]]] = [[] for _ in nodes]
+    before: dict[int, list[tuple[int, np.ndarray]]] = {}
     for (a, b), matrix in estimate.edge_ms.items():
-        before[b].append((a, matrix))
-    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for place, options in enumerate(nodes):
-        grown = []
-        for cost, picks in beam:
-            for s, node in enumerate(options):
-                total = cost + node
-                for a, matrix in before[place]:
-                    total += matrix[s if a == place else picks[a]][s]
-                grown.append((total, (*picks, s)))
-        beam = heapq.nsmallest(beam_width, grown)
+        before.setdefault(b, []).append((a, matrix))
+    costs, picks = np.zeros(1), np.zeros((1, 0), int)
+    for place, options in enumerate(estimate.node_ms[storage]):
+        grown = costs[:, None] + options[None, :]
+        for a, matrix in before.get(place, ()):
+            grown = grown + (np.diag(matrix) if a == place else matrix[picks[:, a]])
+        best = np.argsort(grown, axis=None, kind="stable")[:beam_width]
+        rows, strategies = np.unravel_index(best, grown.shape)
+        costs = grown[rows, strategies]
+        picks = np.concatenate([picks[rows], strategies[:, None]], axis=1)
     return [
         Candidate(
-            tuple(estimate.strategies[b][s] for b, s in enumerate(picks)), storage, cost
+            tuple(estimate.strategies[b][s] for b, s in enumerate(row)),
+            storage,
+            float(cost),
         )
-        for cost, picks in beam[:count]
+        for cost, row in zip(costs[:count], picks[:count], strict=True)
     ]
 
 

@@ -8,12 +8,15 @@ The estimate ranks choices; only what is worth measuring is then measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.layout import Frame, Storage, extend_spec, spec_ways
+from cfp.analysis.layout import Frame, Storage, even_spec, extend_spec, spec_ways
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import (
     FactorAxes,
@@ -25,6 +28,8 @@ from cfp.analysis.strategies import (
 )
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op
+from cfp.program.rules import padded_size
+from cfp.search.problem import Candidate
 from cfp.search.transitions import TransitionCosts
 
 Makes = Mapping[int, tuple[Spec, tuple[str, ...]]]  # value -> (sharding, unreduced)
@@ -40,6 +45,15 @@ class BlockTerms:
     reads: Reads
 
 
+@dataclass(frozen=True, slots=True)
+class _OpTerms:
+    """One op under one sharding."""
+
+    compute_ms: float
+    makes: Sequence[tuple[int, tuple[Spec, tuple[str, ...]]]]
+    reads: Sequence[tuple[int, Spec]]
+
+
 @dataclass(frozen=True)
 class SegmentEstimate:
     """Estimated costs of one segment, for every strategy of every block.
@@ -52,19 +66,25 @@ class SegmentEstimate:
             behind the second) a matrix over their strategies. Pairs of a block with
             itself hold what moves between a block and its twin in the next segment.
         node_bytes: like ``node_ms``, bytes of state on each device.
+        numbers: for each of its blocks the number in ``strategies`` of every strategy
+            of the block; those that shard all ops alike share one.
     """
 
     segment: Segment
     strategies: tuple[tuple[Strategy, ...], ...]
-    node_ms: Mapping[Storage, tuple[tuple[float, ...], ...]]
-    edge_ms: Mapping[tuple[int, int], tuple[tuple[float, ...], ...]]
-    node_bytes: Mapping[Storage, tuple[tuple[float, ...], ...]]
+    node_ms: Mapping[Storage, Sequence[np.ndarray]]
+    edge_ms: Mapping[tuple[int, int], np.ndarray]
+    node_bytes: Mapping[Storage, Sequence[np.ndarray]]
+    numbers: tuple[Mapping[Strategy, int], ...]
 
-    def total_ms(self, picks: tuple[int, ...], storage: Storage) -> float:
-        """The estimated time of one strategy per block."""
-        total = sum(self.node_ms[storage][b][s] for b, s in enumerate(picks))
+    def total_ms(self, candidate: Candidate) -> float:
+        """The estimated time of one candidate."""
+        pairs = zip(self.numbers, candidate.strategies, strict=True)
+        picks = [numbers[strategy] for numbers, strategy in pairs]
+        nodes = self.node_ms[candidate.storage]
+        total = sum(float(row[pick]) for row, pick in zip(nodes, picks, strict=True))
         for (a, b), matrix in self.edge_ms.items():
-            total += matrix[picks[a]][picks[b]]
+            total += float(matrix[picks[a], picks[b]])
         return total
 
 
@@ -76,6 +96,7 @@ class Estimator:
         self.rates = rates
         self.moves = TransitionCosts(rates, frame.mesh)
         self._sizes = dict(frame.mesh)
+        self._ops: dict[tuple[int, FactorAxes], _OpTerms] = {}
 
     def segment(self, segment: Segment, twin: Segment | None) -> SegmentEstimate:
         """Estimates a segment.
@@ -85,11 +106,8 @@ class Estimator:
             twin: the segment of the same kind that follows right behind it, if any:
                 what moves between the two is then part of the estimate.
         """
-        frame = self.frame
-        strategies = tuple(
-            tuple(block_strategies(frame.program, frame.blocks[b], frame.mesh))
-            for b in segment.blocks
-        )
+        numbers = [self._number(b) for b in segment.blocks]
+        strategies = tuple(_firsts(numbered) for numbered in numbers)
         terms = [
             [self.block_terms(b, s) for s in options]
             for b, options in zip(segment.blocks, strategies, strict=True)
@@ -100,53 +118,82 @@ class Estimator:
         for mode in Storage:
             times, sizes = [], []
             for place, options in enumerate(terms):
-                row = [self._state(owned[place], t, mode) for t in options]
-                times.append(
-                    tuple(
-                        t.compute_ms + self._inside(t) + ms
-                        for t, (ms, _) in zip(options, row, strict=True)
-                    )
-                )
-                sizes.append(tuple(size for _, size in row))
-            node_ms[mode], node_bytes[mode] = tuple(times), tuple(sizes)
+                state = [self._state(owned[place], t, mode) for t in options]
+                moved = [t.compute_ms + self._inside(t) for t in options]
+                times.append(np.array(moved) + [ms for ms, _ in state])
+                sizes.append(np.array([size for _, size in state]))
+            node_ms[mode], node_bytes[mode] = times, sizes
         edges = self._edges(terms)
         if twin is not None:
             self._add_twin_edges(edges, segment, twin, strategies, terms)
-        return SegmentEstimate(segment, strategies, node_ms, edges, node_bytes)
+        return SegmentEstimate(
+            segment, strategies, node_ms, edges, node_bytes, tuple(numbers)
+        )
 
     # -- one block -----------------------------------------------------------
 
+    def _number(self, block: int) -> dict[Strategy, int]:
+        """Numbers a block's strategies; those that shard all ops alike get one."""
+        frame = self.frame
+        known: dict[Hashable, int] = {}
+        return {
+            strategy: known.setdefault(
+                tuple(frame.shardings[block].factor_axes(strategy).values()),
+                len(known),
+            )
+            for strategy in block_strategies(
+                frame.program, frame.blocks[block], frame.mesh
+            )
+        }
+
     def block_terms(self, block: int, strategy: Strategy) -> BlockTerms:
         """What a block computes, makes and reads under a strategy."""
-        program = self.frame.program
-        axes = self.frame.shardings[block].factor_axes(strategy)
         compute = 0.0
         makes: dict[int, tuple[Spec, tuple[str, ...]]] = {}
         reads: dict[int, dict[Spec, None]] = {}
-        for op_id, factor_axes in axes.items():
-            op = program.ops[op_id]
-            assert op.rule is not None
-            compute += self._compute_ms(op, factor_axes)
-            partial = reduced_axes(op.rule, factor_axes)
-            for dims, result in zip(op.rule.results, op.results, strict=False):
-                makes[result] = (tensor_spec(op.rule, dims, factor_axes), partial)
-            for dims, operand in zip(op.rule.operands, op.operands, strict=False):
-                value = program.values[operand]
-                if value.shape and value.producer not in program.leaf_ops:
-                    spec = tensor_spec(op.rule, dims, factor_axes)
-                    reads.setdefault(operand, {})[spec] = None
+        for key in self.frame.shardings[block].factor_axes(strategy).items():
+            terms = self._ops.get(key)
+            if terms is None:
+                terms = self._ops[key] = self._op_terms(*key)
+            compute += terms.compute_ms
+            makes.update(terms.makes)
+            for operand, spec in terms.reads:
+                reads.setdefault(operand, {})[spec] = None
         return BlockTerms(compute, makes, {v: tuple(s) for v, s in reads.items()})
+
+    def _op_terms(self, op_id: int, axes: FactorAxes) -> _OpTerms:
+        program = self.frame.program
+        op = program.ops[op_id]
+        rule = op.rule
+        assert rule is not None
+        partial = reduced_axes(rule, axes)
+        return _OpTerms(
+            self._compute_ms(op, axes),
+            [
+                (result, (tensor_spec(rule, dims, axes), partial))
+                for dims, result in zip(rule.results, op.results, strict=False)
+            ],
+            [
+                (operand, tensor_spec(rule, dims, axes))
+                for dims, operand in zip(rule.operands, op.operands, strict=False)
+                if program.values[operand].shape
+                and program.values[operand].producer not in program.leaf_ops
+            ],
+        )
 
     def _compute_ms(self, op: Op, axes: FactorAxes) -> float:
         rule, program = op.rule, self.frame.program
         assert rule is not None
-        ways = prod(self._sizes[a] for names in axes for a in names)
+        share = 1.0  # of the op's work that one device does, padding included
+        for size, names in zip(rule.sizes, axes, strict=True):
+            ways = prod(self._sizes[a] for a in names)
+            share *= padded_size(size, ways) / (size * ways)
         if is_contraction(op):
             flops = 2.0 * prod(rule.sizes)
             dtype = program.values[op.operands[0]].dtype
-            return op.repeat * self.rates.matmul_ms(flops / ways, dtype)
+            return op.repeat * self.rates.matmul_ms(flops * share, dtype)
         moved = sum(program.values[r].size_bytes for r in op.results)
-        return op.repeat * self.rates.memory_ms(moved / ways)
+        return op.repeat * self.rates.memory_ms(moved * share)
 
     def _inside(self, terms: BlockTerms) -> float:
         """What moves between the ops of one block."""
@@ -206,6 +253,7 @@ class Estimator:
             main = program.args[group.args[0]]
             wants = terms.reads.get(main, ())
             used = wants[0] if wants else ((),) * len(group.shape)
+            used = even_spec(used, group.shape, frame.mesh)
             used = frame.pins.get(group.args[0], used)
             wide = used
             if mode is not Storage.USED:
@@ -248,40 +296,47 @@ class Estimator:
     # -- pairs ---------------------------------------------------------------
 
     def _edges(
-        self, terms: list[list[BlockTerms]]
-    ) -> dict[tuple[int, int], tuple[tuple[float, ...], ...]]:
-        edges = {}
-        for a in range(len(terms)):
-            for b in range(a + 1, len(terms)):
-                forward = _crossing(terms[a], terms[b])
-                backward = _crossing(terms[b], terms[a])
-                if forward or backward:
-                    edges[a, b] = tuple(
-                        tuple(
-                            self._pair(ta, tb, forward) + self._pair(tb, ta, backward)
-                            for tb in terms[b]
-                        )
-                        for ta in terms[a]
-                    )
-        return edges
+        self, terms: Sequence[Sequence[BlockTerms]]
+    ) -> dict[tuple[int, int], np.ndarray]:
+        return {
+            (a, b): self._pair(terms[a], terms[b])
+            for a in range(len(terms))
+            for b in range(a + 1, len(terms))
+            if _crossing(terms[a], terms[b]) or _crossing(terms[b], terms[a])
+        }
 
-    def _pair(self, maker: BlockTerms, reader: BlockTerms, values: list[int]) -> float:
-        total = 0.0
-        for v in values:
-            have, partial = maker.makes[v]
-            if v not in maker.reads or not partial:
-                total += self._move(v, have, partial, reader.reads[v])
-            else:  # its own block has completed the sum already
-                total += self._move(v, maker.reads[v][0], (), reader.reads[v])
+    def _pair(
+        self, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
+    ) -> np.ndarray:
+        """What moves between two blocks, both ways, for all of their strategies."""
+        return self._one_way(left, right) + self._one_way(right, left).T
+
+    def _one_way(
+        self, makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]
+    ) -> np.ndarray:
+        """``[maker's strategy][reader's strategy]`` milliseconds."""
+        total = np.zeros((len(makers), len(readers)))
+        for v in _crossing(makers, readers):
+            made = [_handed_over(t, v) for t in makers]
+            read = [t.reads[v] for t in readers]
+            # Many strategies treat one value alike: each way is priced once.
+            rows, columns = _numbers(made), _numbers(read)
+            costs = np.array(
+                [
+                    [self._move(v, have, partial, wants) for wants in columns]
+                    for have, partial in rows
+                ]
+            )
+            total += costs[np.ix_([rows[m] for m in made], [columns[r] for r in read])]
         return total
 
     def _add_twin_edges(
         self,
-        edges: dict[tuple[int, int], tuple[tuple[float, ...], ...]],
+        edges: dict[tuple[int, int], np.ndarray],
         segment: Segment,
         twin: Segment,
         strategies: tuple[tuple[Strategy, ...], ...],
-        terms: list[list[BlockTerms]],
+        terms: Sequence[Sequence[BlockTerms]],
     ) -> None:
         """Adds what moves between a segment and its twin, as if both chose alike."""
         if len(twin.blocks) != len(segment.blocks):
@@ -292,30 +347,39 @@ class Estimator:
         ]
         for a, mine in enumerate(terms):
             for b, other in enumerate(theirs):
-                out = _crossing(mine, other)
-                back = _crossing(other, mine)
-                if not out and not back:
+                if not _crossing(mine, other) and not _crossing(other, mine):
                     continue
-                low, high = min(a, b), max(a, b)
-                matrix = [[0.0] * len(strategies[high]) for _ in strategies[low]]
-                for i, ta in enumerate(mine):
-                    for j, tb in enumerate(other):
-                        if a == b and i != j:
-                            continue
-                        cost = self._pair(ta, tb, out) + self._pair(tb, ta, back)
-                        row, column = (i, j) if a <= b else (j, i)
-                        matrix[row][column] += cost
-                known = edges.get((low, high))
-                edges[low, high] = tuple(
-                    tuple(
-                        matrix[i][j] + (known[i][j] if known else 0.0)
-                        for j in range(len(matrix[i]))
-                    )
-                    for i in range(len(matrix))
-                )
+                matrix = self._pair(mine, other)
+                if a == b:  # a block chooses as its own twin does
+                    matrix = np.diag(np.diag(matrix))
+                elif a > b:
+                    matrix = matrix.T
+                place = min(a, b), max(a, b)
+                edges[place] = edges[place] + matrix if place in edges else matrix
 
 
-def _crossing(makers: list[BlockTerms], readers: list[BlockTerms]) -> list[int]:
+def _firsts(numbers: Mapping[Strategy, int]) -> tuple[Strategy, ...]:
+    """The first strategy of each number."""
+    found: dict[int, Strategy] = {}
+    for strategy, number in numbers.items():
+        found.setdefault(number, strategy)
+    return tuple(found.values())
+
+
+def _handed_over(maker: BlockTerms, v: int) -> tuple[Spec, tuple[str, ...]]:
+    """How a block hands a value on: sums that it needs itself it has completed."""
+    have, partial = maker.makes[v]
+    if partial and v in maker.reads:
+        return maker.reads[v][0], ()
+    return have, partial
+
+
+def _numbers(items: Sequence[Hashable]) -> dict[Any, int]:
+    """The distinct items, numbered."""
+    return {item: number for number, item in enumerate(dict.fromkeys(items))}
+
+
+def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
     """Values that one block makes and another reads."""
     if not makers or not readers:
         return []

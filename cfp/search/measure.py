@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
-from cfp.analysis.layout import Choice, Frame, Layout, constraints, spec_ways
+from cfp.analysis.layout import Choice, Frame, Layout, constraints, even_spec, spec_ways
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Spec
 from cfp.profiling.builder import Job
@@ -124,9 +124,7 @@ def make_job(
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
-    out_specs: list[Spec] = [
-        layout.spec(v) or ((),) * len(program.values[v].shape) for v in part.outputs
-    ]
+    out_specs = [_even(layout, v, layout.spec(v)) for v in part.outputs]
     feedback = []
     for place, v in enumerate(part.inputs):
         argument = position.get(v)
@@ -153,7 +151,13 @@ def _input_spec(layout: Layout, v: int) -> Spec:
     program = layout.frame.program
     value = program.values[v]
     spec = layout.spec(v) if value.producer < 0 else layout.read_spec(v)
-    return spec or ((),) * len(value.shape)
+    return _even(layout, v, spec)
+
+
+def _even(layout: Layout, v: int, spec: Spec | None) -> Spec:
+    """A sharding that arguments and results of a program may have."""
+    shape = layout.frame.program.values[v].shape
+    return even_spec(spec or ((),) * len(shape), shape, layout.frame.mesh)
 
 
 def _key(

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.analysis.layout import Choice, Layout
 from cfp.profiling.builder import Job
-from cfp.profiling.collectives import Rates
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import choose_candidates
+from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.estimate import Estimator
 from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
+from cfp.search.shortlist import Estimates
 
 # On 4 H200 the parts of the classics added 0.45 to 1.0 of what they took alone.
 _LEAST_SHARE = 0.4
@@ -67,7 +67,7 @@ class Wanted:
 def wanted_profiles(
     analysis: Analysis,
     classics: Mapping[str, Choice],
-    rates: Rates,
+    estimates: Estimates,
     environment: Parts,
     per_kind: int,
     in_context: bool = True,
@@ -77,26 +77,24 @@ def wanted_profiles(
     Args:
         analysis: the program's analysis.
         classics: choices whose part in every segment must be among the candidates.
-        rates: the devices' rates, for the estimates.
+        estimates: of every kind of segment.
         environment: what else a profile depends on.
         per_kind: how many candidates to measure for each kind.
         in_context: whether segments are measured with a neighbour, too.
     """
     frame, segments = analysis.frame, analysis.segments
-    estimator = Estimator(frame, rates)
+    estimator = estimates.estimator
     chosen: list[list[Candidate]] = []
     family: dict[tuple[int, tuple], str] = {}
     for kind, index in enumerate(analysis.representatives):
-        segment = segments[index]
-        behind = segments[index + 1] if index + 1 < len(segments) else None
-        twin = behind if behind is not None and behind.kind == kind else None
-        estimate = estimator.segment(segment, twin)
         required: dict[tuple, Candidate] = {}
         for name, choice in classics.items():
             member = segment_candidate(analysis, index, choice)
             required.setdefault(member.key, member)
             family.setdefault((kind, member.key), name)
-        chosen.append(choose_candidates(estimate, list(required.values()), per_kind))
+        chosen.append(
+            choose_candidates(estimates.kinds[kind], list(required.values()), per_kind)
+        )
     found = []
     for kind, index in enumerate(analysis.representatives):
         for number, candidate in enumerate(chosen[kind]):
@@ -169,14 +167,6 @@ def _carrier(
         costs.append(cost + handover_ms(estimator, other, layout, back))
     best = min(range(len(options)), key=lambda i: (costs[i], i))
     return options[best], costs[best]
-
-
-def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
-    """The part of a whole program's choice that concerns one segment."""
-    segment = analysis.segments[index]
-    modes = [choice.storage[g] for g in segment.groups]
-    storage = max(set(modes), key=modes.count) if modes else Storage.USED
-    return Candidate(tuple(choice.blocks[b] for b in segment.blocks), storage)
 
 
 def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:

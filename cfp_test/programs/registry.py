@@ -13,12 +13,14 @@ from cfp_test.programs import (
     numeric,
     routing,
     stacked,
+    uneven,
 )
 
 MODULES: tuple[ModuleType, ...] = (
     dense,
     interface,
     stacked,
+    uneven,
     control,
     convolution,
     routing,

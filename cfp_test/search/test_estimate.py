@@ -1,0 +1,111 @@
+"""Estimates: matrices against sums over pairs, and the shortlist of classics."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Storage
+from cfp.models import registry
+from cfp.presets import CLASSICS, presets
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.store import ProfileStore
+from cfp.program.trace import flatten_step, trace
+from cfp.search.candidates import best_candidates, segment_candidate
+from cfp.search.problem import Candidate
+from cfp.search.shortlist import estimate_kinds, leading_classics
+from cfp_test.checking import make_mesh
+from cfp_test.models.tiny import TINY
+from cfp_test.programs.registry import PROGRAMS
+
+
+@pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
+def small(request, tmp_path_factory):
+    """A perceptron, whose choices can all be looked at, with its estimates."""
+    return estimated(*PROGRAMS["mlp"]()[:2], request.param, tmp_path_factory)
+
+
+def estimated(fn, args, sizes, folder):
+    mesh = make_mesh(sizes)
+    program, _ = trace(flatten_step(fn, args, {}), mesh)
+    analysis = analyze(program, sizes)
+    with ProfileStore(folder.mktemp("rates") / "rates.sqlite") as store:
+        rates = measure_rates(mesh, store)
+    return analysis, estimate_kinds(analysis, rates)
+
+
+@pytest.mark.parametrize("mode", list(Storage))
+def test_beam_search_finds_the_cheapest(small, mode):
+    _, estimates = small
+    for estimate in estimates.kinds:
+        every = [
+            estimate.total_ms(Candidate(picks, mode))
+            for picks in itertools.product(*estimate.strategies)
+        ]
+        found = best_candidates(estimate, mode, 5, beam_width=len(every))
+        assert np.allclose([c.estimate_ms for c in found], sorted(every)[:5])
+        for candidate in found:
+            assert np.isclose(estimate.total_ms(candidate), candidate.estimate_ms)
+
+
+def test_matrices_hold_what_each_pair_of_strategies_moves(small):
+    analysis, estimates = small
+    estimator = estimates.estimator
+    for estimate in estimates.kinds:
+        if len(estimate.segment.blocks) < 2 or estimate.segment.kind in (
+            s.kind for s in analysis.segments if s.index != estimate.segment.index
+        ):
+            continue  # what moves into a twin is in the matrices, too
+        for (a, b), matrix in estimate.edge_ms.items():
+            for i, j in itertools.product(range(matrix.shape[0]), range(3)):
+                left = estimator.block_terms(
+                    estimate.segment.blocks[a], estimate.strategies[a][i]
+                )
+                right = estimator.block_terms(
+                    estimate.segment.blocks[b], estimate.strategies[b][j]
+                )
+                one = estimator._pair([left], [right])
+                assert one.shape == (1, 1)
+                assert matrix[i, j] == pytest.approx(one[0, 0])
+
+
+def test_strategies_that_shard_alike_are_searched_once(small):
+    analysis, estimates = small
+    for estimate in estimates.kinds:
+        for b, numbers, kept in zip(
+            estimate.segment.blocks,
+            estimate.numbers,
+            estimate.strategies,
+            strict=True,
+        ):
+            sharding = analysis.frame.shardings[b]
+            axes = [tuple(sharding.factor_axes(s).values()) for s in kept]
+            assert len(set(axes)) == len(axes)
+            for strategy, number in numbers.items():
+                mine = tuple(sharding.factor_axes(strategy).values())
+                assert mine == axes[number]
+
+
+def test_few_of_many_classics_are_measured(tmp_path_factory):
+    sizes = (("x", 2), ("y", 2), ("z", 2))
+    step = registry.build("gpt", **TINY["gpt"])
+    analysis, estimates = estimated(*step, sizes, tmp_path_factory)
+    every = presets(analysis.frame)
+    chosen = leading_classics(analysis, estimates, every)
+    assert len(every) > 40
+    assert len(chosen) <= len(CLASSICS) + 6
+    assert set(chosen) >= set(every) & set(CLASSICS)
+    left_out = set(every) - set(chosen)
+
+    def total(name):
+        return sum(
+            [s.kind for s in analysis.segments].count(kind)
+            * estimates.kinds[kind].total_ms(
+                segment_candidate(analysis, index, every[name])
+            )
+            for kind, index in enumerate(analysis.representatives)
+        )
+
+    mixed = [total(name) for name in chosen if name not in CLASSICS]
+    assert max(mixed) <= min(total(name) for name in left_out)

@@ -51,7 +51,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "absent.json"], "Cannot read a plan"),
     (["show", "damaged.json"], "Cannot read a plan"),
     (["show", "other.json"], "something else"),
-    (["run", TOY], "Give either --plan"),
+    (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),
     (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
     (
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],

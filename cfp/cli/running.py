@@ -60,15 +60,18 @@ def run(
     as_json: o.Json = False,
     donate: o.Donate = None,
     static: o.Static = None,
+    quick: o.Quick = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Run a step for real under a plan, or under a classic strategy.
+    """Run a step for real: under a plan, a classic strategy, or a new plan.
+
+    Without --plan or --preset the step is planned first.
 
     Example: cfp run gpt --layers 4 --hidden 256 --plan plan.json --steps 10 --check
     """
-    if (plan is None) == (preset is None):
+    if plan is not None and preset is not None:
         raise CfpError(
-            "Give either --plan plan.json or --preset NAME (see cfp presets)."
+            "Give --plan plan.json or --preset NAME (see cfp presets), not both."
         )
     axes = platform.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
@@ -89,7 +92,13 @@ def run(
             if saved is not None:
                 used = saved.on(devices_mesh)
             else:
-                used = _preset_plan(found, devices_mesh, preset, workdir)
+                settings = o.settings(
+                    per_kind=PlannerSettings().per_kind,
+                    quick=quick,
+                    race=preset is None,
+                    progress=display.tell,
+                )
+                used = _new_plan(found, devices_mesh, preset, workdir, settings)
             trial = run_trial(
                 used,
                 found,
@@ -106,8 +115,12 @@ def run(
         raise typer.Exit(1)
 
 
-def _preset_plan(
-    target: Target, mesh: Mesh, preset: str | None, workdir: Path | None
+def _new_plan(
+    target: Target,
+    mesh: Mesh,
+    preset: str | None,
+    workdir: Path | None,
+    settings: PlannerSettings,
 ) -> Plan:
     return api.plan(
         target.step,
@@ -117,7 +130,7 @@ def _preset_plan(
         donate_argnums=target.donate,
         preset=preset,
         cache_dir=workdir,
-        settings=PlannerSettings(race=False),
+        settings=settings,
     )
 
 

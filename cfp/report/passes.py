@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -16,12 +16,14 @@ from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import Choice, lay_out, spec_ways
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.analysis.summary import Summary, summarize
 from cfp.describe import block_collectives, op_text
 from cfp.planner import Profiles
 from cfp.report.tables import PLAIN_WIDTH
 from cfp.units import format_bytes
 
 _MOST_OPAQUE = 5
+_WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
 
 
 def strategy_numbers(
@@ -84,7 +86,8 @@ def analysis_view(
                 str(size),
             )
         table.add_section()
-    parts: list[RenderableType] = [Text(lines, style="bold"), Text(), table]
+    parts: list[RenderableType] = [Text(lines, style="bold"), Text(), table, Text()]
+    parts += map(Text, summary_lines(summarize(analysis)))
     opaque = list(opaque_lines(program))
     if opaque_ops(program):
         parts += [Text(), *map(Text, opaque[: _MOST_OPAQUE + 1])]
@@ -93,13 +96,45 @@ def analysis_view(
     return Group(*parts)
 
 
+def summary_lines(summary: Summary) -> Iterator[str]:
+    """How much of a program can be sharded, and what cannot."""
+    flops = summary.split_share(summary.contractions)
+    state = summary.split_share(summary.state)
+    yield (
+        f"All {summary.devices} devices can share {flops:.1%} of the FLOPs and "
+        f"{state:.1%} of the bytes of parameters and optimizer state."
+    )
+    for title, shares in (
+        ("Contractions", summary.contractions),
+        ("State", summary.state),
+    ):
+        whole = summary.whole(shares)
+        total = sum(s.amount for s in shares)
+        large = [s for s in whole if s.amount >= _WORTH_NAMING * total]
+        if large:
+            yield f"{title} that cannot be split so many ways:"
+        yield from (f"  {s.amount / total:.1%} {s}" for s in large[:_MOST_OPAQUE])
+        if len(large) > _MOST_OPAQUE:
+            yield f"  and {len(large) - _MOST_OPAQUE} more"
+
+
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
     """The same as plain data."""
     program = analysis.frame.program
+    summary = summarize(analysis)
     return {
         "ops": len(program.ops),
         "flops": program_flops(program),
         "seconds": seconds,
+        "shareable": {
+            "devices": summary.devices,
+            "flops": summary.split_share(summary.contractions),
+            "state_bytes": summary.split_share(summary.state),
+            "unshared_contractions": [
+                str(s) for s in summary.whole(summary.contractions)
+            ],
+            "unshared_state": [str(s) for s in summary.whole(summary.state)],
+        },
         "blocks": [
             {
                 "name": block.name,

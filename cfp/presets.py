@@ -272,8 +272,12 @@ def _weights(frame: Frame) -> list[bool]:
             origin = program.values[v].origin
             if origin >= 0:
                 state[v] = state[origin]
+        # A number, such as that of an iteration, makes no weight into anything else.
         reads = [
-            v for v in op.operands if program.values[v].producer not in program.leaf_ops
+            v
+            for v in op.operands
+            if program.values[v].shape
+            and program.values[v].producer not in program.leaf_ops
         ]
         only = bool(reads) and all(state[v] for v in reads) and not op.body
         for result in op.results:

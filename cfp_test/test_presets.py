@@ -94,21 +94,29 @@ def test_zero1_shards_the_optimizer_and_not_the_parameters(mesh, tmp_path):
             assert not sharding.is_fully_replicated
 
 
+def decoder_layer(p, x):
+    q, k, v = (jnp.einsum("bsd,dhe->bshe", x, p[n]) for n in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k))
+    x = x + jnp.einsum(
+        "bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v), p["o"]
+    )
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
 def forward(params, tokens):
     """A decoder as Megatron-LM splits it: plain, forward only."""
-
-    def layer(p, x):
-        q, k, v = (jnp.einsum("bsd,dhe->bshe", x, p[n]) for n in "qkv")
-        weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k))
-        x = x + jnp.einsum(
-            "bqhe,hed->bqd", jnp.einsum("bhqk,bkhe->bqhe", weights, v), p["o"]
-        )
-        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
-
     x = params["embedding"][tokens]
     for p in params["layers"]:
-        x = layer(p, x)
+        x = decoder_layer(p, x)
     return x
+
+
+def scanned_forward(params, tokens):
+    """The same, its layers in a loop."""
+    x = params["embedding"][tokens]
+    return jax.lax.scan(lambda x, p: (decoder_layer(p, x), None), x, params["layers"])[
+        0
+    ]
 
 
 def forward_args():
@@ -146,6 +154,31 @@ def test_megatron_reduces_twice_a_layer_forward(mesh, tmp_path):
     assert specs["o"].spec == jax.P("x")
     assert specs["up"].spec == jax.P(None, "x")
     assert specs["down"].spec == jax.P("x")
+
+
+def test_megatron_reduces_twice_in_every_turn_of_a_loop(mesh, tmp_path):
+    params, tokens = forward_args()
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype),
+        params["layers"][0],
+    )
+    args = {**params, "layers": stacked}, tokens
+    plan = cfp.plan(
+        scanned_forward,
+        *args,
+        mesh=mesh,
+        preset="tensor_parallel",
+        cache_dir=tmp_path,
+        settings=NO_RACE,
+    )
+    found = collectives(plan, scanned_forward, args)
+    assert {(kind, size) for kind, size, _ in found} == {
+        ("all-reduce", ACTIVATION_BYTES)
+    }
+    assert sum(count for _, _, count in found) == 2 * LAYERS + 1
+    specs = plan.in_shardings[0]["layers"]
+    assert specs["q"].spec == jax.P(None, None, "x")
+    assert specs["down"].spec == jax.P(None, "x")
 
 
 def test_megatron_by_pins(mesh, tmp_path):

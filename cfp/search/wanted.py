@@ -197,5 +197,5 @@ def handover_ms(
         have, want = maker.spec(v), reader.read_spec(v)
         if have is not None and want is not None:
             size = maker.frame.program.values[v].size_bytes
-            total += estimator.moves.cost_ms(size, have, (), want)
+            total += estimator.terms.moves.cost_ms(size, have, (), want)
     return total

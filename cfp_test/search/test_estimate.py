@@ -1,5 +1,6 @@
 """Estimates: matrices against sums over pairs, and the shortlist of classics."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -20,19 +21,24 @@ from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 
 
+@pytest.fixture(scope="module")
+def rates_of(tmp_path_factory):
+    """The rates of a mesh, measured once: another time they may be others."""
+    store = ProfileStore(tmp_path_factory.mktemp("rates") / "rates.sqlite")
+    with store:
+        yield functools.cache(lambda sizes: measure_rates(make_mesh(sizes), store))
+
+
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
-def small(request, tmp_path_factory):
+def small(request, rates_of):
     """A perceptron, whose choices can all be looked at, with its estimates."""
-    return estimated(*PROGRAMS["mlp"]()[:2], request.param, tmp_path_factory)
+    return estimated(*PROGRAMS["mlp"]()[:2], request.param, rates_of)
 
 
-def estimated(fn, args, sizes, folder):
-    mesh = make_mesh(sizes)
-    program, _ = trace(flatten_step(fn, args, {}), mesh)
+def estimated(fn, args, sizes, rates_of):
+    program, _ = trace(flatten_step(fn, args, {}), make_mesh(sizes))
     analysis = analyze(program, sizes)
-    with ProfileStore(folder.mktemp("rates") / "rates.sqlite") as store:
-        rates = measure_rates(mesh, store)
-    return analysis, estimate_kinds(analysis, rates)
+    return analysis, estimate_kinds(analysis, rates_of(sizes))
 
 
 @pytest.mark.parametrize("mode", list(Storage))
@@ -59,10 +65,10 @@ def test_matrices_hold_what_each_pair_of_strategies_moves(small):
             continue  # what moves into a twin is in the matrices, too
         for (a, b), matrix in estimate.edge_ms.items():
             for i, j in itertools.product(range(matrix.shape[0]), range(3)):
-                left = estimator.block_terms(
+                left = estimator.terms.block(
                     estimate.segment.blocks[a], estimate.strategies[a][i]
                 )
-                right = estimator.block_terms(
+                right = estimator.terms.block(
                     estimate.segment.blocks[b], estimate.strategies[b][j]
                 )
                 one = estimator._pair([left], [right])
@@ -87,10 +93,35 @@ def test_strategies_that_shard_alike_are_searched_once(small):
                 assert mine == axes[number]
 
 
-def test_few_of_many_classics_are_measured(tmp_path_factory):
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loop_costs_what_its_layers_cost(remat, rates_of):
+    sizes = {"hidden": 128, "heads": 8, "seq": 128, "vocab": 512, "batch": 8}
+    options = {**TINY["gpt"], **sizes, "layers": 6, "remat": remat}
+    totals = []
+    for scan in (False, True):
+        step = registry.build("gpt", **options, scan=scan)
+        analysis, estimates = estimated(*step, (("x", 4),), rates_of)
+        index = analysis.representatives[1]
+        repeats = [s.kind for s in analysis.segments].count(1)
+        totals.append(
+            {
+                name: repeats
+                * estimates.kinds[1].total_ms(segment_candidate(analysis, index, c))
+                for name, c in presets(analysis.frame).items()
+            }
+        )
+    unrolled, scanned = totals
+    assert unrolled.keys() == scanned.keys()
+    # A loop also writes and reads what it keeps for the backward pass.
+    ratios = [scanned[name] / unrolled[name] for name in unrolled]
+    assert 0.8 < min(ratios) and max(ratios) < 1.6
+    assert max(ratios) / min(ratios) < 1.3
+
+
+def test_few_of_many_classics_are_measured(rates_of):
     sizes = (("x", 2), ("y", 2), ("z", 2))
     step = registry.build("gpt", **TINY["gpt"])
-    analysis, estimates = estimated(*step, sizes, tmp_path_factory)
+    analysis, estimates = estimated(*step, sizes, rates_of)
     every = presets(analysis.frame)
     chosen = leading_classics(analysis, estimates, every)
     assert len(every) > 40

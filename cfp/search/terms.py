@@ -1,0 +1,202 @@
+"""What one block computes, moves inside, and reads and makes, under a strategy.
+
+Values that a loop carries are one tensor seen at several points: here each goes by
+one of them (:attr:`cfp.analysis.flow.Flow.canonical`), so that what must be resharded
+between two iterations, or between a parameter and the loop that reads it, is priced
+like anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.layout import Frame, Storage, even_spec, extend_spec, spec_ways
+from cfp.analysis.strategies import (
+    FactorAxes,
+    Spec,
+    Strategy,
+    reduced_axes,
+    tensor_spec,
+)
+from cfp.profiling.collectives import Rates
+from cfp.program.graph import Op, dtype_bytes
+from cfp.program.rules import padded_size
+from cfp.search.transitions import TransitionCosts
+
+Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTerms:
+    """One block under one strategy.
+
+    Attributes:
+        compute_ms: time of its ops on one device.
+        makes: how its values come, by value.
+        reads: the shardings that values are read with, by value.
+    """
+
+    compute_ms: float
+    makes: Mapping[int, Made]
+    reads: Mapping[int, tuple[Spec, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpTerms:
+    """One op under one sharding."""
+
+    compute_ms: float
+    makes: Sequence[tuple[int, Made]]
+    reads: Sequence[tuple[int, Spec]]
+
+
+class Terms:
+    """Prices the blocks of one program on one mesh."""
+
+    def __init__(self, frame: Frame, rates: Rates) -> None:
+        self.frame = frame
+        self.rates = rates
+        self.moves = TransitionCosts(rates, frame.mesh)
+        self._sizes = dict(frame.mesh)
+        self._ops: dict[tuple[int, FactorAxes], _OpTerms] = {}
+        self._repeats: dict[int, int] = {}
+        for op in frame.program.ops:
+            if op.rule is not None and op.kind != "dynamic_update_slice":
+                for v in map(self.same, op.results):
+                    self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
+
+    def same(self, value: int) -> int:
+        """The value that stands for all points at which a tensor is seen."""
+        return self.frame.canonical.get(value, value)
+
+    def block(self, block: int, strategy: Strategy) -> BlockTerms:
+        """What a block computes, makes and reads under a strategy."""
+        compute = 0.0
+        makes: dict[int, Made] = {}
+        reads: dict[int, dict[Spec, None]] = {}
+        for key in self.frame.shardings[block].factor_axes(strategy).items():
+            terms = self._ops.get(key)
+            if terms is None:
+                terms = self._ops[key] = self._op_terms(*key)
+            compute += terms.compute_ms
+            makes.update(terms.makes)
+            for operand, spec in terms.reads:
+                reads.setdefault(operand, {})[spec] = None
+        return BlockTerms(compute, makes, {v: tuple(s) for v, s in reads.items()})
+
+    def _op_terms(self, op_id: int, axes: FactorAxes) -> _OpTerms:
+        program = self.frame.program
+        op = program.ops[op_id]
+        rule = op.rule
+        assert rule is not None
+        partial = reduced_axes(rule, axes)
+        return _OpTerms(
+            self._compute_ms(op, axes),
+            [
+                (self.same(result), (tensor_spec(rule, dims, axes), partial))
+                for dims, result in zip(rule.results, op.results, strict=False)
+            ],
+            [
+                (self.same(operand), tensor_spec(rule, dims, axes))
+                for dims, operand in zip(rule.operands, op.operands, strict=False)
+                if program.values[operand].shape
+                and program.values[operand].producer not in program.leaf_ops
+            ],
+        )
+
+    def _compute_ms(self, op: Op, axes: FactorAxes) -> float:
+        rule, program = op.rule, self.frame.program
+        assert rule is not None
+        share = 1.0  # of the op's work that one device does, padding included
+        for size, names in zip(rule.sizes, axes, strict=True):
+            ways = prod(self._sizes[a] for a in names)
+            share *= padded_size(size, ways) / (size * ways)
+        if is_contraction(op):
+            flops = 2.0 * prod(rule.sizes)
+            dtype = program.values[op.operands[0]].dtype
+            return op.repeat * self.rates.matmul_ms(flops * share, dtype)
+        # An update in place touches what it writes, not all of what it is part of.
+        written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
+        moved = sum(program.values[v].size_bytes for v in written)
+        return op.repeat * self.rates.memory_ms(moved * share)
+
+    def inside_ms(self, terms: BlockTerms) -> float:
+        """What moves between the ops of one block."""
+        return sum(
+            self.move_ms(v, made, terms.reads.get(v, ()))
+            for v, made in terms.makes.items()
+        )
+
+    def move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
+        """What it takes that some readers get a value as they want it."""
+        if not wants:
+            return 0.0
+        size = self.frame.program.values[value].size_bytes
+        size *= self._repeats.get(value, 1)
+        total = self.moves.cost_ms(size, *made, wants[0])
+        for want in wants[1:]:
+            total += self.moves.cost_ms(size, wants[0], (), want)
+        return total
+
+    # -- state ---------------------------------------------------------------
+
+    def owned_groups(
+        self, groups: Sequence[int], blocks: Sequence[BlockTerms]
+    ) -> list[list[int]]:
+        """For each of some blocks the storage groups that it reads first."""
+        frame = self.frame
+        owned: list[list[int]] = [[] for _ in blocks]
+        for index in groups:
+            group = frame.groups[index]
+            args = {self.same(frame.program.args[a]) for a in group.args}
+            gradients = set(map(self.same, group.gradients))
+            readers = (i for i, t in enumerate(blocks) if args & t.reads.keys())
+            makers = (i for i, t in enumerate(blocks) if gradients & t.makes.keys())
+            owned[next(readers, next(makers, 0))].append(index)
+        return owned
+
+    def state(
+        self, groups: Sequence[int], terms: BlockTerms, mode: Storage
+    ) -> tuple[float, float]:
+        """(ms, bytes) of storing, gathering and updating some groups."""
+        frame, program = self.frame, self.frame.program
+        total, held = 0.0, 0.0
+        for index in groups:
+            group = frame.groups[index]
+            main = program.args[group.args[0]]
+            wants = terms.reads.get(self.same(main), ())
+            used = wants[0] if wants else ((),) * len(group.shape)
+            used = even_spec(used, group.shape, frame.mesh)
+            used = frame.pins.get(group.args[0], used)
+            wide = used
+            if mode is not Storage.USED:
+                wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
+            size = program.values[main].size_bytes
+            stored = wide if mode is Storage.SHARDED else used
+            if mode is Storage.SHARDED:
+                read = size * self._narrowed(group.reads, main)
+                for want in wants or (used,):
+                    total += self.moves.cost_ms(read, wide, (), want)
+            elif mode is Storage.OPTIMIZER:
+                total += self.moves.cost_ms(size, wide, (), used)
+            for v in group.gradients:
+                made = terms.makes.get(self.same(v))
+                if made is not None and len(made[0]) == len(wide):
+                    grad_bytes = program.values[v].size_bytes
+                    total += self.moves.cost_ms(grad_bytes, *made, wide)
+            state = sum(program.values[program.args[a]].size_bytes for a in group.args)
+            total += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
+            held += size / spec_ways(stored, frame.mesh)
+            held += (state - size) / spec_ways(wide, frame.mesh)
+        return total, held
+
+    def _narrowed(self, reads: Sequence[int], main: int) -> float:
+        """How many times smaller a parameter is once it is cast, before its use."""
+        program = self.frame.program
+        whole = dtype_bytes(program.values[main].dtype)
+        casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]
+        cast = [dtype_bytes(program.values[op.results[0]].dtype) for op in casts]
+        return min([1.0, *(size / whole for size in cast)])

@@ -1,4 +1,6 @@
-"""The ILP against the oracle, and the properties of the problem itself."""
+"""The solvers against the oracle, and the properties of the problem itself."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
 from cfp.search.assemble import smallest_bytes
+from cfp.search.dynamic import solve_dynamically
 from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.ilp import solve_ilp
 from cfp.search.problem import Candidate, Option, Problem
@@ -58,24 +61,43 @@ def problems(draw, budgets=BUDGETS):
     )
 
 
-@settings(max_examples=100, deadline=None)
+def check_solvers(problem):
+    best = solve_exhaustively(problem)
+    for solve in (solve_ilp, solve_dynamically):
+        found = solve(problem)
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            assert problem.fits(found.picks)
+            assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
+
+
+@settings(max_examples=300, deadline=None)
 @given(problems())
-def test_the_ilp_agrees_with_the_oracle(problem):
-    found, best = solve_ilp(problem), solve_exhaustively(problem)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert problem.fits(found.picks)
-        assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
+def test_solvers_agree_with_the_oracle(problem):
+    check_solvers(problem)
 
 
 @pytest.mark.nightly
 @settings(max_examples=400, deadline=None)
 @given(problems())
-def test_the_ilp_agrees_with_the_oracle_many_times(problem):
-    found, best = solve_ilp(problem), solve_exhaustively(problem)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
+def test_solvers_agree_with_the_oracle_many_times(problem):
+    check_solvers(problem)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.integers(6, 40))
+def test_solvers_agree_on_deep_programs(problem, depth):
+    """Too many segments to try every choice."""
+    kinds = [problem.kinds[i % len(problem.kinds)] for i in range(depth)]
+    budget = problem.budget_bytes
+    deep = replace(
+        problem, kinds=tuple(kinds), budget_bytes=budget and budget * depth // 3
+    )
+    found, other = solve_ilp(deep), solve_dynamically(deep)
+    assert (found is None) == (other is None)
+    if found is not None and other is not None:
+        assert deep.fits(found.picks) and deep.fits(other.picks)
+        assert found.cost_ms == pytest.approx(other.cost_ms, rel=1e-6)
 
 
 @settings(max_examples=50, deadline=None)

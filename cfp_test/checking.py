@@ -196,14 +196,18 @@ def spec_of(layout: Layout, value: int) -> Spec:
 
 
 def run_part(
-    case: Case, layout: Layout, part: Part, known: Mapping[int, np.ndarray]
+    case: Case,
+    layout: Layout,
+    part: Part,
+    known: Mapping[int, np.ndarray],
+    told: Constraints | None = None,
 ) -> list[np.ndarray]:
     """Compiles a part by itself and runs it on what the whole program computed."""
     lowered = lower_part(
         case.frame.program,
         part,
         case.mesh,
-        constraints(layout),
+        told or constraints(layout),
         [spec_of(layout, v) for v in part.inputs],
         [spec_of(layout, v) for v in part.outputs],
     )

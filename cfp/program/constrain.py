@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.graph import Program, Spec
+from cfp.program.recompute import Recompute, recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,12 @@ class Constraints:
         values: how each value is sharded where it is made, by value id.
         uses: how an op reads an operand where that differs, by (op id, operand
             index); indices behind the operands count into ``op.yields``.
+        recompute: what is computed again in the backward pass.
     """
 
     values: Mapping[int, Spec]
     uses: Mapping[tuple[int, int], Spec]
+    recompute: tuple[Recompute, ...] = ()
 
 
 def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
@@ -59,6 +62,7 @@ def constrain(
         raise AssertionError("the module does not have the program's ops")
     with module.context, ir.Location.unknown():
         _Inserter(module, function, ops, program, mesh).insert(constraints)
+        recompute(function, ops, constraints.recompute)
 
 
 class _Inserter:

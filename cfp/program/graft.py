@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Program, Spec
+from cfp.program.recompute import tag_of
 
 __all__ = [
     "Constraints",
@@ -233,6 +234,8 @@ def _values_by_id(block: ir.Block, program: Program) -> dict[int, ir.Value]:
         op = opview.operation
         if op.name in ("sdy.sharding_constraint", "func.return"):
             continue
+        if tag_of(op) is not None:
+            continue
         found.update(zip(next(top).results, op.results, strict=True))
     return found
 
@@ -260,6 +263,12 @@ def _part_ops(
     for opview in block.operations:
         op = opview.operation
         if op.name == "func.return":
+            continue
+        tag = tag_of(op)
+        if tag is not None:
+            if tag in wanted:
+                kept.append(op)
+                known.update(op.results)
             continue
         if op.name == "sdy.sharding_constraint":
             if op.operands[0] in known:

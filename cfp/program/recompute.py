@@ -1,0 +1,191 @@
+"""Computes values again in the backward pass that would otherwise be kept for it.
+
+The forward ops that a backward pass reads are cloned before it. What the clones read
+goes through an ``optimization_barrier``, together with a value that only the backward
+pass has: so XLA neither merges the clones with the originals nor runs them early, and
+frees the originals' results once the forward pass is through with them. That is what
+``jax.checkpoint`` does when it traces; here it is done to a program that has been
+differentiated already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jax.extend.mlir import ir
+
+from cfp.program.graph import Program
+
+TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
+_CONSTRAINT = "sdy.sharding_constraint"
+_BARRIER = "stablehlo.optimization_barrier"
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What to compute again.
+
+    Attributes:
+        forward: ids of top-level ops.
+        backward: ids of the top-level ops that read what is computed again.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def recomputable(program: Program, ops: Iterable[int], turn: int) -> Recompute | None:
+    """What can be computed again of some top-level ops, or None if nothing can.
+
+    Args:
+        program: the program.
+        ops: ids of the ops, such as those of a segment.
+        turn: the id of the first op of the backward pass.
+    """
+    backward = tuple(op for op in sorted(ops) if op >= turn)
+    forward = tuple(op for op in sorted(ops) if op < turn and _repeatable(program, op))
+    reads = {v for op in backward for v in program.ops[op].operands}
+    made = {v for op in forward for v in program.ops[op].results}
+    return Recompute(forward, backward) if made & reads else None
+
+
+def _repeatable(program: Program, op_id: int) -> bool:
+    """Whether an op gives the same again: no loop, no call, no random state."""
+    op = program.ops[op_id]
+    return not op.body and op.kind not in ("custom_call", "rng", "optimization_barrier")
+
+
+def recompute(
+    function: ir.Operation,
+    ops: Sequence[ir.Operation],
+    wanted: Iterable[Recompute],
+) -> None:
+    """Clones forward ops before the backward ops that read them, in place.
+
+    Args:
+        function: the function, its sharding constraints in place: clones have those
+            of their originals.
+        ops: the program's ops, by id.
+        wanted: what to compute again.
+    """
+    place = {
+        op: number
+        for number, op in enumerate(
+            o.operation for o in function.regions[0].blocks[0].operations
+        )
+    }
+    for one in wanted:
+        _Recomputation(ops, one, place).run()
+
+
+class _Recomputation:
+    def __init__(
+        self,
+        ops: Sequence[ir.Operation],
+        wanted: Recompute,
+        place: dict[ir.Operation, int],
+    ) -> None:
+        self.wanted = wanted
+        self.place = place
+        self.number = {ops[i]: i for i in wanted.forward}
+        self.readers = [ops[i] for i in wanted.backward]
+
+    def run(self) -> None:
+        uses = [
+            (reader, index, operand)
+            for reader in self.readers
+            for index, operand in enumerate(reader.operands)
+            if self._number(operand) is not None
+        ]
+        if not uses:
+            return
+        clones = self._needed([operand for _, _, operand in uses])
+        made = {result for op in clones for result in op.results}
+        outside: dict[ir.Value, None] = {}
+        for op in clones:
+            for operand in op.operands:
+                if operand not in made and not _is_constant(operand):
+                    outside[operand] = None
+        first = self.readers[0]
+        entering = list(outside)
+        signal = self._latest(made)
+        if signal is not None and signal not in outside:
+            entering.append(signal)
+        with ir.InsertionPoint(first):
+            mapping = self._barrier(entering)
+            for op in clones:
+                clone = op.clone()
+                clone.attributes[TAG] = self._tag(self._number(op.results[0]))
+                for index, operand in enumerate(op.operands):
+                    clone.operands[index] = mapping.get(operand, operand)
+                mapping.update(zip(op.results, clone.results, strict=True))
+        for reader, index, operand in uses:
+            reader.operands[index] = mapping[operand]
+
+    def _number(self, value: ir.Value) -> int | None:
+        """The forward op that a value comes from, seen through constraints."""
+        owner = _owner(value)
+        while owner is not None and owner.name == _CONSTRAINT:
+            owner = _owner(owner.operands[0])
+        return self.number.get(owner) if owner is not None else None
+
+    def _needed(self, values: list[ir.Value]) -> list[ir.Operation]:
+        """The ops that some values take, in the order in which they stand."""
+        found: set[ir.Operation] = set()
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            owner = _owner(value)
+            if owner is None or owner in found or self._number(value) is None:
+                continue
+            found.add(owner)
+            stack.extend(owner.operands)
+        return sorted(found, key=lambda op: self.place[op])
+
+    def _latest(self, made: set[ir.Value]) -> ir.Value | None:
+        """What the first reader reads that is made last: a value of the backward pass.
+
+        Without one the clones might run as soon as their originals.
+        """
+        found = [
+            (self.place[owner], operand)
+            for operand in self.readers[0].operands
+            if operand not in made and (owner := _owner(operand)) in self.place
+        ]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
+        if not values:
+            return {}
+        barrier = ir.Operation.create(
+            _BARRIER,
+            results=[value.type for value in values],
+            operands=values,
+            attributes={TAG: self._tag(self.wanted.backward[0])},
+        )
+        return dict(zip(values, barrier.results, strict=True))
+
+    @staticmethod
+    def _tag(number: int | None) -> ir.Attribute:
+        assert number is not None
+        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
+
+
+def _owner(value: ir.Value) -> ir.Operation | None:
+    owner = value.owner
+    return None if isinstance(owner, ir.Block) else owner.operation
+
+
+def _is_constant(value: ir.Value) -> bool:
+    owner = _owner(value)
+    if owner is not None and owner.name == _CONSTRAINT:
+        return _is_constant(owner.operands[0])
+    return owner is not None and owner.name == "stablehlo.constant"
+
+
+def tag_of(op: ir.Operation) -> int | None:
+    """The number of the op that a clone goes along with; None for other ops."""
+    if TAG not in op.attributes:
+        return None
+    return ir.IntegerAttr(op.attributes[TAG]).value

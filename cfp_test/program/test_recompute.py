@@ -1,0 +1,135 @@
+"""Computing values again in the backward pass: what is cloned, and that it is right."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.analysis.layout import Choice, Storage, constraints, lay_out
+from cfp.analysis.segments import find_segments
+from cfp.presets import presets
+from cfp.program import shardy
+from cfp.program.constrain import constrain
+from cfp.program.graft import cut_part
+from cfp.program.recompute import recomputable, tag_of
+from cfp.program.trace import lower_step
+from cfp.search.measure import turning_point
+from cfp_test.checking import (
+    differences,
+    evaluate,
+    prepare,
+    run_part,
+    shardings,
+    to_host,
+)
+from cfp_test.programs.common import normal, squares, training
+from cfp_test.programs.registry import PROGRAMS
+
+SIZES = (("x", 4),)
+
+
+def stack_step():
+    """Four layers of two products, and a head."""
+    params = {
+        "layers": [
+            {"a": normal(2 * i, 16, 32), "b": normal(2 * i + 1, 32, 16)}
+            for i in range(4)
+        ],
+        "head": normal(20, 16, 8),
+    }
+
+    def loss(p, x):
+        for w in p["layers"]:
+            x = x + jnp.tanh(x @ w["a"]) @ w["b"]
+        return squares(x @ p["head"])
+
+    return training(loss, params, normal(21, 8, 16))
+
+
+@pytest.fixture(scope="module")
+def case():
+    return prepare("stack", stack_step, SIZES)
+
+
+def recomputations(frame):
+    turn = turning_point(frame)
+    found = [recomputable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    return tuple(one for one in found if one is not None)
+
+
+def edited(case, choice):
+    """The step's lowering with every segment computed again; and its shardings."""
+    layout = lay_out(case.frame, choice)
+    ins, outs = shardings(case, layout)
+    lowering = lower_step(case.step, ins, outs)
+    told = dataclasses.replace(
+        constraints(layout), recompute=recomputations(case.frame)
+    )
+    constrain(lowering.module, case.frame.program, case.mesh, told)
+    return lowering, ins
+
+
+def clones(lowering):
+    block = shardy.main_function(lowering.module).regions[0].blocks[0]
+    return [o.operation for o in block.operations if tag_of(o.operation) is not None]
+
+
+def test_what_the_backward_pass_reads_is_cloned_behind_a_barrier(case):
+    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
+    found = clones(lowering)
+    barriers = [op for op in found if op.name.endswith("optimization_barrier")]
+    products = [op for op in found if op.name == "stablehlo.dot_general"]
+    assert len(barriers) == len(recomputations(case.frame))
+    # Of each layer the first product: its result is what tanh and the second
+    # product's gradient need. No gradient needs the second product's.
+    assert len(products) >= 4
+    made = {r for op in found for r in op.results}
+    for op in products:
+        assert any(v in made for v in op.operands), "reads what went through a barrier"
+
+
+@pytest.mark.parametrize(
+    "preset", ["data_parallel", "fully_sharded", "tensor_parallel"]
+)
+def test_the_step_computes_the_same(case, preset):
+    lowering, ins = edited(case, presets(case.frame)[preset])
+    compiled = lowering.lowered.compile()
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+@pytest.mark.parametrize("name", ["transformer", "conv_net", "dropout", "equinox"])
+def test_other_programs_compute_the_same(name):
+    case = prepare(name, PROGRAMS[name], SIZES)
+    lowering, ins = edited(case, presets(case.frame)["data_parallel"])
+    compiled = lowering.lowered.compile()
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+def test_a_part_computes_the_same(case):
+    """A layer by itself, its forward ops computed again."""
+    frame = case.frame
+    segment = find_segments(frame)[1]
+    part = cut_part(frame.program, segment.ops)
+    choice = presets(frame)["data_parallel"]
+    layout = lay_out(frame, Choice(choice.blocks, (Storage.USED,) * len(frame.groups)))
+    known = evaluate(case, (*part.inputs, *part.outputs))
+    one = recomputable(frame.program, segment.ops, turning_point(frame))
+    assert one is not None
+    told = dataclasses.replace(constraints(layout), recompute=(one,))
+    outputs = run_part(case, layout, part, known, told)
+    for v, got in zip(part.outputs, outputs, strict=True):
+        assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
+
+
+def test_loops_and_inference_have_nothing_to_compute_again():
+    scanned = prepare("scan_mlp", PROGRAMS["scan_mlp"], SIZES)
+    assert all(
+        not scanned.frame.program.ops[op].body
+        for one in recomputations(scanned.frame)
+        for op in one.forward
+    )
+    serving = prepare("serving", PROGRAMS["serving"], SIZES)
+    assert recomputations(serving.frame) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from cfp.plan_parts import RaceRow
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import environment_parts
+from cfp.profiling.marks import Limits
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Progress, profile
-from cfp.profiling.store import ProfileStore, default_cache_dir
+from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import (
     best_solutions,
@@ -53,6 +55,9 @@ class PlannerSettings:
             otherwise the prediction is trusted.
         measure: whether devices may be used; otherwise only records that are in the
             store already.
+        retry_failures: whether what failed before is tried again; or what failed
+            before a moment, which a process that is started again keeps to.
+        limits: what counts as hung.
         progress: told of every event, a :class:`Progress` or a line of text.
     """
 
@@ -62,6 +67,8 @@ class PlannerSettings:
     extents: tuple[Told, ...] | None = None
     race: bool = True
     measure: bool = True
+    retry_failures: bool | datetime = False
+    limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
 
 
@@ -131,8 +138,7 @@ class Planner:
         )
         self.budget_bytes = budget_bytes or device_memory(self.devices[0])
         self.environment = environment_parts(self.devices)
-        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self.store = ProfileStore(folder / "profiles.sqlite")
+        self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
 
     def __enter__(self) -> Planner:
@@ -153,24 +159,16 @@ class Planner:
     def profile(self) -> Profiles:
         """Measures the candidates of every kind of segment."""
         started = time.perf_counter()
-        rates = measure_rates(self.mesh, self.store, progress=self._tell)
-        wanted = wanted_profiles(
-            self.analysis,
-            self.classics,
-            rates,
-            self.environment,
-            self.settings.per_kind,
-            self.settings.in_context,
-        )
+        rates = measure_rates(self.mesh, self.store, **self._manner)
+        wanted = self.wanted(rates)
         jobs = [job for item in wanted for job in item.jobs]
         known = self.store.get_many({job.key.digest for job in jobs})
         cached = sum(item.job.key.digest in known for item in wanted)
         records = known
         if self.settings.measure:
             program = self.analysis.frame.program
-            records = profile(
-                program, self.mesh, jobs, self.store, progress=self._tell
-            ).records
+            found = profile(program, self.mesh, jobs, self.store, **self._manner)
+            records = found.records
         done = [records.get(item.job.key.digest) for item in wanted]
         return Profiles(
             wanted,
@@ -180,6 +178,17 @@ class Planner:
             cached=cached,
             failed=sum(r is not None and not r.ok for r in done),
             seconds=time.perf_counter() - started,
+        )
+
+    def wanted(self, rates: Rates) -> list[Wanted]:
+        """What is to be measured; uses no device."""
+        return wanted_profiles(
+            self.analysis,
+            self.classics,
+            rates,
+            self.environment,
+            self.settings.per_kind,
+            self.settings.in_context,
         )
 
     def search(self, profiles: Profiles) -> Decision:
@@ -256,7 +265,7 @@ class Planner:
             finalists,
             self.store,
             budget_bytes=self.budget_bytes,
-            progress=self._tell,
+            **self._manner,
         )
         best = min(range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
@@ -287,6 +296,14 @@ class Planner:
         return [decision, *varied, *decision.rivals]
 
     # -- inside --------------------------------------------------------------
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        return {
+            "retry_failures": self.settings.retry_failures,
+            "progress": self._tell,
+            "limits": self.settings.limits,
+        }
 
     def _tell(self, event: Any) -> None:
         if self.settings.progress is not None:

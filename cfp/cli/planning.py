@@ -154,6 +154,9 @@ def profile(
 ) -> None:
     """Measure the strategies of every kind of segment, and store them.
 
+    cfp profile export FILE and cfp profile import FILE carry what is stored from one
+    machine to another.
+
     Example: cfp profile gpt --layers 4 --platform cpu --workdir work
     """
     pins = o.parse_pins(pin)

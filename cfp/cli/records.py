@@ -39,9 +39,7 @@ def export_profiles(
 def import_profiles(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="FILE...", help="Written by export.", show_default=False
-        ),
+        typer.Argument(metavar="FILE", help="Written by export.", show_default=False),
     ],
     workdir: o.Workdir = None,
 ) -> None:

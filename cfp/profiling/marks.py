@@ -169,7 +169,11 @@ class MarksFolder:
 
     def write_suspects(self, suspects: dict[str, int]) -> None:
         """To be called locked."""
-        write_whole(self.path / "suspects.json", suspects)
+        path = self.path / "suspects.json"
+        if suspects:
+            write_whole(path, suspects)
+        else:
+            path.unlink(missing_ok=True)
 
     def _held(self, name: str) -> bool | None:
         with open(self.path / f"{name}.alive", "rb") as file:

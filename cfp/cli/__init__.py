@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -76,6 +76,7 @@ def main() -> None:
         if end.code == INTERRUPTED:
             sys.stdout.flush()
             sys.stderr.flush()
-            # Python waits for threads, and a compile cannot be interrupted.
-            os._exit(INTERRUPTED)
+            # Python would wait for threads, and a compile cannot be interrupted.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         raise

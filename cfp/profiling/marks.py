@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cfp.errors import CacheError, compose
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.locks import lock_file
 from cfp.profiling.record import utc_now
@@ -338,10 +339,24 @@ def _judged(mark: Mark, now: float) -> Mark:
 
 
 def write_whole(path: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all."""
+    """Writes JSON, whole or not at all.
+
+    Raises:
+      CacheError: if it cannot be written.
+    """
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_text(json.dumps(data))
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(data))
+        unfinished.replace(path)
+    except OSError as error:
+        raise CacheError(
+            compose(
+                "What is being measured cannot be noted.",
+                expected=f"a file that can be written at {path}",
+                got=str(error),
+                attempt="free some room, or set CFP_CACHE_DIR to another directory",
+            )
+        ) from error
 
 
 def oom_kills() -> int:

@@ -14,7 +14,7 @@ from cfp.errors import (
 )
 from cfp.execute import compare
 from cfp.plan import Plan
-from cfp.planner import PlannerSettings
+from cfp.planner_parts import PlannerSettings
 from cfp.presets import CLASSICS
 
 # Names that `plan(..., preset=...)` knows on a mesh of any shape.

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cfp.analysis.analyze import analyze
 from cfp.analysis.pins import resolve_pins
 from cfp.plan import Plan
-from cfp.planner import Planner, PlannerSettings
+from cfp.planner import Planner
+from cfp.planner_parts import PlannerSettings
 from cfp.program.trace import flatten_step, planning_mesh, trace
 from cfp.units import parse_bytes
 

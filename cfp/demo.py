@@ -18,7 +18,7 @@ from cfp.cli.progress import Display
 from cfp.cli.running import check_text
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.planner import PlannerSettings
+from cfp.planner_parts import PlannerSettings
 from cfp.report.tables import print_plan
 from cfp.targets import Target, model_target
 from cfp.trial import Trial, run_trial

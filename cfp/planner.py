@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from cfp.describe import plan_rows
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan import Plan, type_text
 from cfp.plan_parts import RaceRow
+from cfp.planner_parts import Decision, PlannerSettings, Profiles
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import environment_parts
-from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import Progress, profile
-from cfp.profiling.store import ProfileStore, default_cache_dir
+from cfp.profiling.runner import profile
+from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import (
     best_solutions,
@@ -31,88 +30,10 @@ from cfp.search.assemble import (
 )
 from cfp.search.candidates import segment_candidate
 from cfp.search.measure import Told, limit, whole_job
-from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import Wanted, wanted_profiles
 from cfp.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """How much to measure, and who is told.
-
-    Attributes:
-        per_kind: how many strategies to measure for each kind of segment.
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 3, and 1 on virtual CPU devices.
-        extents: how much the compiler is told of the classics; each way takes part.
-            By default all ways, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
-        race: whether the best plan and the classics are timed on the whole program;
-            otherwise the prediction is trusted.
-        measure: whether devices may be used; otherwise only records that are in the
-            store already.
-        progress: told of every event, a :class:`Progress` or a line of text.
-    """
-
-    per_kind: int = 16
-    in_context: bool = True
-    plans: int | None = None
-    extents: tuple[Told, ...] | None = None
-    race: bool = True
-    measure: bool = True
-    progress: Callable[[Progress | str], None] | None = None
-
-
-@dataclass(frozen=True)
-class Profiles:
-    """What the profile pass measured.
-
-    Attributes:
-        classics: those classics that are worth measuring.
-        wanted: the candidates of every kind of segment, with their jobs.
-        records: what was measured, by key.
-        rates: the devices' rates.
-        measured, cached, failed: counts of strategies.
-        seconds: how long the pass took.
-    """
-
-    classics: Mapping[str, Choice]
-    wanted: list[Wanted]
-    records: Mapping[str, ProfileRecord]
-    rates: Rates
-    measured: int
-    cached: int
-    failed: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A choice for the whole program, and where it came from.
-
-    Attributes:
-        name: what the race calls it.
-        choice: strategies and storage.
-        predicted_ms: its step time by the profiles, or None.
-        extent: how much of it the compiler is told.
-        rivals: other choices that the search found promising.
-        classics: the classics to race against.
-        problem: what was searched, or None for a classic taken by name.
-        search: counts and seconds of the search.
-    """
-
-    name: str
-    choice: Choice
-    predicted_ms: float | None = None
-    extent: Told = Told.EVERYTHING
-    rivals: tuple[Decision, ...] = ()
-    classics: Mapping[str, Choice] = field(default_factory=dict)
-    problem: Problem | None = None
-    search: Mapping[str, float] = field(default_factory=dict)
 
 
 class Planner:
@@ -137,8 +58,7 @@ class Planner:
         )
         self.budget_bytes = budget_bytes or device_memory(self.devices[0])
         self.environment = environment_parts(self.devices)
-        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self.store = ProfileStore(folder / "profiles.sqlite")
+        self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
 
     def __enter__(self) -> Planner:
@@ -159,26 +79,16 @@ class Planner:
     def profile(self) -> Profiles:
         """Measures the candidates of every kind of segment."""
         started = time.perf_counter()
-        rates = measure_rates(self.mesh, self.store, progress=self._tell)
-        estimates = estimate_kinds(self.analysis, rates)
-        classics = leading_classics(self.analysis, estimates, self.classics)
-        wanted = wanted_profiles(
-            self.analysis,
-            classics,
-            estimates,
-            self.environment,
-            self.settings.per_kind,
-            self.settings.in_context,
-        )
+        rates = measure_rates(self.mesh, self.store, **self._manner)
+        classics, wanted = self.wanted(rates)
         jobs = [job for item in wanted for job in item.jobs]
         known = self.store.get_many({job.key.digest for job in jobs})
         cached = sum(item.job.key.digest in known for item in wanted)
         records = known
         if self.settings.measure:
             program = self.analysis.frame.program
-            records = profile(
-                program, self.mesh, jobs, self.store, progress=self._tell
-            ).records
+            found = profile(program, self.mesh, jobs, self.store, **self._manner)
+            records = found.records
         done = [records.get(item.job.key.digest) for item in wanted]
         return Profiles(
             classics,
@@ -189,6 +99,22 @@ class Planner:
             cached=cached,
             failed=sum(r is not None and not r.ok for r in done),
             seconds=time.perf_counter() - started,
+        )
+
+    def wanted(self, rates: Rates) -> tuple[dict[str, Choice], list[Wanted]]:
+        """The classics that are worth it, and all that is to be measured.
+
+        Uses no device.
+        """
+        estimates = estimate_kinds(self.analysis, rates)
+        classics = leading_classics(self.analysis, estimates, self.classics)
+        return classics, wanted_profiles(
+            self.analysis,
+            classics,
+            estimates,
+            self.environment,
+            self.settings.per_kind,
+            self.settings.in_context,
         )
 
     def search(self, profiles: Profiles) -> Decision:
@@ -266,7 +192,7 @@ class Planner:
             finalists,
             self.store,
             budget_bytes=self.budget_bytes,
-            progress=self._tell,
+            **self._manner,
         )
         best = min(range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
@@ -297,6 +223,14 @@ class Planner:
         return [decision, *varied, *decision.rivals]
 
     # -- inside --------------------------------------------------------------
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        return {
+            "retry_failures": self.settings.retry_failures,
+            "progress": self._tell,
+            "limits": self.settings.limits,
+        }
 
     def _tell(self, event: Any) -> None:
         if self.settings.progress is not None:

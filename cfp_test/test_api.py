@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import cfp
-from cfp.planner import PlannerSettings
+from cfp.planner_parts import PlannerSettings
 
 QUICK = PlannerSettings(per_kind=2, race=False)
 

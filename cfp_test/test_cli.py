@@ -57,6 +57,9 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
         "can run only once",
     ),
+    (["profile", "export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
+    (["profile", "import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
+    (["profile", "import", "damaged.json"], "Nothing was merged from damaged.json"),
     (["plan"], "Missing argument"),
     (["plan", TOY, "--devices", "four"], "--devices"),
 ]
@@ -89,7 +92,8 @@ def test_mistakes_end_in_one_message(outcomes, number):
 def test_version_and_help(folder):
     lines = [["--version"], ["--help"]]
     commands = ["plan", "analyze", "profile", "search", "run", "presets", "show"]
-    lines += [[command, "--help"] for command in commands]
+    commands += ["profile export", "profile import"]
+    lines += [[*command.split(), "--help"] for command in commands]
     version, overview, *details = run_batch(lines, folder)
     assert version.out == f"cfp {__version__}\n"
     for command, text in zip(commands, details, strict=True):
@@ -182,6 +186,37 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert missing.code == 2
     assert "have not been measured" in missing.err
     assert "shardings" in missing.err
+
+
+def test_measurements_travel_and_misses_are_explained(planned, folder):
+    wanted = ["profile", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--why"]
+    pins = ["--pin", "weights/up=None,x"]
+    ours, theirs = ["--workdir", "work"], ["--workdir", "elsewhere"]
+    lines = [
+        [*wanted, *pins, *ours],
+        [*wanted, *ours, "--json"],
+        [*wanted, *pins, *theirs],
+        ["profile", "export", "records.jsonl", *ours],
+        ["profile", "import", "records.jsonl", "records.jsonl", *theirs],
+        [*wanted, *pins, *theirs],
+        [*wanted, *pins, "--mesh", "x=2,y=2", *theirs],
+    ]
+    known, other, before, out, into, after, mesh = run_batch(lines, folder)
+    assert ", 0 not." in known.out
+    # Other shardings are all that is new without the pin.
+    found = json.loads(other.out)
+    assert found["rates_known"] is True
+    assert found["misses"]
+    assert {tuple(miss["differing"]) for miss in found["misses"]} == {("shardings",)}
+    assert all(label["label"].startswith("segment") for label in found["misses"])
+    assert before.out.startswith("0 answered by the store")
+    assert "nothing has been measured yet" in before.out
+    assert "devices' rates, which are not known yet" in before.out
+    count = int(out.out.split()[0])
+    assert count == len((folder / "records.jsonl").read_text().splitlines()) > 10
+    assert f"{count} measurements added from records.jsonl\n0 measure" in into.out
+    assert after.out == known.out
+    assert "mesh: was 'x=4', is 'x=2,y=2'" in mesh.out
 
 
 def test_run_checks_a_plan_and_a_preset(planned, folder):

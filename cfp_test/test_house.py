@@ -28,7 +28,11 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("execute",),
     ("plan_parts",),
     ("plan",),
-    ("describe",),
+    (
+        "describe",
+        "planner_parts",
+    ),
+    ("planner_parts",),
     ("planner",),
     ("models",),
     ("report",),

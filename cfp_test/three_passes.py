@@ -27,10 +27,13 @@ from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session
+from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
-from cfp.planner import Planner, PlannerSettings
+from cfp.planner import Planner
+from cfp.planner_parts import PlannerSettings
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
+from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.tables import plan_text
 from cfp.search.race import peak_bytes
@@ -66,6 +69,8 @@ def run(model: str, shape: Mapping[str, int], args: argparse.Namespace) -> int:
         args: what `add_options` parsed.
     """
     try:
+        if args.mode != "analysis":
+            Supervision().enter(store_path(args.workdir))
         axes = platform.parse_mesh(args.device_num, None)
         platform.select(args.platform or _found_platform(), axes)
         target = model_target(model, {**shape, "dtype": args.dtype})

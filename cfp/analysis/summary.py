@@ -9,7 +9,7 @@ from math import prod
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flops import op_flops
-from cfp.analysis.layout import extend_spec, spec_ways
+from cfp.analysis.specs import extend_spec, spec_ways
 from cfp.analysis.strategies import block_strategies
 from cfp.program.graph import Op
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from cfp.cli import planning, running
-from cfp.cli.options import PASS_ON
+from cfp.cli import planning, records, running
+from cfp.cli.options import INTERRUPTED, PASS_ON
+from cfp.cli.supervise import Supervision
+
+
+class Commands(TyperGroup):
+    """Commands of one word, or of two where the second is not a target."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command that some words begin with."""
+        name = " ".join(args[:2])
+        if name in records.COMMANDS:
+            args = [name, *args[2:]]
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="cfp",
+    cls=Commands,
     help="Automatic sharding for JAX, measured on your own devices.\n\n"
     "Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4",
     no_args_is_help=True,
@@ -21,6 +37,8 @@ app = typer.Typer(
 )
 for _name, _function in planning.COMMANDS.items():
     app.command(_name, context_settings=PASS_ON)(_function)
+for _name, _function in records.COMMANDS.items():
+    app.command(_name)(_function)
 app.command("run", context_settings=PASS_ON)(running.run)
 app.command("show")(running.show)
 
@@ -51,6 +69,14 @@ def _common(
 def main() -> None:
     """The entry point of the ``cfp`` command."""
     try:
-        app()
+        app(obj=Supervision())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Python would wait for threads, and a compile cannot be interrupted.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        raise

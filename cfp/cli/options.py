@@ -15,10 +15,12 @@ import typer
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
+from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError, PinError
-from cfp.planner import PlannerSettings
+from cfp.planner_parts import PlannerSettings
+from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
-from cfp.profiling.store import default_cache_dir
+from cfp.profiling.store import store_path
 from cfp.search.measure import Told
 
 TargetText = Annotated[
@@ -115,6 +117,31 @@ Quick = Annotated[
     ),
 ]
 
+RetryFailures = Annotated[
+    bool,
+    typer.Option("--retry-failures", help="Measure again what failed before."),
+]
+RunTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="How long something may run, besides 20 times what is expected of it, "
+        "until it counts as hung.",
+        min=1,
+    ),
+]
+BuildTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="How long something may compile until it counts as hung.",
+        min=1,
+    ),
+]
+
+# Exit code of what the user interrupted, as in shells.
+INTERRUPTED = 130
+
 # Options that a command does not know are the model's.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -133,9 +160,22 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             print_error(_interrupted(kwargs.get("workdir")))
-            raise typer.Exit(130) from error
+            raise typer.Exit(INTERRUPTED) from error
 
     return run
+
+
+def measuring(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that measures: it goes on where a process that measures dies."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        supervision = kwargs["ctx"].obj
+        if isinstance(supervision, Supervision):
+            supervision.enter(store_path(kwargs["workdir"]))
+        function(*args, **kwargs)
+
+    return command(run)
 
 
 def print_error(message: str) -> None:
@@ -150,8 +190,7 @@ def print_error(message: str) -> None:
 
 def _interrupted(workdir: Path | None) -> str:
     with contextlib.suppress(CfpError):
-        folder = workdir if workdir is not None else default_cache_dir()
-        kept = folder / "profiles.sqlite"
+        kept = store_path(workdir)
         if kept.exists():
             return (
                 f"Interrupted. Everything that was measured is kept in {kept}; the "
@@ -161,14 +200,25 @@ def _interrupted(workdir: Path | None) -> str:
 
 
 def settings(
+    ctx: typer.Context | None = None,
     *,
     per_kind: int,
     quick: bool,
     race: bool = True,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> PlannerSettings:
-    """How much to measure, and who is told."""
+    """How much to measure, and who is told; the rest from a command's options."""
+    given = ctx.params if ctx is not None else {}
     made = PlannerSettings(per_kind=per_kind, race=race, progress=progress)
+    if given.get("retry_failures"):
+        supervision = ctx.obj if ctx is not None else None
+        since = supervision.started if isinstance(supervision, Supervision) else True
+        made = replace(made, retry_failures=since)
+    if "run_timeout" in given:
+        limits = Limits(
+            run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]
+        )
+        made = replace(made, limits=limits)
     if not quick:
         return made
     return replace(made, in_context=False, plans=1, extents=(Told.EVERYTHING,))

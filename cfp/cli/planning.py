@@ -19,20 +19,32 @@ from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.planner import Planner, PlannerSettings, Profiles
+from cfp.planner import Planner
+from cfp.planner_parts import PlannerSettings, Profiles
 from cfp.presets import presets as classic_presets
+from cfp.profiling.marks import Limits
 from cfp.report import passes
 from cfp.report.tables import print_plan
+from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+_LIMITS = Limits()
+_Why = Annotated[
+    bool,
+    typer.Option(
+        "--why",
+        help="Measure nothing; say what would be measured, and how the nearest stored "
+        "measurement differs.",
+    ),
+]
 _Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
 ]
 
 
-@o.command
+@o.measuring
 def plan(
     ctx: typer.Context,
     target: o.TargetText,
@@ -48,6 +60,9 @@ def plan(
     per_kind: o.PerKind = _PER_KIND,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
+    retry_failures: o.RetryFailures = False,
+    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
+    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,
@@ -73,6 +88,7 @@ def plan(
                 preset=preset,
                 cache_dir=workdir,
                 settings=o.settings(
+                    ctx,
                     per_kind=per_kind,
                     quick=quick,
                     race=not no_race,
@@ -117,7 +133,7 @@ def analyze(
             print(f"Details: {folder}")
 
 
-@o.command
+@o.measuring
 def profile(
     ctx: typer.Context,
     target: o.TargetText,
@@ -129,11 +145,18 @@ def profile(
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
     quick: o.Quick = False,
+    retry_failures: o.RetryFailures = False,
+    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
+    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    why: _Why = False,
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,
 ) -> None:
     """Measure the strategies of every kind of segment, and store them.
+
+    cfp profile export FILE and cfp profile import FILE carry what is stored from one
+    machine to another.
 
     Example: cfp profile gpt --layers 4 --platform cpu --workdir work
     """
@@ -141,12 +164,19 @@ def profile(
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
-            settings = o.settings(per_kind=per_kind, quick=quick, progress=display.tell)
+            settings = o.settings(
+                ctx, per_kind=per_kind, quick=quick, progress=display.tell
+            )
             with Planner(
                 session.analysis, session.mesh, workdir, settings=settings
             ) as planner:
-                found = planner.profile()
+                misses = find_misses(planner) if why else None
+                found = planner.profile() if misses is None else None
                 kept = planner.store.path
+        if misses is not None:
+            _explain(misses, print_json if as_json else None)
+            return
+        assert found is not None
         if as_json:
             data = passes.profiles_data(session.analysis, found)
             print_json(json.dumps(data, indent=1))
@@ -155,7 +185,15 @@ def profile(
         print(f"Kept in {kept}")
 
 
-@o.command
+def _explain(found: Misses, print_json: Callable[[str], None] | None) -> None:
+    if print_json is not None:
+        print_json(json.dumps(why_data(found), indent=1))
+        return
+    for line in why_lines(found):
+        print(line)
+
+
+@o.measuring
 def search(
     ctx: typer.Context,
     target: o.TargetText,
@@ -170,6 +208,9 @@ def search(
     per_kind: o.PerKind = _PER_KIND,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
+    retry_failures: o.RetryFailures = False,
+    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
+    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,
@@ -185,6 +226,7 @@ def search(
         session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
             settings = o.settings(
+                ctx,
                 per_kind=per_kind,
                 quick=quick,
                 race=not no_race,

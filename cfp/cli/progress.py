@@ -80,7 +80,11 @@ def progress_text(event: Progress) -> str:
     if event.failed:
         parts.append(f"{event.failed} failed")
     if event.label:
-        doing = {"build": "compiling", "run": "running"}.get(event.phase, "")
+        doing = {
+            "build": "compiling",
+            "run": "running",
+            "wait": "another process measures",
+        }.get(event.phase, "")
         parts.append(f"{doing} {event.label}".strip())
     if math.isfinite(event.best_ms):
         parts.append(f"best {event.best_ms:.3g} ms")

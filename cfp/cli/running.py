@@ -17,7 +17,7 @@ from cfp.cli.progress import Display
 from cfp.cli.session import open_target
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.planner import PlannerSettings
+from cfp.planner_parts import PlannerSettings
 from cfp.report.passes import console_and_border
 from cfp.report.tables import print_plan
 from cfp.targets import Target

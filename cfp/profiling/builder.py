@@ -41,6 +41,7 @@ class Job:
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
       options: compiler options, by name.
+      expected_ms: how long one execution should take; 0 where nobody knows.
 
     Raises:
       ValueError: if specs or positions do not fit the part or each other.
@@ -54,6 +55,7 @@ class Job:
     out_specs: tuple[Spec, ...]
     feedback: tuple[tuple[int, int], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
+    expected_ms: float = 0.0
 
     def __post_init__(self):
         found = (len(self.in_specs), len(self.out_specs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from math import prod
 
@@ -21,6 +22,7 @@ from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
+from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import (
     ProgressCallback,
     Task,
@@ -35,7 +37,7 @@ from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import ProfileStore
 from cfp.program.graft import partition_spec
 
-__all__ = ["Rates", "measure_rates"]
+__all__ = ["Rates", "measure_rates", "rate_keys"]
 
 _TIMING = TimingOptions(
     warmup_seconds=0.02,
@@ -97,8 +99,9 @@ def measure_rates(
     mesh: Mesh,
     store: ProfileStore,
     *,
-    retry_failures: bool = False,
+    retry_failures: bool | datetime = False,
     progress: ProgressCallback | None = None,
+    limits: Limits | None = None,
 ) -> Rates:
     """Times collectives on each axis of a mesh, and on all together, and compute.
 
@@ -107,25 +110,15 @@ def measure_rates(
     Args:
       mesh: the devices.
       store: answers what it can, and keeps every new record.
-      retry_failures: measure again what failed before.
+      retry_failures: measure again what failed before, or before a moment.
       progress: told of every event.
+      limits: what counts as hung.
 
     Raises:
       DeviceError: if the devices do not even run these small programs.
     """
-    mesh = Mesh(
-        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
-    )
+    mesh, probes = _probes_by_key(mesh)
     platform = mesh.devices.flat[0].platform
-    sizes = _LARGE if platform in (*GPU_PLATFORMS, "tpu") else _SMALL
-    where = (
-        ("mesh", ",".join(f"{name}={size}" for name, size in mesh.shape.items())),
-        *_processes(mesh),
-        *environment_parts(list(mesh.devices.flat)),
-    )
-    probes = {
-        ProfileKey((*probe.parts, *where)): probe for probe in _probes(mesh, sizes)
-    }
     summary = run_tasks(
         [
             Task(
@@ -142,10 +135,33 @@ def measure_rates(
         retry_failures=retry_failures,
         progress=progress,
         agreement=Agreement.of(mesh),
+        limits=limits,
     )
     return _rates(
         mesh, [(probe, summary.records[key.digest]) for key, probe in probes.items()]
     )
+
+
+def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
+    """What `measure_rates` keeps its records under, by label. Runs nothing."""
+    return {probe.label: key for key, probe in _probes_by_key(mesh)[1].items()}
+
+
+def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, _Probe]]:
+    """The probes, and the mesh that they run on."""
+    mesh = Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
+    )
+    platform = mesh.devices.flat[0].platform
+    sizes = _LARGE if platform in (*GPU_PLATFORMS, "tpu") else _SMALL
+    where = (
+        ("mesh", ",".join(f"{name}={size}" for name, size in mesh.shape.items())),
+        *_processes(mesh),
+        *environment_parts(list(mesh.devices.flat)),
+    )
+    return mesh, {
+        ProfileKey((*probe.parts, *where)): probe for probe in _probes(mesh, sizes)
+    }
 
 
 def _processes(mesh: Mesh) -> Parts:

@@ -4,6 +4,10 @@ Building, running and keeping are three things that know nothing of each other: 
 `Task` says how its own is built and run. Tasks are built in threads, a few ahead,
 and run one at a time in the order given, so that several processes that were given
 the same tasks run the same one at any time.
+
+What is about to be built or run is marked beside the store, so that a process that
+dies of it leaves a record (`cfp.profiling.deaths`), and so that two processes with one
+store share the work instead of doing it twice.
 """
 
 from __future__ import annotations
@@ -15,21 +19,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 import jax
 
 from cfp.profiling.builder import Built
+from cfp.profiling.deaths import bury
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 
-Phase = Literal["look up", "build", "run", "done"]
+Phase = Literal["look up", "build", "run", "wait", "done"]
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
 _MOST_THREADS = 12
+_LOOK_AGAIN_SECONDS = 0.2
 _X64_SETTING = "jax_enable_x64"
 
 
@@ -42,12 +50,14 @@ class Task:
       label: what progress shows.
       build: called in a thread; a record if it cannot be built.
       run: called in the thread that called `run_tasks`.
+      expected_ms: how long one execution should take; 0 where nobody knows.
     """
 
     key: ProfileKey
     label: str
     build: Callable[[], Built | ProfileRecord]
     run: Callable[[Built], ProfileRecord]
+    expected_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,8 @@ class Progress:
       best_ms: the smallest time among the good records; infinite before the first.
       label: the task that the event is about; "" before the first.
       phase: "look up" once the store has answered; "build" when a task's build has
-        to be awaited; "run" when it starts to run; "done" when it has its record.
+        to be awaited; "run" when it starts to run; "wait" when only another process
+        with the same store is at what is left; "done" when it has its record.
       elapsed_seconds: since the beginning.
     """
 
@@ -102,6 +113,13 @@ class ProfileSummary:
     wall_seconds: float
 
 
+def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
+    """Whether something that is in the store is to be measured again."""
+    if record.ok or not isinstance(retry_failures, datetime):
+        return not record.ok and bool(retry_failures)
+    return datetime.fromisoformat(record.created) < retry_failures
+
+
 def default_threads(platform: str) -> int:
     """How many builds at once leave a machine usable, and each other in peace."""
     cores = os.cpu_count() or 1
@@ -121,9 +139,10 @@ def run_tasks(
     *,
     threads: int = 1,
     overlap: bool = True,
-    retry_failures: bool = False,
+    retry_failures: bool | datetime = False,
     progress: ProgressCallback | None = None,
     agreement: Agreement | None = None,
+    limits: Limits | None = None,
 ) -> ProfileSummary:
     """Measures what the store does not know.
 
@@ -138,33 +157,50 @@ def run_tasks(
         where building needs the devices. Otherwise tasks are built and then run in
         batches of 1, 2, 4 and so on, up to twice the number of threads: the first
         few leave behind what a compiler has learnt about the devices.
-      retry_failures: measure again what failed before.
+      retry_failures: measure again what failed before, or before a moment: a
+        process that was started again keeps to the moment of the first start.
       progress: told of every event, in this thread.
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
+      limits: what counts as hung.
     """
     by_key: dict[str, Task] = {}
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
-    state = _State(
-        tasks=by_key,
-        store=store,
-        retry_failures=retry_failures,
-        progress=progress,
-        agreement=agreement or Agreement(alone=True),
-    )
-    state.look_up()
+    # By how processes died before, something may be in the store by now.
+    bury(store)
+    with Marks(store.path, limits) as marks:
+        state = _State(
+            tasks=by_key,
+            store=store,
+            marks=marks,
+            retry_failures=retry_failures,
+            progress=progress,
+            agreement=agreement or Agreement(alone=True),
+        )
+        state.look_up()
+        _measure(state, threads, overlap)
+        return state.summary()
+
+
+def _measure(state: _State, threads: int, overlap: bool) -> None:
     waiting = deque(task for task in state.tasks.values() if not state.has(task))
     ahead: deque[tuple[Task, Future[Built | ProfileRecord]]] = deque()
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
     build = _in_thread(state)
     room = threads + _WAITING_BESIDE_THREADS if overlap else 1
+    # Of several builds nobody knows which one a process died of.
+    alone = bool(state.marks.folder.suspects().keys() & state.tasks.keys())
     try:
         while waiting or ahead:
             if overlap or not ahead:
-                while waiting and len(ahead) < room:
-                    task = waiting.popleft()
+                for task in state.claim(waiting, 1 if alone else room, len(ahead)):
                     ahead.append((task, pool.submit(build, task)))
+                if not ahead:
+                    if waiting:
+                        state.tell(waiting[0].label, "wait")
+                        time.sleep(_LOOK_AGAIN_SECONDS)
+                    continue
                 if not overlap:
                     state.tell(ahead[0][0].label, "build")
                     wait([built for _, built in ahead])
@@ -175,7 +211,6 @@ def run_tasks(
         # A compile cannot be stopped: after an interrupt the threads finish what
         # they have begun, and nobody waits for it.
         pool.shutdown(wait=False, cancel_futures=True)
-    return state.summary()
 
 
 def _in_thread(state: _State) -> Callable[[Task], Built | ProfileRecord]:
@@ -183,11 +218,14 @@ def _in_thread(state: _State) -> Callable[[Task], Built | ProfileRecord]:
     x64 = bool(getattr(jax.config, _X64_SETTING))
 
     def build(task: Task) -> Built | ProfileRecord:
-        with jax.enable_x64(x64):
+        with (
+            jax.enable_x64(x64),
+            state.marks.doing(task.key, task.label, "build", then_wait=True),
+        ):
             outcome = task.build()
-        if isinstance(outcome, ProfileRecord):
-            state.keep(outcome)
-        return outcome
+            if isinstance(outcome, ProfileRecord):
+                state.keep(outcome)
+            return outcome
 
     return build
 
@@ -196,10 +234,12 @@ def _in_thread(state: _State) -> Callable[[Task], Built | ProfileRecord]:
 class _State:
     tasks: dict[str, Task]
     store: ProfileStore
-    retry_failures: bool
+    marks: Marks
+    retry_failures: bool | datetime
     progress: ProgressCallback | None
     agreement: Agreement
     records: dict[str, ProfileRecord] = field(default_factory=dict)
+    to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
     measured: int = 0
     failed: int = 0
@@ -212,18 +252,50 @@ class _State:
         return task.key.digest in self.records
 
     def look_up(self) -> None:
-        known = {
+        known = self.store.get_many(self.tasks)
+        self.to_retry = {
             digest: record
-            for digest, record in self.store.get_many(self.tasks).items()
-            if record.ok or not self.retry_failures
+            for digest, record in known.items()
+            if is_to_retry(record, self.retry_failures)
         }
-        settled = self.agreement.everywhere([key in known for key in self.tasks])
+        answers = [key in known and key not in self.to_retry for key in self.tasks]
+        settled = self.agreement.everywhere(answers)
         for digest, answered in zip(self.tasks, settled, strict=True):
             if answered:
-                self.records[digest] = known[digest]
-                self.cached += 1
-                self.best_ms = min(self.best_ms, known[digest].time_ms)
+                self._answer(known[digest])
         self.tell("", "look up")
+
+    def _answer(self, record: ProfileRecord) -> None:
+        self.records[record.key] = record
+        self.cached += 1
+        self.best_ms = min(self.best_ms, record.time_ms)
+
+    def claim(self, waiting: deque[Task], room: int, used: int) -> list[Task]:
+        """Takes tasks that nobody else is at out of the queue, to be built.
+
+        What another process has measured meanwhile is answered.
+        """
+        while waiting and room > used:
+            keys = [task.key for task in waiting]
+            if self.agreement.alone:
+                keys = self.marks.claim(keys, room - used)
+            # What was claimed is nobody else's, so that this is the last word.
+            ours = {key.digest for key in keys[: room - used]}
+            known = {
+                digest: record
+                for digest, record in self.store.get_many(ours).items()
+                if self.agreement.alone and record != self.to_retry.get(digest)
+            }
+            taken = [task for task in waiting if task.key.digest in ours]
+            for task in taken:
+                waiting.remove(task)
+                if task.key.digest in known:
+                    self._answer(known[task.key.digest])
+                    self.marks.release(task.key)
+                    self.tell(task.label, "done")
+            if len(known) < len(taken) or not taken:
+                return [task for task in taken if task.key.digest not in known]
+        return []
 
     def take_turn(self, task: Task, built: Future[Built | ProfileRecord]) -> None:
         if not built.done():
@@ -233,11 +305,15 @@ class _State:
         if isinstance(outcome, Built):
             if ready:
                 self.tell(task.label, "run")
-                outcome = task.run(outcome)
+                with self.marks.doing(
+                    task.key, task.label, "run", task.expected_ms, then_wait=True
+                ):
+                    outcome = task.run(outcome)
             else:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
             self.keep(outcome)
+        self.marks.release(task.key)
         self.records[task.key.digest] = outcome
         if outcome.ok:
             self.measured += 1

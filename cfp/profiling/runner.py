@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from cfp.profiling.builder import (
     reason_of,
 )
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import (
     ProfileSummary,
     Progress,
@@ -71,10 +73,11 @@ def profile(
     *,
     threads: int | None = None,
     overlap: bool | None = None,
-    retry_failures: bool = False,
+    retry_failures: bool | datetime = False,
     progress: Callable[[Progress], object] | None = None,
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
+    limits: Limits | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -87,11 +90,12 @@ def profile(
         quarter of the cores and at most 12.
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
-      retry_failures: measure again what failed before.
+      retry_failures: measure again what failed before, or before a moment.
       progress: told of every event, in this thread.
       timing: how long to measure each.
       environment: the compiler's directories; by default one for autotuning next
         to the store.
+      limits: what counts as hung.
 
     Returns:
       A record for each key, failures included.
@@ -109,6 +113,7 @@ def profile(
             label=job.label,
             build=partial(_build, program, mesh, job, environment),
             run=partial(runner.run, job),
+            expected_ms=job.expected_ms,
         )
         for job in jobs
     ]
@@ -121,6 +126,7 @@ def profile(
             retry_failures=retry_failures,
             progress=progress,
             agreement=Agreement.of(mesh),
+            limits=limits,
         )
 
 

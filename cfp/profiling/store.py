@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from cfp.errors import CacheError, compose
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store_file import OpenFile, is_damage, open_sound
+
+STORE_NAME = "profiles.sqlite"
 
 _COLUMNS = "SELECT rowid, key, json, checksum FROM records"
 # SQLite builds differ in how many variables a statement may have; all take these.
@@ -52,6 +54,15 @@ def default_cache_dir() -> Path:
                 attempt="set CFP_CACHE_DIR to a directory that can be written",
             )
         ) from error
+
+
+def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Where the store is in a folder, or in the default one.
+
+    Raises:
+      CacheError: if there is no default one.
+    """
+    return Path(folder if folder is not None else default_cache_dir()) / STORE_NAME
 
 
 class ProfileStore:
@@ -143,7 +154,42 @@ class ProfileStore:
         Returns:
           Whether the record was written.
         """
-        return self._put_all([record], replace) == 1
+        return self.put_all([record], replace=replace) == 1
+
+    def put_all(
+        self, records: Sequence[ProfileRecord], *, replace: bool = False
+    ) -> int:
+        """Keeps records like `put`: all of them or, on an error, none.
+
+        Returns:
+          How many were written.
+        """
+
+        def write(connection: sqlite3.Connection) -> int:
+            written = 0
+            # IMMEDIATE: what was looked up must still hold when it is written.
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                for record in records:
+                    query = f"{_COLUMNS} WHERE key = ?"
+                    kept = next(_read(connection, query, [record.key]), None)
+                    if kept and not replace and (kept.ok or not record.ok):
+                        continue
+                    text = record.to_json().encode()
+                    connection.execute(
+                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
+                        (record.key, text, _checksum(record.key, text)),
+                    )
+                    written += 1
+                connection.execute("COMMIT")
+            except BaseException:
+                # Some errors have ended the transaction already.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            return written
+
+        return self._do(write)
 
     def keys_like(self, parts: Mapping[str, str] | None = None) -> list[ProfileKey]:
         """The stored keys that have all these parts; all keys if there are none."""
@@ -213,34 +259,7 @@ class ProfileStore:
                     attempt="export it again with the same version of cfp",
                 )
             ) from error
-        return self._put_all(records, replace=False)
-
-    def _put_all(self, records: list[ProfileRecord], replace: bool) -> int:
-        def write(connection: sqlite3.Connection) -> int:
-            written = 0
-            # IMMEDIATE: what was looked up must still hold when it is written.
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                for record in records:
-                    query = f"{_COLUMNS} WHERE key = ?"
-                    kept = next(_read(connection, query, [record.key]), None)
-                    if kept and not replace and (kept.ok or not record.ok):
-                        continue
-                    text = record.to_json().encode()
-                    connection.execute(
-                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-                        (record.key, text, _checksum(record.key, text)),
-                    )
-                    written += 1
-                connection.execute("COMMIT")
-            except BaseException:
-                # Some errors have ended the transaction already.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            return written
-
-        return self._do(write)
+        return self.put_all(records)
 
     def _do(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         with self._lock, self._explained():

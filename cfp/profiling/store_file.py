@@ -1,7 +1,6 @@
 """The SQLite file under a `ProfileStore`: opened, checked, set aside if damaged."""
 
 import contextlib
-import errno
 import logging
 import os
 import sqlite3
@@ -10,10 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Not on Windows: see _only_opener.
-    fcntl = None
+from cfp.profiling.locks import lock_file
 
 SCHEMA_VERSION = 1
 
@@ -160,16 +156,10 @@ def _only_opener(path: Path) -> Iterator[None]:
     """Lets one process at a time open the file.
 
     Two that find it damaged would otherwise both set it aside, the second one
-    the fresh file of the first. Where there are no file locks (Windows, some
-    network file systems) that risk is taken.
+    the fresh file of the first. Where there are no file locks that risk is taken.
     """
     with open(path.with_name(f"{path.name}.lock"), "ab") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
+        lock_file(file)
         yield
 
 

@@ -101,7 +101,7 @@ class _Recomputation:
         if not uses:
             return
         clones = self._needed([operand for _, _, operand in uses])
-        made = {result for op in clones for result in op.results}
+        made: set[ir.Value] = {result for op in clones for result in op.results}
         outside: dict[ir.Value, None] = {}
         for op in clones:
             for operand in op.operands:
@@ -148,12 +148,14 @@ class _Recomputation:
 
         Without one the clones might run as soon as their originals.
         """
-        found = [
-            (self.place[owner], operand)
-            for operand in self.readers[0].operands
-            if operand not in made and (owner := _owner(operand)) in self.place
-        ]
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+        latest, found = -1, None
+        for operand in self.readers[0].operands:
+            owner = _owner(operand)
+            if owner is not None and operand not in made:
+                place = self.place.get(owner, -1)
+                if place > latest:
+                    latest, found = place, operand
+        return found
 
     def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
         if not values:

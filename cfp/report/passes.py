@@ -13,12 +13,13 @@ from rich.text import Text
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import opaque_lines, opaque_ops, segment_records
 from cfp.analysis.flops import program_flops
-from cfp.analysis.layout import Choice, lay_out, spec_ways
+from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.segments import Segment
+from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.describe import block_collectives, op_text
-from cfp.planner import Profiles
+from cfp.planner_parts import Profiles
 from cfp.report.tables import PLAIN_WIDTH
 from cfp.units import format_bytes
 

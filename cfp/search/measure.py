@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
 
-from cfp.analysis.layout import Choice, Frame, Layout, constraints, even_spec, spec_ways
+from cfp.analysis.layout import Choice, Frame, Layout, constraints
 from cfp.analysis.segments import Segment
+from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
@@ -73,7 +74,8 @@ def segment_job(
 ) -> Job:
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
-    return make_job(frame, layout, segments[index].ops, environment, label)
+    job = make_job(frame, layout, segments[index].ops, environment, label)
+    return replace(job, expected_ms=candidate.estimate_ms)
 
 
 def pair_job(
@@ -90,7 +92,9 @@ def pair_job(
         strategies.update(zip(blocks, candidate.strategies, strict=True))
         storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
     ops = sorted(op for index in candidates for op in segments[index].ops)
-    return make_job(frame, Layout(frame, strategies, storage), ops, environment, label)
+    layout = Layout(frame, strategies, storage)
+    job = make_job(frame, layout, ops, environment, label)
+    return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
 def whole_job(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
-from cfp.profiling.pipeline import default_threads
+from cfp.profiling.deaths import bury
+from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.pipeline import default_threads, is_to_retry
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
@@ -88,14 +91,17 @@ def race(
     *,
     budget_bytes: int | None = None,
     rounds: int = 3,
+    retry_failures: bool | datetime = False,
     progress: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
 ) -> list[RaceResult]:
     """Compiles the finalists whole and times them in turn, A B C A B C.
 
     Who is far behind after a turn takes no further part, so that turns go to those
     between whom it is close.
     Finalists with one key run once. If all of them are in the store already, nothing
-    runs; otherwise all run again, because only times of one run compare.
+    runs; otherwise all run again, because only times of one run compare. What failed
+    before is not tried again unless asked.
 
     Args:
         program: the program.
@@ -104,19 +110,31 @@ def race(
         store: where records are kept.
         budget_bytes: who needs more memory is not run and cannot win.
         rounds: how many turns each gets.
+        retry_failures: run again what failed before, or before a moment.
         progress: told what is being done.
+        limits: what counts as hung.
 
     Returns:
         One result for each finalist, in their order.
     """
     jobs = {f.job.key.digest: f.job for f in finalists}
-    known = store.get_many(list(jobs))
+    bury(store)
+    known = {
+        digest: record
+        for digest, record in store.get_many(jobs).items()
+        if not is_to_retry(record, retry_failures)
+        and not _fits_by_now(record, budget_bytes)
+    }
     cached = len(known) == len(jobs)
-    records: Mapping[str, ProfileRecord] = (
-        known
-        if cached
-        else _run(program, mesh, jobs, store, budget_bytes, rounds, progress)
-    )
+    records: Mapping[str, ProfileRecord] = known
+    if not cached:
+        failed = {digest: r for digest, r in known.items() if not r.ok}
+        again = {digest: job for digest, job in jobs.items() if digest not in failed}
+        expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
+        with Marks(store.path, limits) as marks:
+            turns = _Turns(program, mesh, again, expected, marks)
+            records = turns.run(store, budget_bytes, rounds, progress)
+        records = {**failed, **records}
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
@@ -134,31 +152,34 @@ def race(
     return results
 
 
-def _run(
-    program: Program,
-    mesh: Mesh,
-    jobs: Mapping[str, Job],
-    store: ProfileStore,
-    budget_bytes: int | None,
-    rounds: int,
-    progress: Callable[[str], None] | None,
-) -> dict[str, ProfileRecord]:
-    records: dict[str, ProfileRecord] = {}
-    ready: dict[str, Built] = {}
-    environment = BuildEnvironment.beside(store.path)
-    platform = mesh.devices.flat[0].platform
-    with (
-        environment.compilation_cache(platform),
-        ThreadPoolExecutor(default_threads(platform)) as pool,
-    ):
-        builds = {
-            digest: pool.submit(build, program, mesh, job, environment)
-            for digest, job in jobs.items()
-        }
-        for digest, pending in builds.items():
-            if progress is not None:
-                progress(f"compiling {jobs[digest].label}")
-            outcome = pending.result()
+def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
+    """Whether something was refused for its size alone, and the budget has grown."""
+    peak = peak_bytes(record)
+    refused = record.status == "out_of_memory" and peak and not record.run_seconds
+    return bool(refused) and (budget_bytes is None or peak <= budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Finalists that are built and run, in turn."""
+
+    program: Program
+    mesh: Mesh
+    jobs: Mapping[str, Job]
+    expected_ms: Mapping[str, float]
+    marks: Marks
+
+    def run(
+        self,
+        store: ProfileStore,
+        budget_bytes: int | None,
+        rounds: int,
+        progress: Callable[[str], None] | None,
+    ) -> dict[str, ProfileRecord]:
+        tell = progress or (lambda _: None)
+        records: dict[str, ProfileRecord] = {}
+        ready: dict[str, Built] = {}
+        for digest, outcome in self._built(store, tell):
             if isinstance(outcome, ProfileRecord):
                 records[digest] = outcome
             elif budget_bytes is not None and outcome.peak_bytes > budget_bytes:
@@ -166,20 +187,47 @@ def _run(
                 records[digest] = outcome.record("out_of_memory", reason=reason)
             else:
                 ready[digest] = outcome
-    order = list(ready)
-    for turn in range(rounds):
-        for place in range(len(order)):
-            digest = order[(place + turn) % len(order)]
-            if progress is not None:
-                progress(f"timing {jobs[digest].label}, turn {turn + 1} of {rounds}")
-            timing = _TURN if turn else _LOOK
-            found = run(ready[digest], jobs[digest], program, mesh, timing=timing)
-            records[digest] = _join(records.get(digest), found)
-        best = min((records[d].time_ms for d in order), default=0.0)
-        order = [d for d in order if records[d].time_ms <= _HOPE * best]
-    for record in records.values():
-        store.put(record, replace=True)
-    return records
+        order = list(ready)
+        for turn in range(rounds):
+            for place in range(len(order)):
+                digest = order[(place + turn) % len(order)]
+                tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {rounds}")
+                found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
+                records[digest] = _join(records.get(digest), found)
+            best = min((records[d].time_ms for d in order), default=0.0)
+            order = [d for d in order if records[d].time_ms <= _HOPE * best]
+        # Together, since half a race is none.
+        store.put_all(list(records.values()), replace=True)
+        return records
+
+    def _built(
+        self, store: ProfileStore, tell: Callable[[str], None]
+    ) -> Iterator[tuple[str, Built | ProfileRecord]]:
+        environment = BuildEnvironment.beside(store.path)
+        platform = self.mesh.devices.flat[0].platform
+        # Of several builds nobody knows which one a process died of.
+        suspects = self.marks.folder.suspects().keys() & self.jobs.keys()
+        threads = 1 if suspects else default_threads(platform)
+        with (
+            environment.compilation_cache(platform),
+            ThreadPoolExecutor(threads) as pool,
+        ):
+            builds = {
+                digest: pool.submit(self._build, job, environment)
+                for digest, job in self.jobs.items()
+            }
+            for digest, pending in builds.items():
+                tell(f"compiling {self.jobs[digest].label}")
+                yield digest, pending.result()
+
+    def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
+        with self.marks.doing(job.key, job.label, "build"):
+            return build(self.program, self.mesh, job, environment)
+
+    def _time(self, digest: str, built: Built, timing: TimingOptions) -> ProfileRecord:
+        job = self.jobs[digest]
+        with self.marks.doing(job.key, job.label, "run", self.expected_ms[digest]):
+            return run(built, job, self.program, self.mesh, timing=timing)
 
 
 def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:

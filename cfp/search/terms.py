@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.layout import Frame, Storage, even_spec, extend_spec, spec_ways
+from cfp.analysis.layout import Frame, Storage
+from cfp.analysis.specs import even_spec, extend_spec, spec_ways
 from cfp.analysis.strategies import (
     FactorAxes,
     Spec,

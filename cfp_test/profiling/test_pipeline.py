@@ -10,7 +10,14 @@ import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.pipeline import Task, default_threads, overlaps, run_tasks
+from cfp.profiling.marks import Marks, MarksFolder
+from cfp.profiling.pipeline import (
+    Progress,
+    Task,
+    default_threads,
+    overlaps,
+    run_tasks,
+)
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 
@@ -112,6 +119,38 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
     assert (summary.build_seconds, summary.run_seconds) == (0.75, 6.0)
     assert summary.wall_seconds > 0
     assert store.get_many(digests("abc")).keys() == summary.records.keys()
+
+
+def test_suspects_are_built_one_at_a_time(shop, store):
+    folder = MarksFolder(store.path)
+    with folder.locked():
+        folder.write_suspects({key_of("c").digest: 1})
+    run_tasks(shop.tasks("abcde"), store, threads=4)
+    assert shop.most_waiting == 1
+    assert folder.suspects() == {key_of("c").digest: 1}
+    run_tasks(shop.tasks("c"), store)
+    assert folder.suspects() == {}
+
+
+def test_what_another_process_is_at_is_waited_for(shop, store):
+    # It has one task, and gives up another.
+    with Marks(store.path) as other:
+        other.claim([key_of("a"), key_of("b")], 2)
+        events = []
+
+        def tell(event: Progress) -> None:
+            events.append((event.phase, event.label))
+            if event.phase == "wait":
+                theirs = Built(key=key_of("a"), compiled=shop.compiled)
+                store.put(theirs.record("ok", samples_ms=[5.0]))
+                other.release(key_of("a"))
+                other.release(key_of("b"))
+
+        summary = run_tasks(shop.tasks("abc"), store, progress=tell)
+    assert shop.ran == ["c", "b"]
+    assert (summary.measured, summary.cached) == (2, 1)
+    assert summary.records[key_of("a").digest].time_ms == 5.0
+    assert events.count(("wait", "task a")) == 1
 
 
 def test_no_tasks(shop, store):

@@ -1,0 +1,203 @@
+"""Runs a command that measures in a child process, and goes on when that dies.
+
+The child owns the devices, so that there is never a second process on them. What it
+is at stands in its marks (`cfp.profiling.marks`), with a deadline. The parent holds
+no device and has little to do: it ends a child that is past a deadline, records what
+a child died of, and starts the next, which finds all of that in the store.
+
+A child is forked from here, before JAX looks for devices: it need not import anything
+again, and reads nothing of the command line twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cfp.errors import DeviceError, compose
+from cfp.profiling import marks
+from cfp.profiling.deaths import Ended, bury
+from cfp.profiling.marks import MarksFolder
+from cfp.profiling.store import ProfileStore
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+_LOOK_SECONDS = 1.0
+# The child notes by itself what is overdue, if it still can, and is given time to.
+_GRACE_SECONDS = 2.0
+_STOPPED_SECONDS = 3.0
+# Strategies do kill processes, but not one after another.
+_MOST_IN_A_ROW = 10
+
+
+def _this_second() -> datetime:
+    # Records know when they were made to the second.
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """That a command may be run in children.
+
+    Attributes:
+        started: when it was given. What failed since is not tried again, whatever
+            the command says of failures.
+    """
+
+    started: datetime = field(default_factory=_this_second)
+
+    def enter(self, store_path: Path) -> None:
+        """Returns in a child, and only there.
+
+        The parent ends with the child's exit code. Where the kernel is not Linux
+        this process goes on by itself: a death is then found out the next time.
+
+        Args:
+            store_path: the profile store that the command will use.
+
+        Raises:
+            DeviceError: in the parent: children died again and again.
+            KeyboardInterrupt: in the parent: the user insists.
+        """
+        if sys.platform != "linux":
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        in_a_row = measured = 0
+        while True:
+            parent = _Parent.fork(store_path)
+            if parent is None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+                return
+            parent.attend()
+            if not parent.may_go_on():
+                raise SystemExit(parent.exit_code)
+            now = _count_good(store_path)
+            in_a_row = in_a_row + 1 if now == measured else 1
+            measured = now
+            if in_a_row >= _MOST_IN_A_ROW:
+                raise DeviceError(
+                    compose(
+                        "Whatever is run ends the process.",
+                        expected="devices that run most programs",
+                        got=f"{in_a_row} processes that died, one after another",
+                        attempt="see whether JAX runs anything on them; then go on "
+                        "with --retry-failures",
+                    )
+                )
+
+
+class _Parent:
+    """The side that stays, with one child."""
+
+    def __init__(self, child: int, pipe: int, store_path: Path) -> None:
+        self._child = child
+        self._pipe = pipe
+        self._store_path = store_path
+        self._folder = MarksFolder(store_path)
+        self._status = 0
+        self._overdue = False
+        self._stop: int | None = None
+
+    @classmethod
+    def fork(cls, store_path: Path) -> _Parent | None:
+        """A child's parent; None in the child."""
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(ours)
+            return cls(child, theirs, store_path)
+        os.close(theirs)
+        threading.Thread(target=_die_with, args=(ours,), daemon=True).start()
+        # What is overdue the parent sees, too, and does something about it.
+        logging.getLogger(marks.__name__).setLevel(logging.ERROR)
+        return None
+
+    @property
+    def exit_code(self) -> int:
+        """The child's; as a shell has it, if that was ended by a signal."""
+        code = os.waitstatus_to_exitcode(self._status)
+        return code if code >= 0 else 128 - code
+
+    def attend(self) -> None:
+        """Waits for the child's end; brings it about if something hangs.
+
+        Raises:
+            KeyboardInterrupt: for the second time, while the child reacts to nothing.
+        """
+        looked = time.monotonic()
+        while True:
+            event = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+            done, self._status = os.waitpid(self._child, os.WNOHANG)
+            if done:
+                os.close(self._pipe)
+                return
+            if event is not None and event.si_signo != signal.SIGCHLD:
+                self._pass_on(event)
+            now = time.monotonic()
+            # Both were stopped, and the child has not had its time.
+            was_stopped = now - looked > _STOPPED_SECONDS
+            looked = now
+            if not was_stopped and self._is_late(now):
+                self._overdue = True
+                os.kill(self._child, signal.SIGKILL)
+
+    def _pass_on(self, event: signal.struct_siginfo) -> None:
+        insists = self._stop == event.si_signo == signal.SIGINT
+        self._stop = event.si_signo
+        if insists:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            raise KeyboardInterrupt
+        # A terminal has told the child already; the kernel's codes are above zero.
+        if event.si_code <= 0:
+            os.kill(self._child, event.si_signo)
+
+    def _names(self) -> list[str]:
+        found = self._folder.path.glob(f"{self._child}-*.alive")
+        return [path.stem for path in found]
+
+    def _is_late(self, now: float) -> bool:
+        return any(
+            mark.overdue or (mark.deadline or now) < now - _GRACE_SECONDS
+            for name in self._names()
+            for mark in self._folder.read(name).marks
+        )
+
+    def may_go_on(self) -> bool:
+        """Whether the child died of something that is known by now, or soon will."""
+        if not self._names():
+            return False  # It has tidied up: an end like any other.
+        stopped = self._stop is not None
+        how = Ended(status=self._status, overdue=self._overdue)
+        _clear_line()
+        with ProfileStore(self._store_path) as store:
+            deaths = bury(store, {} if stopped else {self._child: how})
+        return not stopped and any(
+            death.pid == self._child and death.suspects for death in deaths
+        )
+
+
+def _die_with(pipe: int) -> None:
+    """Waits in the child for the parent's end, which closes the pipe."""
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _clear_line() -> None:
+    """Takes away the live line of a child that died, and brings the cursor back."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K\x1b[?25h")
+        sys.stderr.flush()
+
+
+def _count_good(store_path: Path) -> int:
+    with ProfileStore(store_path) as store:
+        return sum(record.ok for record in store.records())

@@ -1,0 +1,178 @@
+"""Finds out what processes died of, and keeps that as records.
+
+What was being run when a process died is a failure like any other: recorded with
+its reason, and not tried again. Three things must not be taken for it:
+
+- a process that somebody ended, by Ctrl-C, `kill` or switching the machine off. A
+  fault of its own leaves last words or an exit status, and want of memory a count in
+  the kernel. What was ended without either is simply measured again; where nobody
+  could have noted last words, or saw that this process alone was killed, it has two
+  tries.
+- a build beside the guilty one. Where several were being built, all are suspects, and
+  the next time suspects are built one at a time.
+- something that was measured, and whose process died right after.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cfp.profiling.marks import Mark, Marked, MarksFolder, oom_kills
+from cfp.profiling.record import ProfileRecord, Status
+from cfp.profiling.store import ProfileStore
+
+_TRIES = 2
+_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_MOST_NAMED = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a process ended, as its parent saw it.
+
+    Attributes:
+      status: as `os.waitpid` gives it.
+      overdue: the parent ended it, since something took too long.
+    """
+
+    status: int
+    overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A process that died with marks.
+
+    Attributes:
+      pid: its process id.
+      suspects: what it may have died of.
+      record: what is known now of the only suspect; None if nothing is.
+    """
+
+    pid: int
+    suspects: tuple[Mark, ...]
+    record: ProfileRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    status: Status
+    reason: str
+
+
+def bury(store: ProfileStore, ended: Mapping[int, Ended] | None = None) -> list[Death]:
+    """Takes the marks of dead processes away, and records what they died of.
+
+    Args:
+      store: whose marks, and where the records go.
+      ended: by process id how those ended whose parent asks.
+    """
+    folder = MarksFolder(store.path)
+    found = []
+    with folder.locked():
+        suspects = folder.suspects()
+        before = dict(suspects)
+        for marked in folder.dead():
+            how = (ended or {}).get(marked.pid)
+            words = folder.last_words(marked.name)
+            found.append(_judge(store, marked, words, how, suspects))
+            folder.remove(marked.name)
+        known = store.get_many(suspects)
+        suspects = {key: n for key, n in suspects.items() if key not in known}
+        if suspects != before:
+            folder.write_suspects(suspects)
+    return found
+
+
+def _judge(
+    store: ProfileStore,
+    marked: Marked,
+    words: str,
+    ended: Ended | None,
+    deaths: dict[str, int],
+) -> Death:
+    """Records the guilty one, or notes the suspects in `deaths`."""
+    suspects = [mark for mark in _suspects(marked, ended) if not _done(store, mark)]
+    cause = _cause(marked, suspects, words, ended)
+    seen = cause or ended or not marked.witnessed
+    if not suspects or not seen:
+        return Death(pid=marked.pid, suspects=tuple(suspects))
+    for mark in suspects:
+        key = mark.key.digest
+        deaths[key] = deaths.get(key, 0) + 1
+    mark = suspects[0]
+    tries = deaths[mark.key.digest]
+    if cause is None and tries >= _TRIES:
+        cause = _Cause("crashed", f"the process died {tries} times")
+    if cause is None or len(suspects) > 1:
+        names = ", ".join(mark.label for mark in suspects[:_MOST_NAMED])
+        _log.warning(
+            "the process died while it was %s: %s%s. Trying again",
+            _doing(mark),
+            names,
+            ", ..." if len(suspects) > _MOST_NAMED else "",
+        )
+        return Death(pid=marked.pid, suspects=tuple(suspects))
+    record = ProfileRecord(
+        key=mark.key.digest,
+        parts=mark.parts,
+        status=cause.status,
+        reason=f"{cause.reason} while {_doing(mark)} it",
+    )
+    store.put(record, replace=True)
+    del deaths[record.key]
+    _log.warning(
+        "%s is left out: %s: %s (cfp profile --retry-failures tries again)",
+        mark.label,
+        record.status.replace("_", " "),
+        record.reason,
+    )
+    return Death(pid=marked.pid, suspects=tuple(suspects), record=record)
+
+
+def _suspects(marked: Marked, ended: Ended | None) -> list[Mark]:
+    """What a process may have died of: of what it ran, or else built, the overdue."""
+    at_work = [mark for mark in marked.marks if mark.doing != "wait"]
+    late = [mark for mark in at_work if mark.overdue]
+    if late and (ended is None or ended.overdue):
+        return late
+    return [mark for mark in at_work if mark.doing == "run"] or at_work
+
+
+def _done(store: ProfileStore, mark: Mark) -> bool:
+    record = store.get(mark.key.digest)
+    # ISO 8601 in UTC, to the second: as text it sorts by time.
+    return record is not None and record.created >= mark.since
+
+
+def _cause(
+    marked: Marked, suspects: list[Mark], words: str, ended: Ended | None
+) -> _Cause | None:
+    """Why it died, if that was its own doing."""
+    if words:
+        return _Cause("crashed", words)
+    late = ended.overdue if ended else all(mark.overdue for mark in suspects)
+    if suspects and late:
+        limit = suspects[0].limit_seconds or 0.0
+        return _Cause("timeout", f"no end after {limit:.0f} s")
+    if ended is not None:
+        code = os.waitstatus_to_exitcode(ended.status)
+        if code >= 0:
+            return _Cause("crashed", f"the process ended with exit code {code}")
+        if -code not in _SENT_BY_OTHERS:
+            name = signal.Signals(-code).name
+            return _Cause("crashed", f"the process ended by {name}")
+    if oom_kills() > marked.oom_kills:
+        reason = "the machine's memory was used up, and the kernel ended the process"
+        return _Cause("out_of_memory", reason)
+    return None
+
+
+def _doing(mark: Mark) -> str:
+    return "running" if mark.doing == "run" else "compiling"

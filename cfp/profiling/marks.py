@@ -1,0 +1,369 @@
+"""What a process is about to do to the devices, written down before it does it.
+
+A process that dies while it builds or runs something leaves its mark behind, and so
+tells those that come after what it died of (`cfp.profiling.deaths`). While it lives,
+its marks keep others from measuring the same.
+
+Beside the store `profiles.sqlite` stands a folder `profiles.sqlite.marks`, with two
+files for each process: `<name>.json`, its marks, and `<name>.alive`, which it keeps
+locked for as long as it lives, and into which Python writes its last words. A lock
+ends with its owner, however that ended; a process id says less, since ids are used
+again, and are others in another container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cfp.errors import CacheError, compose
+from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.locks import lock_file
+from cfp.profiling.record import utc_now
+
+Doing = Literal["build", "wait", "run"]
+
+_WATCH_SECONDS = 1.0
+# Who slept longer than this between two looks was stopped, and all else with it.
+_STOPPED_SECONDS = 3.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long something may take before it counts as hung.
+
+    Attributes:
+      run_seconds: for making the inputs of one thing and running it, besides
+        `run_expected` times what it is expected to take.
+      run_expected: see above. The expectation is an estimate, and a run repeats.
+      build_seconds: for compiling one thing. Large programs take many minutes.
+    """
+
+    run_seconds: float = 60.0
+    run_expected: float = 20.0
+    build_seconds: float = 1800.0
+
+    def seconds(self, doing: Doing, expected_ms: float) -> float | None:
+        """The limit of something; None for waiting, which has none."""
+        match doing:
+            case "run":
+                return self.run_seconds + self.run_expected * expected_ms / 1e3
+            case "build":
+                return self.build_seconds
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One thing that a process is at.
+
+    Attributes:
+      parts: of the key that its record will have.
+      label: what progress calls it.
+      doing: "build", "run", or "wait": built, and not running yet.
+      since: when this began: ISO 8601, UTC.
+      limit_seconds: how long it may take; None for ever.
+      deadline: when it counts as hung, as of `time.monotonic`, which the processes
+        of a machine share.
+      overdue: that moment has passed.
+    """
+
+    parts: Parts
+    label: str
+    doing: Doing
+    since: str
+    limit_seconds: float | None
+    deadline: float | None
+    overdue: bool = False
+
+    @property
+    def key(self) -> ProfileKey:
+        return ProfileKey(self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """What one process has written down.
+
+    Attributes:
+      name: of its files, without suffix.
+      pid: its process id.
+      witnessed: its last words would stand in its `.alive` file.
+      oom_kills: how many processes the kernel had ended for want of memory then.
+      marks: what it is at.
+    """
+
+    name: str
+    pid: int
+    witnessed: bool = False
+    oom_kills: int = 0
+    marks: tuple[Mark, ...] = ()
+
+
+class MarksFolder:
+    """The folder of marks beside a store, for who reads them."""
+
+    def __init__(self, store_path: Path):
+        self.path = store_path.with_name(f"{store_path.name}.marks")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lets one process at a time begin, claim or tidy up."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "lock", "ab") as file:
+            lock_file(file)
+            yield
+
+    def living(self) -> list[Marked]:
+        """Of the processes that live; to be called locked."""
+        return [self.read(name) for name in self._names() if self._held(name) is True]
+
+    def dead(self) -> list[Marked]:
+        """Of the processes that have died; to be called locked.
+
+        Where there are no file locks nobody is known to be alive, or dead.
+        """
+        return [self.read(name) for name in self._names() if self._held(name) is False]
+
+    def read(self, name: str) -> Marked:
+        """What a process wrote, living or not; nothing if that cannot be read."""
+        try:
+            data = json.loads((self.path / f"{name}.json").read_text())
+            marks = [
+                Mark(**{**mark, "parts": tuple((a, b) for a, b in mark["parts"])})
+                for mark in data.pop("marks")
+            ]
+            return Marked(**data, marks=tuple(marks))
+        except (OSError, ValueError, TypeError, KeyError):
+            return Marked(name=name, pid=0)
+
+    def last_words(self, name: str) -> str:
+        """What Python said of a fatal signal, one line; "" if nothing."""
+        words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
+        return words.partition("\n")[0]
+
+    def remove(self, name: str) -> None:
+        """Forgets a process; to be called locked, or by itself."""
+        for suffix in ("json", "json.new", "alive"):
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / f"{name}.{suffix}").unlink()
+
+    def suspects(self) -> dict[str, int]:
+        """How many deaths a key had to do with that were laid to nobody's charge."""
+        try:
+            found = json.loads((self.path / "suspects.json").read_text())
+            return {str(key): int(count) for key, count in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def write_suspects(self, suspects: dict[str, int]) -> None:
+        """To be called locked."""
+        path = self.path / "suspects.json"
+        if suspects:
+            write_whole(path, suspects)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _held(self, name: str) -> bool | None:
+        with open(self.path / f"{name}.alive", "rb") as file:
+            locked = lock_file(file, wait=False)
+        return None if locked is None else not locked
+
+    def _names(self) -> list[str]:
+        return sorted(path.stem for path in self.path.glob("*.alive"))
+
+
+class Marks:
+    """The marks of this process, from `with` to its end.
+
+    May be used by several threads.
+    """
+
+    def __init__(self, store_path: Path, limits: Limits | None = None):
+        """Makes the folder beside a store; see `Limits` for the default limits."""
+        self.folder = MarksFolder(store_path)
+        self.limits = limits or Limits()
+        self._mine = Marked(
+            name=f"{os.getpid()}-{uuid.uuid4().hex[:8]}", pid=os.getpid()
+        )
+        self._marks: dict[str, Mark] = {}
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> Marks:
+        with self.folder.locked():
+            file = open(self.folder.path / f"{self._mine.name}.alive", "ab")
+            self._files.enter_context(file)
+            lock_file(file)
+        # Somebody else's is left alone: pytest's, or one that the user asked for.
+        if witnessed := not faulthandler.is_enabled():
+            faulthandler.enable(file, all_threads=False)
+            self._files.callback(faulthandler.disable)
+        self._mine = replace(self._mine, witnessed=witnessed, oom_kills=oom_kills())
+        threading.Thread(target=self._watch, name="cfp-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed.set()
+            self.folder.remove(self._mine.name)
+            self._files.close()
+
+    def claim(self, keys: Sequence[ProfileKey], count: int) -> list[ProfileKey]:
+        """Takes the first few of some keys that no other living process is at.
+
+        They are marked as waiting. A process that hangs has no claims.
+        """
+        with self.folder.locked(), self._lock:
+            taken = {
+                mark.key.digest
+                for other in self.folder.living()
+                if other.name != self._mine.name
+                and not any(mark.overdue for mark in other.marks)
+                for mark in other.marks
+            }
+            ours = [key for key in keys if key.digest not in taken][:count]
+            for key in ours:
+                self._marks[key.digest] = self._mark(key, "", "wait", 0.0)
+            self._write()
+        return ours
+
+    @contextlib.contextmanager
+    def doing(
+        self,
+        key: ProfileKey,
+        label: str,
+        doing: Doing,
+        expected_ms: float = 0.0,
+        *,
+        then_wait: bool = False,
+    ) -> Iterator[None]:
+        """Marks something for as long as the body takes.
+
+        Args:
+          key: what it is.
+          label: what progress calls it.
+          doing: what is done to it.
+          expected_ms: how long a run should take.
+          then_wait: keep it marked as waiting afterwards.
+        """
+        self._set(key, self._mark(key, label, doing, expected_ms))
+        try:
+            yield
+        finally:
+            self._set(key, self._mark(key, label, "wait", 0.0) if then_wait else None)
+
+    def release(self, key: ProfileKey) -> None:
+        """Takes the mark of a key away."""
+        self._set(key, None)
+
+    def _set(self, key: ProfileKey, mark: Mark | None) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return  # A build that an interrupt did not wait for.
+            if mark is None:
+                self._marks.pop(key.digest, None)
+            else:
+                self._marks[key.digest] = mark
+            self._write()
+
+    def _mark(
+        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float
+    ) -> Mark:
+        limit = self.limits.seconds(doing, expected_ms)
+        return Mark(
+            parts=key.parts,
+            label=label,
+            doing=doing,
+            since=utc_now(),
+            limit_seconds=limit,
+            deadline=None if limit is None else time.monotonic() + limit,
+        )
+
+    def _write(self) -> None:
+        found = replace(self._mine, marks=tuple(self._marks.values()))
+        write_whole(self.folder.path / f"{self._mine.name}.json", asdict(found))
+
+    def _watch(self) -> None:
+        """Notes what takes too long; nobody in this process can end it."""
+        looked = time.monotonic()
+        while not self._closed.wait(_WATCH_SECONDS):
+            now = time.monotonic()
+            lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
+            looked = now
+            with self._lock:
+                late = self._change(lambda mark, by=lost: _later(mark, by))
+                late = self._change(lambda mark, now=now: _judged(mark, now))
+            for mark in late:
+                _log.warning(
+                    "%s: %s for more than %.0f s; it may hang. If this process is "
+                    "ended now, that is noted, and it is not tried again",
+                    mark.label,
+                    "running" if mark.doing == "run" else "compiling",
+                    mark.limit_seconds,
+                )
+
+    def _change(self, change: Callable[[Mark], Mark]) -> list[Mark]:
+        """Changes marks, and returns those that are new."""
+        changed = {key: change(mark) for key, mark in self._marks.items()}
+        new = [mark for key, mark in changed.items() if mark != self._marks[key]]
+        if new and not self._closed.is_set():
+            self._marks = changed
+            self._write()
+        return new
+
+
+def _later(mark: Mark, seconds: float) -> Mark:
+    if mark.deadline is None or not seconds:
+        return mark
+    return replace(mark, deadline=mark.deadline + seconds)
+
+
+def _judged(mark: Mark, now: float) -> Mark:
+    if mark.deadline is None or now <= mark.deadline:
+        return mark
+    return replace(mark, overdue=True)
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """Writes JSON, whole or not at all.
+
+    Raises:
+      CacheError: if it cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.new")
+    try:
+        unfinished.write_text(json.dumps(data))
+        unfinished.replace(path)
+    except OSError as error:
+        raise CacheError(
+            compose(
+                "What is being measured cannot be noted.",
+                expected=f"a file that can be written at {path}",
+                got=str(error),
+                attempt="free some room, or set CFP_CACHE_DIR to another directory",
+            )
+        ) from error
+
+
+def oom_kills() -> int:
+    """How many processes Linux has ended for want of memory since it started."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else 0

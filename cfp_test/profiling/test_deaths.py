@@ -1,0 +1,327 @@
+"""Marks, and what those of the dead tell."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+
+from cfp.profiling import deaths
+from cfp.profiling.deaths import Ended, bury
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.marks import Limits, Mark, Marked, Marks, MarksFolder, write_whole
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+
+PID = 12345
+SINCE = "2026-01-02T03:04:05+00:00"
+
+
+def key_of(name: str) -> ProfileKey:
+    return ProfileKey((("name", name), ("mesh", "x=4")))
+
+
+def mark(name: str, doing="run", **changes) -> Mark:
+    fields = {
+        "parts": key_of(name).parts,
+        "label": f"task {name}",
+        "doing": doing,
+        "since": SINCE,
+        "limit_seconds": 60.0,
+        "deadline": 1e9,
+    }
+    return Mark(**{**fields, **changes})
+
+
+def leave(store: ProfileStore, *marks: Mark, words: str = "", **changes) -> None:
+    """Leaves what a process that died with these marks leaves."""
+    folder = MarksFolder(store.path)
+    folder.path.mkdir(exist_ok=True)
+    marked = Marked(name=f"{PID}-0", pid=PID, witnessed=True, marks=marks)
+    # More than ever: the test may run where the kernel has ended something before.
+    marked = replace(marked, **{"oom_kills": 1 << 40, **changes})
+    write_whole(folder.path / f"{marked.name}.json", asdict(marked))
+    (folder.path / f"{marked.name}.alive").write_text(words)
+
+
+def failures(store: ProfileStore) -> list[tuple[str, str, str]]:
+    return [(dict(r.parts)["name"], r.status, r.reason) for r in store.records()]
+
+
+def killed_by(number: int, *, overdue: bool = False) -> dict[int, Ended]:
+    return {PID: Ended(status=number, overdue=overdue)}
+
+
+def exited(code: int) -> dict[int, Ended]:
+    return {PID: Ended(status=code << 8)}
+
+
+ABORTED = "Fatal Python error: Aborted\n\nCurrent thread 0x1"
+WORDS = "Fatal Python error: Aborted while running it"
+
+
+@pytest.mark.parametrize(
+    ("left", "words", "changes", "ended", "status", "reason"),
+    [
+        ([mark("a")], ABORTED, {}, None, "crashed", WORDS),
+        # What waits has done nothing; what is built beside a run neither.
+        (
+            [mark("b", "wait"), mark("a"), mark("c", "build")],
+            ABORTED,
+            {},
+            None,
+            "crashed",
+            WORDS,
+        ),
+        (
+            [mark("a", "build"), mark("b", "wait")],
+            "",
+            {},
+            killed_by(signal.SIGSEGV),
+            "crashed",
+            "the process ended by SIGSEGV while compiling it",
+        ),
+        (
+            [mark("a")],
+            "",
+            {},
+            exited(0),
+            "crashed",
+            "the process ended with exit code 0 while running it",
+        ),
+        (
+            [mark("a")],
+            "",
+            {},
+            killed_by(signal.SIGKILL, overdue=True),
+            "timeout",
+            "no end after 60 s while running it",
+        ),
+        # It noted that by itself, and somebody ended it, or its parent did.
+        (
+            [mark("a", overdue=True)],
+            "",
+            {},
+            None,
+            "timeout",
+            "no end after 60 s while running it",
+        ),
+        # Of several builds, that which is overdue.
+        (
+            [mark("b", "build"), mark("a", "build", overdue=True)],
+            "",
+            {},
+            killed_by(signal.SIGKILL, overdue=True),
+            "timeout",
+            "no end after 60 s while compiling it",
+        ),
+        (
+            [mark("a")],
+            "",
+            {"oom_kills": -1},
+            killed_by(signal.SIGKILL),
+            "out_of_memory",
+            "the machine's memory was used up, and the kernel ended the process "
+            "while running it",
+        ),
+    ],
+)
+def test_what_a_process_died_of(
+    store, caplog, left, words, changes, ended, status, reason
+):
+    leave(store, *left, words=words, **changes)
+    [death] = bury(store, ended)
+    assert failures(store) == [("a", status, reason)]
+    assert death.pid == PID
+    assert death.record == store.records()[0]
+    assert "task a is left out" in caplog.text
+    assert bury(store) == []
+
+
+def test_who_was_ended_from_outside_is_not_blamed(store, caplog):
+    for _ in range(5):
+        leave(store, mark("a"))
+        [death] = bury(store)
+        assert [m.label for m in death.suspects] == ["task a"]
+    assert store.records() == []
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "ended"),
+    # Nobody could note last words; or the parent saw this process killed alone.
+    [({"witnessed": False}, None), ({}, killed_by(signal.SIGKILL))],
+)
+def test_the_second_unexplained_death_is_one_too_many(store, changes, ended):
+    leave(store, mark("a"), **changes)
+    bury(store, ended)
+    assert store.records() == []
+    assert MarksFolder(store.path).suspects() == {key_of("a").digest: 1}
+    leave(store, mark("a"), **changes)
+    bury(store, ended)
+    reason = "the process died 2 times while running it"
+    assert failures(store) == [("a", "crashed", reason)]
+    assert MarksFolder(store.path).suspects() == {}
+
+
+def test_several_builds_are_suspects(store, caplog):
+    builds = [mark("a", "build"), mark("b", "build")]
+    leave(store, *builds, words=ABORTED)
+    [death] = bury(store)
+    assert death.record is None
+    assert store.records() == []
+    suspects = {key_of(name).digest: 1 for name in "ab"}
+    assert MarksFolder(store.path).suspects() == suspects
+    assert "compiling: task a, task b. Trying again" in caplog.text
+    # One of them was measured since.
+    store.put(
+        ProfileRecord(
+            key=key_of("b").digest,
+            parts=key_of("b").parts,
+            status="ok",
+            samples_ms=(1.0,),
+        )
+    )
+    bury(store)
+    assert MarksFolder(store.path).suspects() == {key_of("a").digest: 1}
+
+
+@pytest.mark.parametrize(
+    ("created", "kept"),
+    [(SINCE, "ok"), ("2026-01-02T03:04:04+00:00", "crashed")],
+)
+def test_a_record_made_since_tells_that_it_did_not_die_of_it(store, created, kept):
+    key = key_of("a")
+    record = ProfileRecord(
+        key=key.digest,
+        parts=key.parts,
+        status="ok",
+        samples_ms=(1.0,),
+        created=created,
+    )
+    store.put(record)
+    leave(store, mark("a"), words=ABORTED)
+    bury(store)
+    assert [r.status for r in store.records()] == [kept]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"marks": [{"parts": 3}]}', "{"])
+def test_marks_that_cannot_be_read_blame_nobody(store, damage):
+    leave(store, mark("a"), words=ABORTED)
+    (MarksFolder(store.path).path / f"{PID}-0.json").write_text(damage)
+    [death] = bury(store)
+    assert death.suspects == ()
+    assert store.records() == []
+    assert bury(store) == []
+
+
+def test_the_living_are_not_buried(store):
+    with Marks(store.path) as marks, marks.doing(key_of("a"), "task a", "run", 100.0):
+        [alive] = marks.folder.living()
+        assert alive.pid == os.getpid()
+        [made] = alive.marks
+        assert (made.label, made.doing, made.limit_seconds) == ("task a", "run", 62.0)
+        assert bury(store) == []
+        json_file = marks.folder.path / f"{alive.name}.json"
+        assert json.loads(json_file.read_text())["pid"] == os.getpid()
+    left = [path.name for path in marks.folder.path.iterdir()]
+    assert left == ["lock"]
+
+
+def test_two_processes_never_claim_the_same(store):
+    keys = [key_of(name) for name in "abcd"]
+    short = Limits(run_seconds=0.05)
+    with Marks(store.path, short) as one, Marks(store.path) as other:
+        assert one.claim(keys, 3) == keys[:3]
+        assert other.claim(keys, 3) == keys[3:]
+        one.release(keys[0])
+        assert other.claim(keys, 3) == [keys[0], keys[3]]
+        assert other.claim(keys[1:3], 3) == []
+        # Who hangs keeps nobody waiting.
+        with one.doing(keys[1], "task b", "run"):
+            until(lambda: other.claim(keys[1:3], 3) == keys[1:3])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_takes_too_long_is_noted(store, caplog):
+    limits = Limits(run_seconds=0.05)
+    with Marks(store.path, limits) as marks:
+        with marks.doing(key_of("a"), "task a", "run"):
+            until(lambda: marks.folder.living()[0].marks[0].overdue)
+        # It came to an end after all.
+        assert marks.folder.living()[0].marks == ()
+    assert "task a: running for more than 0 s" in caplog.text
+    assert bury(store) == []
+
+
+def test_limits():
+    limits = Limits(run_seconds=3.0, run_expected=10.0, build_seconds=7.0)
+    assert limits.seconds("run", 500.0) == 8.0
+    assert limits.seconds("build", 500.0) == 7.0
+    assert limits.seconds("wait", 500.0) is None
+
+
+PROGRAM = """
+import os, sys
+import jax
+from cfp.profiling.builder import Built
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.pipeline import Task, run_tasks
+from cfp.profiling.store import ProfileStore
+
+compiled = jax.jit(lambda x: x).lower(1.0).compile()
+
+def task(name):
+    key = ProfileKey((("name", name), ("mesh", "x=4")))
+    return Task(
+        key=key,
+        label=f"task {name}",
+        build=lambda: Built(key=key, compiled=compiled),
+        run=lambda built: run(name, built),
+    )
+
+def run(name, built):
+    if name == sys.argv[2]:
+        os.abort()
+    return built.record("ok", samples_ms=[1.0])
+
+with ProfileStore(sys.argv[1]) as store:
+    run_tasks([task(name) for name in "abc"], store)
+"""
+
+
+def test_a_library_process_that_crashes_is_found_by_the_next(store):
+    def go(fault: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(store.path), fault],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONFAULTHANDLER"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert go("b").returncode == -signal.SIGABRT
+    assert failures(store) == [("a", "ok", "")]
+    again = go("b")
+    assert again.returncode == 0, again.stderr
+    assert "task b is left out: crashed" in again.stderr
+    assert sorted(failures(store)) == [
+        ("a", "ok", ""),
+        ("b", "crashed", WORDS),
+        ("c", "ok", ""),
+    ]
+
+
+def test_the_kernels_count_can_be_read():
+    assert deaths.oom_kills() >= 0

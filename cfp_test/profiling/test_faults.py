@@ -1,0 +1,278 @@
+"""Profiling from the outside, while processes die, hang and share a store."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cfp.profiling.marks import Marked, MarksFolder
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+from cfp_test.cli_runner import ROOT, environment
+
+TOY = f"{ROOT / 'cfp_test' / 'toy_targets.py'}:toy"
+ON_CPU = ("--platform", "cpu", "--devices", "4", "--quick", "--workdir", ".")
+FEW = ("--per-kind", "6")
+SEED = 1
+
+
+def begin(folder: Path, *words: str, faults: dict[str, str] | None = None):
+    """Starts a command that logs what it runs and keeps."""
+    folder.mkdir(exist_ok=True)
+    variables = {"FAULT_LOG": str(folder / "log"), "FAULTS": json.dumps(faults or {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cfp_test.faulty", *words],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    """What a command printed; it must end well."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def profile(folder: Path) -> subprocess.Popen:
+    return begin(folder, "profile", TOY, *ON_CPU, *FEW)
+
+
+def records(folder: Path) -> dict[str, ProfileRecord]:
+    with ProfileStore(folder / "profiles.sqlite") as store:
+        return {record.key: record for record in store.records()}
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {key: record.status for key, record in records(folder).items()}
+
+
+def is_rate(record: ProfileRecord) -> bool:
+    return "what" in dict(record.parts)
+
+
+def events(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "log").read_text().splitlines()]
+
+
+def measured_again(folder: Path) -> list[str]:
+    """Keys that ran, or were written, after their record had been written."""
+    stored, again = set(), []
+    for event, key in events(folder):
+        again += [key] if key in stored else []
+        stored |= {key} if event == "put" else set()
+    return again
+
+
+def marks_left(folder: Path) -> list[str]:
+    left = (folder / "profiles.sqlite.marks").iterdir()
+    return sorted(path.name for path in left if path.name != "lock")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(profile(folder))
+    found = statuses(folder)
+    assert Counter(found.values()) == {"ok": len(found)}
+    assert Counter(events(folder)[i][0] for i in range(len(events(folder)))) == {
+        "run": len(found),
+        "put": len(found),
+    }
+    assert marks_left(folder) == []
+    return folder
+
+
+def with_rates(undisturbed: Path, folder: Path) -> Path:
+    """A folder whose store has rates only: what is wanted follows from them."""
+    with ProfileStore(folder / "profiles.sqlite") as store:
+        store.put_all([r for r in records(undisturbed).values() if is_rate(r)])
+    return folder
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill_at_random_moments(folder: Path, times: int) -> None:
+    """Profiles, and ends the whole command again and again, with SIGKILL.
+
+    At any moment from when it begins to look things up: all before is start-up.
+    """
+    moments = random.Random(SEED)
+    marks = MarksFolder(folder / "profiles.sqlite")
+
+    def at_work() -> bool:
+        with marks.locked():
+            return bool(marks.living())
+
+    killed = 0
+    for _ in range(times):
+        process = profile(folder)
+        until(lambda process=process: at_work() or process.poll() is not None)
+        time.sleep(moments.uniform(0.0, 0.5))
+        # On a fast machine everything may be measured before the last of them.
+        killed += process.poll() is None
+        process.kill()
+        process.communicate()
+        until(lambda: not at_work())
+    assert killed >= 3
+    finish(profile(folder))
+
+
+def check_like(undisturbed: Path, folder: Path) -> None:
+    assert statuses(folder) == statuses(undisturbed)
+    assert measured_again(folder) == []
+    assert marks_left(folder) == []
+
+
+def test_killed_and_started_again(undisturbed, tmp_path):
+    kill_at_random_moments(with_rates(undisturbed, tmp_path), times=3)
+    check_like(undisturbed, tmp_path)
+
+
+@pytest.mark.nightly
+def test_killed_twenty_times(undisturbed, tmp_path):
+    kill_at_random_moments(with_rates(undisturbed, tmp_path), times=20)
+    check_like(undisturbed, tmp_path)
+
+
+@pytest.mark.nightly
+def test_killed_twenty_times_from_an_empty_store(undisturbed, tmp_path):
+    kill_at_random_moments(tmp_path, times=20)
+    rates = {k for k, r in records(undisturbed).items() if is_rate(r)}
+    found = statuses(tmp_path)
+    # Other rates, other strategies: but as many, and none of them to blame.
+    assert rates <= found.keys()
+    assert Counter(found.values()) == {"ok": len(statuses(undisturbed))}
+    assert measured_again(tmp_path) == []
+
+
+def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path):
+    faults = {
+        "segment 0: 2 of 6": "abort",
+        "segment 0: 3 of 6": "kill",
+        "segment 0: 4 of 6": "hang",
+        "segment 0: 5 of 6": "memory",
+        "segment 0: 6 of 6": "exit",
+    }
+    folder = with_rates(undisturbed, tmp_path)
+    command = ("plan", TOY, *ON_CPU, *FEW, "--run-timeout", "5")
+    out, err = finish(begin(folder, *command, faults=faults))
+    failed = [r for r in records(folder).values() if not r.ok]
+    reasons = sorted((r.status, r.reason) for r in failed)
+    assert reasons == [
+        ("crashed", "Fatal Python error: Aborted while running it"),
+        ("crashed", "the process died 2 times while running it"),
+        ("crashed", "the process ended with exit code 3 while running it"),
+        ("out_of_memory", reasons[3][1]),
+        ("timeout", "no end after 5 s while running it"),
+    ]
+    assert "RESOURCE_EXHAUSTED" in reasons[3][1]
+    assert "Race" in out
+    for label in list(faults)[:3]:
+        assert re.search(f"{label} is left out: (crashed|timeout): ", err), err
+    assert marks_left(folder) == []
+
+    # Nothing that failed is tried again unless asked; then it is, and mended.
+    before = len(events(folder))
+    finish(begin(folder, *command, faults=faults))
+    assert len(events(folder)) == before
+    finish(begin(folder, *command, "--retry-failures"))
+    assert set(statuses(folder).values()) == {"ok"}
+    ran = {key for event, key in events(folder)[before:] if event == "run"}
+    assert ran >= {record.key for record in failed}
+
+
+def test_two_processes_share_the_work(undisturbed, tmp_path):
+    both = [profile(with_rates(undisturbed, tmp_path)) for _ in range(2)]
+    for process in both:
+        out, err = finish(process)
+        assert "6 strategies measured" in out or "from the cache" in out
+        assert err == ""
+    assert statuses(tmp_path) == statuses(undisturbed)
+    kinds = Counter(map(tuple, events(tmp_path)))
+    assert set(kinds.values()) == {1}
+    check_like(undisturbed, tmp_path)
+
+
+def test_a_truncated_store_is_set_aside(undisturbed, tmp_path):
+    path = tmp_path / "profiles.sqlite"
+    whole = (undisturbed / path.name).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    _, err = finish(profile(tmp_path))
+    assert "was damaged and is set aside" in err
+    # And its log, which goes with it.
+    assert len(list(tmp_path.glob("profiles.sqlite.damaged-*Z"))) == 1
+    assert Counter(statuses(tmp_path).values()) == {"ok": len(statuses(undisturbed))}
+
+
+def test_a_flipped_bit_costs_one_record(undisturbed, tmp_path):
+    path = tmp_path / "profiles.sqlite"
+    found = bytearray((undisturbed / path.name).read_bytes())
+    victim = next(r for r in records(undisturbed).values() if not is_rate(r))
+    place = found.index(victim.to_json().encode()[:200])
+    found[place + 100] ^= 0x10
+    path.write_bytes(found)
+    _, err = finish(profile(tmp_path))
+    assert f"dropped the damaged profile {victim.key}" in err
+    assert [key for event, key in events(tmp_path) if event == "put"] == [victim.key]
+    assert statuses(tmp_path) == statuses(undisturbed)
+
+
+def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
+    faults = {"segment 0: 1 of 6": "sleep"}
+    folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    parent = begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults)
+
+    def marked(processes: Callable[[], list[Marked]]) -> bool:
+        with folder.locked():
+            found = [mark for marked in processes() for mark in marked.marks]
+        return [mark.doing for mark in found] == ["run"]
+
+    until(lambda: marked(folder.living))
+    parent.kill()
+    parent.communicate()
+    until(lambda: marked(folder.dead))
+    _, err = finish(profile(tmp_path))
+    assert err == ""
+    assert set(statuses(tmp_path).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_interrupting_the_parent(undisturbed, tmp_path, twice):
+    # Nothing in the process that hangs can be interrupted.
+    faults = {"segment 0: 3 of 6": "hang" if twice else "sleep"}
+    folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    parent = begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults)
+
+    def at_it() -> bool:
+        with folder.locked():
+            marks = [mark for marked in folder.living() for mark in marked.marks]
+        return any(m.doing == "run" and m.label in faults for m in marks)
+
+    until(at_it)
+    for _ in range(1 + twice):
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, err = parent.communicate(timeout=30)
+    assert parent.returncode == 130
+    assert "Everything that was measured is kept in profiles.sqlite" in err
+    assert "Traceback" not in err
+    good = [r for r in records(tmp_path).values() if not is_rate(r)]
+    assert [record.status for record in good] == ["ok", "ok"]

@@ -25,8 +25,11 @@ def plan_rows(
     for segment in analysis.segments:
         modes = [choice.storage[g] for g in segment.groups]
         storage = str(max(set(modes), key=modes.count)) if modes else "-"
+        remat = segment.index in choice.remat
+        if remat:
+            storage += ", recomputed"
         time_ms = _segment_ms(
-            problem, segment.kind, choice, list(segment.blocks), modes
+            problem, segment.kind, choice, list(segment.blocks), modes, remat
         )
         for b in segment.blocks:
             block = frame.blocks[b]
@@ -48,14 +51,20 @@ def plan_rows(
 
 
 def _segment_ms(
-    problem: Problem | None, kind: int, choice: Choice, blocks: list[int], modes: list
+    problem: Problem | None,
+    kind: int,
+    choice: Choice,
+    blocks: list[int],
+    modes: list,
+    remat: bool,
 ) -> float | None:
     if problem is None:
         return None
     strategies = tuple(choice.blocks[b] for b in blocks)
     for option in problem.options[kind]:
         same_storage = not modes or option.candidate.storage in modes
-        if option.candidate.strategies == strategies and same_storage:
+        same = option.candidate.strategies, option.candidate.remat
+        if same == (strategies, remat) and same_storage:
             return option.time_ms
     return None
 

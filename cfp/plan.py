@@ -25,7 +25,7 @@ from cfp.plan_parts import (
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.trace import FlatStep, flatten_step, planning_mesh
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +274,7 @@ class Plan:
             ],
             "output_specs": self.output_specs,
             "constraints": constraints_to_json(self.constraints),
+            "recompute": [asdict(one) for one in self.constraints.recompute],
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
@@ -321,7 +322,9 @@ class Plan:
                 arg_specs=tuple(spec_from_json(a["spec"]) for a in arguments),
                 donated=tuple(bool(a["donated"]) for a in arguments),
                 output_specs=tuple(spec_from_json(s) for s in data["output_specs"]),
-                constraints=constraints_from_json(data["constraints"]),
+                constraints=constraints_from_json(
+                    data["constraints"], data["recompute"]
+                ),
                 winner=data["winner"],
                 predicted_ms=data["predicted_ms"],
                 measured_ms=data["measured_ms"],

@@ -8,6 +8,7 @@ from typing import Any
 
 from cfp.analysis.strategies import Spec
 from cfp.program.graft import Constraints
+from cfp.program.recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,14 @@ def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     return [{"spec": spec, **members} for spec, members in groups.items()]
 
 
-def constraints_from_json(data: Sequence[Mapping[str, Any]]) -> Constraints:
-    """Constraints from parsed JSON."""
+def constraints_from_json(
+    data: Sequence[Mapping[str, Any]], recompute: Sequence[Mapping[str, Any]]
+) -> Constraints:
+    """Constraints from parsed JSON, and what is computed again."""
     values, uses = {}, {}
     for group in data:
         spec = spec_from_json(group["spec"])
         values.update((int(v), spec) for v in group["values"])
         uses.update(((int(op), int(index)), spec) for op, index in group["uses"])
-    return Constraints(values, uses)
+    again = (Recompute(tuple(r["forward"]), tuple(r["backward"])) for r in recompute)
+    return Constraints(values, uses, tuple(again))

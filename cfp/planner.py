@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, constraints, lay_out
+from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan import Plan, type_text
@@ -29,11 +29,15 @@ from cfp.search.assemble import (
     whole_choice,
 )
 from cfp.search.candidates import segment_candidate
-from cfp.search.measure import Told, limit, whole_job
+from cfp.search.ilp import solve_ilp
+from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import Wanted, wanted_profiles
+from cfp.search.wanted import Wanted, wanted_again, wanted_profiles
 from cfp.units import format_bytes
+
+# Of the budget: predicted memory beyond this may turn out not to fit.
+_SAFE_SHARE = 0.9
 
 
 class Planner:
@@ -124,17 +128,23 @@ class Planner:
             MemoryBudgetError: none fits.
         """
         started = time.perf_counter()
-        problems = [
-            build_problem(
-                self.analysis,
-                profiles.wanted,
-                profiles.records,
-                profiles.rates,
-                self.budget_bytes,
-                alone=alone,
-            )
-            for alone in (False, True)
-        ]
+        problems = self._problems(profiles)
+        classics = profiles.classics
+        if self._is_tight(problems[0]):
+            profiles = self._with_remat(profiles)
+            problems = self._problems(profiles)
+            again = [
+                s.index
+                for s in self.analysis.segments
+                if can_recompute(self.analysis.frame, s)
+            ]
+            classics = {
+                **classics,
+                **{
+                    f"{name}, recomputed": replace(choice, remat=tuple(again))
+                    for name, choice in classics.items()
+                },
+            }
         found: dict[Choice, float] = {}
         for problem in problems:
             for best in best_solutions(problem, self.plans):
@@ -159,7 +169,7 @@ class Planner:
             choice,
             predicted_ms,
             rivals=rivals,
-            classics=profiles.classics,
+            classics=classics,
             problem=problems[0],
             search=counts,
         )
@@ -180,7 +190,12 @@ class Planner:
             Finalist(
                 name=entry.name,
                 job=whole_job(
-                    frame, entry.choice, self.environment, entry.name, entry.extent
+                    frame,
+                    self.analysis.segments,
+                    entry.choice,
+                    self.environment,
+                    entry.name,
+                    entry.extent,
                 ),
                 predicted_ms=entry.predicted_ms,
             )
@@ -223,6 +238,54 @@ class Planner:
         return [decision, *varied, *decision.rivals]
 
     # -- inside --------------------------------------------------------------
+
+    def _problems(self, profiles: Profiles) -> list[Problem]:
+        """The search problem with times in context, and with times alone."""
+        return [
+            build_problem(
+                self.analysis,
+                profiles.wanted,
+                profiles.records,
+                profiles.rates,
+                self.budget_bytes,
+                alone=alone,
+            )
+            for alone in (False, True)
+        ]
+
+    def _is_tight(self, problem: Problem) -> bool:
+        """Whether the fastest choice does not safely fit in memory."""
+        fastest = solve_ilp(replace(problem, budget_bytes=None))
+        budget = self.budget_bytes
+        return (
+            budget is not None
+            and fastest is not None
+            and fastest.memory_bytes > _SAFE_SHARE * budget
+        )
+
+    def _with_remat(self, profiles: Profiles) -> Profiles:
+        """The profiles, and those of candidates that compute their forward pass again."""
+        more = wanted_again(
+            self.analysis,
+            profiles.wanted,
+            profiles.records,
+            self.environment,
+            self.settings.per_kind,
+        )
+        jobs = [item.job for item in more]
+        records = self.store.get_many({job.key.digest for job in jobs})
+        known = len(records)
+        if self.settings.measure:
+            program = self.analysis.frame.program
+            found = profile(program, self.mesh, jobs, self.store, **self._manner)
+            records = found.records
+        return replace(
+            profiles,
+            wanted=[*profiles.wanted, *more],
+            records={**profiles.records, **records},
+            measured=profiles.measured + len(records) - known,
+            cached=profiles.cached + known,
+        )
 
     @property
     def _manner(self) -> dict[str, Any]:
@@ -284,7 +347,9 @@ class Planner:
             arg_types=tuple(type_text(aval(program, v)) for v in program.args),
             arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
             output_specs=layout.output_specs(),
-            constraints=limit(constraints(layout), winner.extent),
+            constraints=told_of(
+                frame, self.analysis.segments, winner.choice, winner.extent
+            ),
             donated=tuple(a is not None for a in program.alias),
             winner=winner.name,
             predicted_ms=winner.predicted_ms,

@@ -45,10 +45,18 @@ class Storage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy per block and one storage mode per storage group."""
+    """One strategy per block and one storage mode per storage group.
+
+    Attributes:
+        blocks: the strategies.
+        storage: the storage modes.
+        remat: indices of the segments whose forward pass is computed again in the
+            backward pass, so that nothing but their inputs is kept for it.
+    """
 
     blocks: tuple[Strategy, ...]
     storage: tuple[Storage, ...]
+    remat: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ def build_problem(
             continue
         index = analysis.representatives[item.kind]
         layout = segment_layout(frame, segments, index, item.candidate)
-        kept = segment_bytes(frame, segments[index], layout)
+        remat = item.candidate.remat
+        kept = segment_bytes(frame, segments[index], layout, remat)
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
@@ -110,14 +111,19 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choic
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
+    remat = []
     for segment, pick in zip(analysis.segments, found.picks, strict=True):
         candidate = problem.options[segment.kind][pick].candidate
         for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
             strategies[block] = strategy
         for group in segment.groups:
             storage[group] = candidate.storage
+        if candidate.remat:
+            remat.append(segment.index)
     return Choice(
-        tuple(strategies[block.index] for block in frame.blocks), tuple(storage)
+        tuple(strategies[block.index] for block in frame.blocks),
+        tuple(storage),
+        tuple(remat),
     )
 
 

@@ -18,7 +18,8 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(set(modes), key=modes.count) if modes else Storage.USED
-    return Candidate(tuple(choice.blocks[b] for b in segment.blocks), storage)
+    strategies = tuple(choice.blocks[b] for b in segment.blocks)
+    return Candidate(strategies, storage, remat=index in choice.remat)
 
 
 def best_candidates(

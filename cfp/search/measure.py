@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
 
-from cfp.analysis.layout import Choice, Frame, Layout, constraints
+from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
@@ -16,6 +16,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.graph import Program
+from cfp.program.recompute import Recompute, recomputable
 from cfp.search.problem import Candidate
 
 
@@ -33,7 +34,28 @@ class Told(StrEnum):
 
 def limit(told: Constraints, extent: Told) -> Constraints:
     """Constraints reduced to an extent."""
-    return told if extent is Told.EVERYTHING else Constraints({}, {})
+    return told if extent is Told.EVERYTHING else replace(told, values={}, uses={})
+
+
+def told_of(
+    frame: Frame, segments: Sequence[Segment], choice: Choice, extent: Told
+) -> Constraints:
+    """What the compiler is told of a whole program's choice."""
+    told = limit(constraints(lay_out(frame, choice)), extent)
+    return replace(told, recompute=_recomputed(frame, segments, choice.remat))
+
+
+def _recomputed(
+    frame: Frame, segments: Sequence[Segment], indices: Iterable[int]
+) -> tuple[Recompute, ...]:
+    turn = turning_point(frame)
+    found = (recomputable(frame.program, segments[i].ops, turn) for i in indices)
+    return tuple(one for one in found if one is not None)
+
+
+def can_recompute(frame: Frame, segment: Segment) -> bool:
+    """Whether a segment keeps anything that it might compute again instead."""
+    return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
 
 
 def with_bodies(program: Program, ops: Iterable[int]) -> set[int]:
@@ -74,7 +96,9 @@ def segment_job(
 ) -> Job:
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
-    job = make_job(frame, layout, segments[index].ops, environment, label)
+    again = _recomputed(frame, segments, [index] if candidate.remat else [])
+    told = replace(constraints(layout), recompute=again)
+    job = make_job(frame, layout, segments[index].ops, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
 
@@ -93,38 +117,36 @@ def pair_job(
         storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
-    job = make_job(frame, layout, ops, environment, label)
+    job = make_job(frame, layout, ops, constraints(layout), environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
 def whole_job(
     frame: Frame,
+    segments: Sequence[Segment],
     choice: Choice,
     environment: Parts,
     label: str,
     extent: Told = Told.EVERYTHING,
 ) -> Job:
     """The job that measures a whole program under a choice."""
-    layout = Layout(
-        frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
-    )
     ops = [op.id for op in frame.program.ops if op.parent < 0]
-    return make_job(frame, layout, ops, environment, label, extent)
+    told = told_of(frame, segments, choice, extent)
+    return make_job(frame, lay_out(frame, choice), ops, told, environment, label)
 
 
 def make_job(
     frame: Frame,
     layout: Layout,
     ops: Sequence[int],
+    told: Constraints,
     environment: Parts,
     label: str,
-    extent: Told = Told.EVERYTHING,
 ) -> Job:
     """The job that measures some of a program's ops under a layout."""
     program = frame.program
     part = cut_part(program, ops)
-    told = constraints(layout, with_bodies(program, part.ops))
-    told = limit(told, extent)
+    told = _about(program, told, with_bodies(program, part.ops))
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
@@ -148,6 +170,16 @@ def make_job(
         in_specs=in_specs,
         out_specs=tuple(out_specs),
         feedback=tuple(feedback),
+    )
+
+
+def _about(program: Program, told: Constraints, ops: set[int]) -> Constraints:
+    """What concerns some ops only."""
+    made = {v for op in ops for v in program.ops[op].results}
+    return replace(
+        told,
+        values={v: spec for v, spec in told.values.items() if v in made},
+        uses={use: spec for use, spec in told.uses.items() if use[0] in ops},
     )
 
 
@@ -192,6 +224,9 @@ def _key(
     values = sorted((local[v], s) for v, s in told.values.items())
     uses = sorted(((local_op[o], i), s) for (o, i), s in told.uses.items())
     told_digest.update(repr((values, uses, in_specs, out_specs)).encode())
+    for one in told.recompute:
+        again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
+        told_digest.update(repr(again).encode())
     return ProfileKey(
         (
             ("ops", ops_digest.hexdigest()),
@@ -210,8 +245,13 @@ class SegmentBytes:
     residual_bytes: int
 
 
-def segment_bytes(frame: Frame, segment: Segment, layout: Layout) -> SegmentBytes:
-    """State, and values that live from the forward to the backward pass."""
+def segment_bytes(
+    frame: Frame, segment: Segment, layout: Layout, remat: bool = False
+) -> SegmentBytes:
+    """State, and values that live from the forward to the backward pass.
+
+    Of a segment that is computed again only what others read is kept.
+    """
     program = frame.program
     state = 0
     for index in segment.groups:
@@ -226,7 +266,12 @@ def segment_bytes(frame: Frame, segment: Segment, layout: Layout) -> SegmentByte
         if op_id >= turn or op_id not in mine or op_id in program.leaf_ops:
             continue
         for v in program.ops[op_id].results:
-            if any(user >= turn for user, _ in program.users[v]):
+            users = [user for user, _ in program.users[v]]
+            if remat:
+                keep = not mine.issuperset(users)
+            else:
+                keep = any(user >= turn for user in users)
+            if keep:
                 spec = layout.spec(v) or ()
                 size = program.values[v].size_bytes
                 residual += ceil(size / spec_ways(spec, frame.mesh))

@@ -11,16 +11,24 @@ from cfp.analysis.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A choice for a segment: one strategy per block, one storage mode for all."""
+    """A choice for a segment: one strategy per block, one storage mode for all.
+
+    Attributes:
+        strategies: one for each block.
+        storage: of all its parameters.
+        estimate_ms: what it is estimated to take.
+        remat: whether its forward pass is computed again in the backward pass.
+    """
 
     strategies: tuple[Strategy, ...]
     storage: Storage
     estimate_ms: float = 0.0
+    remat: bool = False
 
     @property
-    def key(self) -> tuple[tuple[Strategy, ...], Storage]:
+    def key(self) -> tuple[tuple[Strategy, ...], Storage, bool]:
         """What tells candidates apart."""
-        return self.strategies, self.storage
+        return self.strategies, self.storage, self.remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
@@ -12,7 +12,7 @@ from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.estimate import Estimator
-from cfp.search.measure import pair_job, segment_job, segment_layout
+from cfp.search.measure import can_recompute, pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
 
@@ -35,6 +35,8 @@ class Wanted:
         pair_job: both.
         handover_ms: estimated resharding between the two, which the search adds by
             itself.
+        base: for a candidate that is computed again the same without that, whose
+            time in context it shares; or None.
     """
 
     kind: int
@@ -43,6 +45,7 @@ class Wanted:
     carrier_job: Job | None = None
     pair_job: Job | None = None
     handover_ms: float = 0.0
+    base: Wanted | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -53,6 +56,9 @@ class Wanted:
     def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
         """What the segment adds to a step."""
         alone = records[self.job.key.digest].time_ms
+        if self.base is not None:
+            less = records[self.base.job.key.digest].time_ms
+            return self.base.time_ms(records) + max(0.0, alone - less)
         if self.carrier_job is None or self.pair_job is None:
             return alone
         carrier = records.get(self.carrier_job.key.digest)
@@ -133,6 +139,42 @@ def wanted_profiles(
                     handover,
                 )
             )
+    return found
+
+
+def wanted_again(
+    analysis: Analysis,
+    wanted: Sequence[Wanted],
+    records: Mapping[str, ProfileRecord],
+    environment: Parts,
+    per_kind: int,
+) -> list[Wanted]:
+    """Candidates that compute their forward pass again: the fastest of every kind.
+
+    Args:
+        analysis: the program's analysis.
+        wanted: what was measured already.
+        records: with this outcome.
+        environment: what else a profile depends on.
+        per_kind: how many to measure for each kind.
+    """
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        if not can_recompute(analysis.frame, analysis.segments[index]):
+            continue
+        good = [
+            item
+            for item in wanted
+            if item.kind == kind and records[item.job.key.digest].ok
+        ]
+        good.sort(key=lambda item: item.time_ms(records))
+        for number, item in enumerate(good[:per_kind]):
+            candidate = replace(item.candidate, remat=True)
+            label = f"segment {kind} computed again: {number + 1} of {per_kind}"
+            job = segment_job(
+                analysis.frame, analysis.segments, index, candidate, environment, label
+            )
+            found.append(Wanted(kind, candidate, job, base=item))
     return found
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from cfp.errors import DeviceError, compose
 from cfp.profiling import marks
 from cfp.profiling.deaths import Ended, bury
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)

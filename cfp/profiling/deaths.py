@@ -21,7 +21,8 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cfp.profiling.marks import Mark, Marked, MarksFolder, oom_kills
+from cfp.profiling.marks import oom_kills
+from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, Suspicion
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore
 
@@ -84,7 +85,11 @@ def bury(store: ProfileStore, ended: Mapping[int, Ended] | None = None) -> list[
             found.append(_judge(store, marked, words, how, suspects))
             folder.remove(marked.name)
         known = store.get_many(suspects)
-        suspects = {key: n for key, n in suspects.items() if key not in known}
+        suspects = {
+            key: suspicion
+            for key, suspicion in suspects.items()
+            if key not in known or not _made_since(known[key], suspicion.since)
+        }
         if suspects != before:
             folder.write_suspects(suspects)
     return found
@@ -95,19 +100,21 @@ def _judge(
     marked: Marked,
     words: str,
     ended: Ended | None,
-    deaths: dict[str, int],
+    noted: dict[str, Suspicion],
 ) -> Death:
-    """Records the guilty one, or notes the suspects in `deaths`."""
+    """Records the guilty one, or notes the suspects."""
     suspects = [mark for mark in _suspects(marked, ended) if not _done(store, mark)]
     cause = _cause(marked, suspects, words, ended)
     seen = cause or ended or not marked.witnessed
     if not suspects or not seen:
         return Death(pid=marked.pid, suspects=tuple(suspects))
     for mark in suspects:
-        key = mark.key.digest
-        deaths[key] = deaths.get(key, 0) + 1
+        before = noted.get(mark.key.digest)
+        noted[mark.key.digest] = Suspicion(
+            deaths=1 + (before.deaths if before else 0), since=mark.since
+        )
     mark = suspects[0]
-    tries = deaths[mark.key.digest]
+    tries = noted[mark.key.digest].deaths
     if cause is None and tries >= _TRIES:
         cause = _Cause("crashed", f"the process died {tries} times")
     if cause is None or len(suspects) > 1:
@@ -126,7 +133,7 @@ def _judge(
         reason=f"{cause.reason} while {_doing(mark)} it",
     )
     store.put(record, replace=True)
-    del deaths[record.key]
+    del noted[record.key]
     _log.warning(
         "%s is left out: %s: %s (cfp profile --retry-failures tries again)",
         mark.label,
@@ -147,8 +154,12 @@ def _suspects(marked: Marked, ended: Ended | None) -> list[Mark]:
 
 def _done(store: ProfileStore, mark: Mark) -> bool:
     record = store.get(mark.key.digest)
+    return record is not None and _made_since(record, mark.since)
+
+
+def _made_since(record: ProfileRecord, moment: str) -> bool:
     # ISO 8601 in UTC, to the second: as text it sorts by time.
-    return record is not None and record.created >= mark.since
+    return record.created >= moment
 
 
 def _cause(

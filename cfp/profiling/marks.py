@@ -1,21 +1,14 @@
-"""What a process is about to do to the devices, written down before it does it.
+"""What this process is about to do to the devices, written down before it does it.
 
-A process that dies while it builds or runs something leaves its mark behind, and so
+A process that dies while it builds or runs something leaves its marks behind, and so
 tells those that come after what it died of (`cfp.profiling.deaths`). While it lives,
 its marks keep others from measuring the same.
-
-Beside the store `profiles.sqlite` stands a folder `profiles.sqlite.marks`, with two
-files for each process: `<name>.json`, its marks, and `<name>.alive`, which it keeps
-locked for as long as it lives, and into which Python writes its last words. A lock
-ends with its owner, however that ended; a process id says less, since ids are used
-again, and are others in another container.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import threading
@@ -24,14 +17,17 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
-from cfp.errors import CacheError, compose
-from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.locks import lock_file
+from cfp.profiling.marks_folder import (
+    Doing,
+    Mark,
+    Marked,
+    MarksFolder,
+    write_whole,
+)
 from cfp.profiling.record import utc_now
-
-Doing = Literal["build", "wait", "run"]
 
 _WATCH_SECONDS = 1.0
 # Who slept longer than this between two looks was stopped, and all else with it.
@@ -63,126 +59,6 @@ class Limits:
             case "build":
                 return self.build_seconds
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """One thing that a process is at.
-
-    Attributes:
-      parts: of the key that its record will have.
-      label: what progress calls it.
-      doing: "build", "run", or "wait": built, and not running yet.
-      since: when this began: ISO 8601, UTC.
-      limit_seconds: how long it may take; None for ever.
-      deadline: when it counts as hung, as of `time.monotonic`, which the processes
-        of a machine share.
-      overdue: that moment has passed.
-    """
-
-    parts: Parts
-    label: str
-    doing: Doing
-    since: str
-    limit_seconds: float | None
-    deadline: float | None
-    overdue: bool = False
-
-    @property
-    def key(self) -> ProfileKey:
-        return ProfileKey(self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marked:
-    """What one process has written down.
-
-    Attributes:
-      name: of its files, without suffix.
-      pid: its process id.
-      witnessed: its last words would stand in its `.alive` file.
-      oom_kills: how many processes the kernel had ended for want of memory then.
-      marks: what it is at.
-    """
-
-    name: str
-    pid: int
-    witnessed: bool = False
-    oom_kills: int = 0
-    marks: tuple[Mark, ...] = ()
-
-
-class MarksFolder:
-    """The folder of marks beside a store, for who reads them."""
-
-    def __init__(self, store_path: Path):
-        self.path = store_path.with_name(f"{store_path.name}.marks")
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lets one process at a time begin, claim or tidy up."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "lock", "ab") as file:
-            lock_file(file)
-            yield
-
-    def living(self) -> list[Marked]:
-        """Of the processes that live; to be called locked."""
-        return [self.read(name) for name in self._names() if self._held(name) is True]
-
-    def dead(self) -> list[Marked]:
-        """Of the processes that have died; to be called locked.
-
-        Where there are no file locks nobody is known to be alive, or dead.
-        """
-        return [self.read(name) for name in self._names() if self._held(name) is False]
-
-    def read(self, name: str) -> Marked:
-        """What a process wrote, living or not; nothing if that cannot be read."""
-        try:
-            data = json.loads((self.path / f"{name}.json").read_text())
-            marks = [
-                Mark(**{**mark, "parts": tuple((a, b) for a, b in mark["parts"])})
-                for mark in data.pop("marks")
-            ]
-            return Marked(**data, marks=tuple(marks))
-        except (OSError, ValueError, TypeError, KeyError):
-            return Marked(name=name, pid=0)
-
-    def last_words(self, name: str) -> str:
-        """What Python said of a fatal signal, one line; "" if nothing."""
-        words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
-        return words.partition("\n")[0]
-
-    def remove(self, name: str) -> None:
-        """Forgets a process; to be called locked, or by itself."""
-        for suffix in ("json", "json.new", "alive"):
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / f"{name}.{suffix}").unlink()
-
-    def suspects(self) -> dict[str, int]:
-        """How many deaths a key had to do with that were laid to nobody's charge."""
-        try:
-            found = json.loads((self.path / "suspects.json").read_text())
-            return {str(key): int(count) for key, count in found.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
-
-    def write_suspects(self, suspects: dict[str, int]) -> None:
-        """To be called locked."""
-        path = self.path / "suspects.json"
-        if suspects:
-            write_whole(path, suspects)
-        else:
-            path.unlink(missing_ok=True)
-
-    def _held(self, name: str) -> bool | None:
-        with open(self.path / f"{name}.alive", "rb") as file:
-            locked = lock_file(file, wait=False)
-        return None if locked is None else not locked
-
-    def _names(self) -> list[str]:
-        return sorted(path.stem for path in self.path.glob("*.alive"))
 
 
 class Marks:
@@ -336,27 +212,6 @@ def _judged(mark: Mark, now: float) -> Mark:
     if mark.deadline is None or now <= mark.deadline:
         return mark
     return replace(mark, overdue=True)
-
-
-def write_whole(path: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all.
-
-    Raises:
-      CacheError: if it cannot be written.
-    """
-    unfinished = path.with_name(f"{path.name}.new")
-    try:
-        unfinished.write_text(json.dumps(data))
-        unfinished.replace(path)
-    except OSError as error:
-        raise CacheError(
-            compose(
-                "What is being measured cannot be noted.",
-                expected=f"a file that can be written at {path}",
-                got=str(error),
-                attempt="free some room, or set CFP_CACHE_DIR to another directory",
-            )
-        ) from error
 
 
 def oom_kills() -> int:

@@ -14,7 +14,8 @@ import pytest
 from cfp.profiling import deaths
 from cfp.profiling.deaths import Ended, bury
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.marks import Limits, Mark, Marked, Marks, MarksFolder, write_whole
+from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, write_whole
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 
@@ -51,6 +52,12 @@ def leave(store: ProfileStore, *marks: Mark, words: str = "", **changes) -> None
 
 def failures(store: ProfileStore) -> list[tuple[str, str, str]]:
     return [(dict(r.parts)["name"], r.status, r.reason) for r in store.records()]
+
+
+def suspected(store: ProfileStore) -> dict[str, int]:
+    names = {key_of(name).digest: name for name in "abc"}
+    found = MarksFolder(store.path).suspects()
+    return {names[key]: suspicion.deaths for key, suspicion in found.items()}
 
 
 def killed_by(number: int, *, overdue: bool = False) -> dict[int, Ended]:
@@ -157,16 +164,32 @@ def test_who_was_ended_from_outside_is_not_blamed(store, caplog):
     # Nobody could note last words; or the parent saw this process killed alone.
     [({"witnessed": False}, None), ({}, killed_by(signal.SIGKILL))],
 )
-def test_the_second_unexplained_death_is_one_too_many(store, changes, ended):
+@pytest.mark.parametrize("kept", [None, "ok", "crashed"])
+def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kept):
+    before = "2026-01-02T03:04:04+00:00"
+    if kept:
+        # It was measured long ago, and is tried again, or raced.
+        key = key_of("a")
+        samples_ms = (1.0,) if kept == "ok" else ()
+        store.put(
+            ProfileRecord(
+                key=key.digest,
+                parts=key.parts,
+                status=kept,
+                reason="long ago",
+                samples_ms=samples_ms,
+                created=before,
+            )
+        )
     leave(store, mark("a"), **changes)
     bury(store, ended)
-    assert store.records() == []
-    assert MarksFolder(store.path).suspects() == {key_of("a").digest: 1}
+    assert [r.reason for r in store.records()] == (["long ago"] if kept else [])
+    assert suspected(store) == {"a": 1}
     leave(store, mark("a"), **changes)
     bury(store, ended)
     reason = "the process died 2 times while running it"
     assert failures(store) == [("a", "crashed", reason)]
-    assert MarksFolder(store.path).suspects() == {}
+    assert suspected(store) == {}
 
 
 def test_several_builds_are_suspects(store, caplog):
@@ -175,8 +198,7 @@ def test_several_builds_are_suspects(store, caplog):
     [death] = bury(store)
     assert death.record is None
     assert store.records() == []
-    suspects = {key_of(name).digest: 1 for name in "ab"}
-    assert MarksFolder(store.path).suspects() == suspects
+    assert suspected(store) == {"a": 1, "b": 1}
     assert "compiling: task a, task b. Trying again" in caplog.text
     # One of them was measured since.
     store.put(
@@ -188,7 +210,7 @@ def test_several_builds_are_suspects(store, caplog):
         )
     )
     bury(store)
-    assert MarksFolder(store.path).suspects() == {key_of("a").digest: 1}
+    assert suspected(store) == {"a": 1}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp.profiling.marks import Marked, MarksFolder
+from cfp.profiling.marks_folder import Marked, MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import ROOT, environment
@@ -193,6 +193,11 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
     before = len(events(folder))
     finish(begin(folder, *command, faults=faults))
     assert len(events(folder)) == before
+    two = {label: faults[label] for label in list(faults)[:2]}
+    finish(begin(folder, *command, "--retry-failures", "--no-race", faults=two))
+    assert Counter(statuses(folder).values())["crashed"] == 2
+    before = len(events(folder))
+    failed = [r for r in records(folder).values() if not r.ok]
     finish(begin(folder, *command, "--retry-failures"))
     assert set(statuses(folder).values()) == {"ok"}
     ran = {key for event, key in events(folder)[before:] if event == "run"}

@@ -10,7 +10,8 @@ import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.marks import Marks, MarksFolder
+from cfp.profiling.marks import Marks
+from cfp.profiling.marks_folder import MarksFolder, Suspicion
 from cfp.profiling.pipeline import (
     Progress,
     Task,
@@ -123,11 +124,12 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
 
 def test_suspects_are_built_one_at_a_time(shop, store):
     folder = MarksFolder(store.path)
+    suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
     with folder.locked():
-        folder.write_suspects({key_of("c").digest: 1})
+        folder.write_suspects({key_of("c").digest: suspicion})
     run_tasks(shop.tasks("abcde"), store, threads=4)
     assert shop.most_waiting == 1
-    assert folder.suspects() == {key_of("c").digest: 1}
+    assert folder.suspects() == {key_of("c").digest: suspicion}
     run_tasks(shop.tasks("c"), store)
     assert folder.suspects() == {}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cfp.profiling.builder import Built
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.search import race as room
 from cfp.search.race import Finalist, peak_bytes, race

@@ -31,6 +31,7 @@ from cfp.search.assemble import (
 from cfp.search.candidates import segment_candidate
 from cfp.search.ilp import solve_ilp
 from cfp.search.measure import Told, can_recompute, told_of, whole_job
+from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import Wanted, wanted_again, wanted_profiles
@@ -264,7 +265,7 @@ class Planner:
         )
 
     def _with_remat(self, profiles: Profiles) -> Profiles:
-        """The profiles, and those of candidates that compute their forward pass again."""
+        """The profiles, and those of candidates that compute forward passes again."""
         more = wanted_again(
             self.analysis,
             profiles.wanted,

@@ -165,7 +165,9 @@ def wanted_again(
         good = [
             item
             for item in wanted
-            if item.kind == kind and records[item.job.key.digest].ok
+            if item.kind == kind
+            and (record := records.get(item.job.key.digest)) is not None
+            and record.ok
         ]
         good.sort(key=lambda item: item.time_ms(records))
         for number, item in enumerate(good[:per_kind]):

@@ -12,13 +12,19 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError, DeviceError, MemoryBudgetError
+from cfp.errors import CfpError
 from cfp.plan import Plan, type_text
-from cfp.plan_parts import RaceRow
-from cfp.planner_parts import Decision, PlannerSettings, Profiles
+from cfp.planner_parts import (
+    Decision,
+    PlannerSettings,
+    Profiles,
+    device_memory,
+    no_winner,
+    race_row,
+)
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
-from cfp.profiling.key import environment_parts
+from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
@@ -29,14 +35,16 @@ from cfp.search.assemble import (
     whole_choice,
 )
 from cfp.search.candidates import segment_candidate
+from cfp.search.compiler import variants
 from cfp.search.ilp import solve_ilp
 from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import Wanted, wanted_again, wanted_profiles
-from cfp.units import format_bytes
 
+# How many of the fastest are raced with other compiler options, too.
+_LEADERS = 2
 # Of the budget: predicted memory beyond this may turn out not to fit.
 _SAFE_SHARE = 0.9
 
@@ -65,6 +73,7 @@ class Planner:
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
+        self.winner: Decision | None = None
 
     def __enter__(self) -> Planner:
         return self
@@ -178,46 +187,36 @@ class Planner:
     def race(self, decision: Decision) -> Plan:
         """Times the decision and the classics on the whole program; keeps the fastest.
 
+        What won is in :attr:`winner` then.
+
         Raises:
             MemoryBudgetError: none of them fits in memory.
             DeviceError: none of them runs.
         """
+        self.winner = decision
         if not self.settings.race or not self.settings.measure:
             return self._plan(decision, decision, [])
         started = time.perf_counter()
         entries = self._entries(decision)
-        frame = self.analysis.frame
-        finalists = [
-            Finalist(
-                name=entry.name,
-                job=whole_job(
-                    frame,
-                    self.analysis.segments,
-                    entry.choice,
-                    self.environment,
-                    entry.name,
-                    entry.extent,
-                ),
-                predicted_ms=entry.predicted_ms,
-            )
-            for entry in entries
-        ]
-        results = race(
-            frame.program,
-            self.mesh,
-            finalists,
-            self.store,
-            budget_bytes=self.budget_bytes,
-            **self._manner,
-        )
+        results = self._race(entries, self.environment)
+        leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
+        again = self._with_options([entries[i] for i in leaders[:_LEADERS]])
+        if again:
+            # The leaders run again beside them, since only times of one run compare,
+            # and are kept apart: who leads must not change with it.
+            entries = [entries[i] for i in leaders[_LEADERS:]]
+            results = [results[i] for i in leaders[_LEADERS:]]
+            beside = (*self.environment, ("race", "with other compiler options"))
+            results = [*self._race(again, beside), *results]
+            entries = [*again, *entries]
         best = min(range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
-            raise self._nobody(results)
+            raise no_winner(results, self.budget_bytes)
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
         counts["race_cached"] = float(all(r.cached for r in results))
-        winner = entries[best]
+        self.winner = replace(entries[best], search=counts)
         return self._plan(
-            replace(winner, search=counts),
+            self.winner,
             decision,
             results,
             results[best],
@@ -239,6 +238,45 @@ class Planner:
         return [decision, *varied, *decision.rivals]
 
     # -- inside --------------------------------------------------------------
+
+    def _race(self, entries: list[Decision], environment: Parts) -> list[RaceResult]:
+        frame = self.analysis.frame
+        finalists = [
+            Finalist(
+                name=entry.name,
+                job=whole_job(
+                    frame,
+                    self.analysis.segments,
+                    entry.choice,
+                    environment,
+                    entry.name,
+                    entry.extent,
+                    entry.options,
+                ),
+                predicted_ms=entry.predicted_ms,
+            )
+            for entry in entries
+        ]
+        return race(
+            frame.program,
+            self.mesh,
+            finalists,
+            self.store,
+            budget_bytes=self.budget_bytes,
+            **self._manner,
+        )
+
+    def _with_options(self, leaders: list[Decision]) -> list[Decision]:
+        """The leaders and their variants; nothing if there are no options to try."""
+        options = self.settings.compiler_options
+        if options is None:
+            options = variants(self.devices[0].platform)
+        varied = [
+            replace(entry, name=f"{entry.name}, {name}", options=chosen)
+            for entry in leaders
+            for name, chosen in options.items()
+        ]
+        return [*leaders, *varied] if varied else []
 
     def _problems(self, profiles: Profiles) -> list[Problem]:
         """The search problem with times in context, and with times alone."""
@@ -315,21 +353,6 @@ class Planner:
             picks.append(found[0])
         return problem.cost_ms(picks)
 
-    def _nobody(self, results: list[RaceResult]) -> CfpError:
-        fits = [r for r in results if r.fits]
-        if not fits:
-            smallest = min(r.peak_bytes for r in results)
-            return MemoryBudgetError(
-                f"Of {len(results)} compiled plans the smallest needs "
-                f"{format_bytes(smallest)} on each device; the budget is "
-                f"{format_bytes(self.budget_bytes or 0)}. Raise the budget, use "
-                "more devices, or make the batch smaller.",
-                smallest_feasible_bytes=smallest,
-                contributors=[(r.name, r.peak_bytes) for r in results],
-            )
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
-        return DeviceError(f"No plan ran on the devices. {reasons}")
-
     def _plan(
         self,
         winner: Decision,
@@ -356,8 +379,9 @@ class Planner:
             predicted_ms=winner.predicted_ms,
             measured_ms=won.time_ms if won is not None and timed else None,
             peak_bytes=won.peak_bytes if won is not None else None,
+            options=dict(winner.options),
             rows=plan_rows(self.analysis, winner.choice, decision.problem),
-            race=tuple(_race_row(r) for r in results),
+            race=tuple(race_row(r) for r in results),
             environment=dict(self.environment),
             search=dict(winner.search),
             mesh=self.mesh,
@@ -366,24 +390,3 @@ class Planner:
 
 def _name(name: str, extent: Told) -> str:
     return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
-
-
-def _race_row(result: RaceResult) -> RaceRow:
-    record = result.record
-    note = "" if record.ok else f"{record.status}: {record.reason}"
-    if record.ok and not result.fits:
-        note = "over the memory budget"
-    return RaceRow(
-        name=result.name,
-        predicted_ms=result.predicted_ms,
-        samples_ms=record.samples_ms,
-        time_ms=record.time_ms if record.ok else None,
-        peak_bytes=result.peak_bytes,
-        note=note,
-    )
-
-
-def device_memory(device: Any) -> int | None:
-    """Memory of a device that programs may use, or None where it does not say."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None

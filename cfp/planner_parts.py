@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from cfp.analysis.layout import Choice
+from cfp.errors import CfpError, DeviceError, MemoryBudgetError
+from cfp.plan_parts import RaceRow
 from cfp.profiling.collectives import Rates
 from cfp.profiling.marks import Limits
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Progress
 from cfp.search.measure import Told
 from cfp.search.problem import Problem
+from cfp.search.race import RaceResult
 from cfp.search.wanted import Wanted
+from cfp.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,9 @@ class PlannerSettings:
         extents: how much the compiler is told of the classics; each way takes part.
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.
+        compiler_options: options of the compiler by the name that the race is to give
+            them; the leaders are raced with each, too. By default a short list for
+            the platform.
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted.
         measure: whether devices may be used; otherwise only records that are in the
@@ -43,6 +51,7 @@ class PlannerSettings:
     in_context: bool = True
     plans: int | None = None
     extents: tuple[Told, ...] | None = None
+    compiler_options: Mapping[str, Mapping[str, str]] | None = None
     race: bool = True
     measure: bool = True
     retry_failures: bool | datetime = False
@@ -82,6 +91,7 @@ class Decision:
         choice: strategies and storage.
         predicted_ms: its step time by the profiles, or None.
         extent: how much of it the compiler is told.
+        options: of the compiler.
         rivals: other choices that the search found promising.
         classics: the classics to race against.
         problem: what was searched, or None for a classic taken by name.
@@ -92,7 +102,47 @@ class Decision:
     choice: Choice
     predicted_ms: float | None = None
     extent: Told = Told.EVERYTHING
+    options: Mapping[str, str] = field(default_factory=dict)
     rivals: tuple[Decision, ...] = ()
     classics: Mapping[str, Choice] = field(default_factory=dict)
     problem: Problem | None = None
     search: Mapping[str, float] = field(default_factory=dict)
+
+
+def race_row(result: RaceResult) -> RaceRow:
+    """How a finalist did, as a plan keeps it."""
+    record = result.record
+    note = "" if record.ok else f"{record.status}: {record.reason}"
+    if record.ok and not result.fits:
+        note = "over the memory budget"
+    return RaceRow(
+        name=result.name,
+        predicted_ms=result.predicted_ms,
+        samples_ms=record.samples_ms,
+        time_ms=record.time_ms if record.ok else None,
+        peak_bytes=result.peak_bytes,
+        note=note,
+    )
+
+
+def device_memory(device: Any) -> int | None:
+    """Memory of a device that programs may use, or None where it does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def no_winner(results: Sequence[RaceResult], budget_bytes: int | None) -> CfpError:
+    """The error for a race that nobody finished."""
+    fits = [r for r in results if r.fits]
+    if fits:
+        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
+        return DeviceError(f"No plan ran on the devices. {reasons}")
+    smallest = min(r.peak_bytes for r in results)
+    return MemoryBudgetError(
+        f"Of {len(results)} compiled plans the smallest needs "
+        f"{format_bytes(smallest)} on each device; the budget is "
+        f"{format_bytes(budget_bytes or 0)}. Raise the budget, use more devices, or "
+        "make the batch smaller.",
+        smallest_feasible_bytes=smallest,
+        contributors=[(r.name, r.peak_bytes) for r in results],
+    )

@@ -275,11 +275,8 @@ def search_stored(
         decision = planner.search(profiles)
     with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
         made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
-    # The winner's name may say besides how much of the choice the compiler is told.
-    name = made.winner.partition(", ")[0]
-    raced = {entry.name: entry.choice for entry in (decision, *decision.rivals)}
-    choice = {**planner.classics, **raced}[name]
-    return Searched(plan=made, choice=choice)
+        assert planner.winner is not None, "a race has a winner"
+        return Searched(plan=made, choice=planner.winner.choice)
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:

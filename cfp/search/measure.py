@@ -128,11 +128,15 @@ def whole_job(
     environment: Parts,
     label: str,
     extent: Told = Told.EVERYTHING,
+    options: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job that measures a whole program under a choice."""
+    """The job that measures a whole program under a choice, with compiler options."""
+    if options:
+        environment = (*environment, ("options", repr(sorted(options.items()))))
     ops = [op.id for op in frame.program.ops if op.parent < 0]
     told = told_of(frame, segments, choice, extent)
-    return make_job(frame, lay_out(frame, choice), ops, told, environment, label)
+    job = make_job(frame, lay_out(frame, choice), ops, told, environment, label)
+    return replace(job, options=tuple(sorted((options or {}).items())))
 
 
 def make_job(

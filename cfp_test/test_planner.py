@@ -1,0 +1,111 @@
+"""What takes part in a race beside the plain plans: recomputation, compiler options."""
+
+import jax
+import numpy as np
+import pytest
+
+import cfp
+from cfp.planner_parts import PlannerSettings
+from cfp_test.program.test_recompute import stack_step
+
+STEP, ARGS = stack_step()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def plan(mesh, tmp_path_factory):
+    """Plans the model with what a test asks for; profiles are measured once."""
+    folder = tmp_path_factory.mktemp("profiles")
+
+    def make(memory_budget=None, **settings):
+        return cfp.plan(
+            STEP,
+            *ARGS,
+            mesh=mesh,
+            memory_budget=memory_budget,
+            cache_dir=folder,
+            settings=PlannerSettings(per_kind=5, in_context=False, **settings),
+        )
+
+    return make
+
+
+def rows(plan):
+    return {row.name: row for row in plan.race}
+
+
+def check_step(plan):
+    """Runs the plan for a step, and one device, too."""
+    expected, found = jax.jit(STEP)(*ARGS), plan.apply(STEP)(*ARGS)
+    for have, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)
+
+
+def test_leaders_race_with_other_compiler_options(plan, tmp_path, mesh):
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    made = plan(compiler_options=options)
+    varied = [name for name in rows(made) if name.endswith(", plain")]
+    assert len(varied) == 2
+    for name in varied:
+        assert rows(made)[name].time_ms is not None
+        assert name.removesuffix(", plain") in rows(made)
+    assert made.options == (options["plain"] if made.winner in varied else {})
+    # All of them are in the store now: nothing is timed again.
+    again = plan(compiler_options=options)
+    assert again.search["race_cached"] == 1.0
+    assert again.winner == made.winner
+
+
+def test_options_that_win_are_part_of_the_plan(plan, tmp_path, mesh, monkeypatch):
+    """With the same option under two names, the plan says what it was measured with."""
+    options = {"a": {"xla_backend_optimization_level": "1"}}
+    made = plan(compiler_options=options)
+    made.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.options == made.options
+    check_step(loaded)
+
+
+def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
+    made = plan(compiler_options={"wrong": {"xla_no_such_option": "1"}})
+    wrong = [row for name, row in rows(made).items() if name.endswith(", wrong")]
+    assert len(wrong) == 2
+    assert all(row.time_ms is None for row in wrong)
+    assert all("xla_no_such_option" in row.note for row in wrong)
+    assert not made.winner.endswith(", wrong")
+
+
+def test_a_tight_budget_makes_segments_compute_again(plan):
+    free = plan()
+    assert free.constraints.recompute == ()
+    peaks = sorted(row.peak_bytes for row in free.race)
+    tight = plan(memory_budget=peaks[0])
+    assert tight.peak_bytes <= peaks[0]
+    again = {n: row for n, row in rows(tight).items() if n.endswith(", recomputed")}
+    assert again, "the classics race with recomputation, too"
+    for row in again.values():
+        assert (
+            row.time_ms is not None
+            or "over the memory budget" in row.note
+            or ("out_of_memory" in row.note)
+        )
+    check_step(tight)
+
+
+def test_a_plan_that_recomputes_runs_and_is_kept(plan, tmp_path, mesh):
+    made = plan(memory_budget=2**24, race=False)
+    if not made.constraints.recompute:
+        smallest = min(row.peak_bytes for row in plan().race)
+        made = plan(memory_budget=smallest * 3 // 4, race=False)
+    assert made.constraints.recompute
+    made.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.constraints.recompute == made.constraints.recompute
+    assert any("recomputed" in row.storage for row in loaded.rows)
+    check_step(loaded)

@@ -15,7 +15,7 @@ Options = Mapping[str, str]
 
 _LARGE = str(2**28)
 _ON_GPUS: dict[str, Options] = {
-    "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "false"},
+    "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "False"},
     "large collectives": {
         "xla_gpu_all_gather_combine_threshold_bytes": _LARGE,
         "xla_gpu_all_reduce_combine_threshold_bytes": _LARGE,

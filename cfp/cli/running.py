@@ -24,6 +24,7 @@ from cfp.targets import Target
 from cfp.trial import Trial, run_trial
 
 _FAILURES_SHOWN = 5
+_PER_KIND = PlannerSettings().per_kind
 
 
 @o.command
@@ -60,7 +61,9 @@ def run(
     as_json: o.Json = False,
     donate: o.Donate = None,
     static: o.Static = None,
+    per_kind: o.PerKind = _PER_KIND,
     quick: o.Quick = False,
+    no_race: o.NoRace = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Run a step for real: under a plan, a classic strategy, or a new plan.
@@ -93,9 +96,9 @@ def run(
                 used = saved.on(devices_mesh)
             else:
                 settings = o.settings(
-                    per_kind=PlannerSettings().per_kind,
+                    per_kind=per_kind,
                     quick=quick,
-                    race=preset is None,
+                    race=preset is None and not no_race,
                     progress=display.tell,
                 )
                 used = _new_plan(found, devices_mesh, preset, workdir, settings)

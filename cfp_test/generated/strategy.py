@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -34,8 +34,8 @@ class Generated:
         donated: whether the state is given away.
     """
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
+    fn: Callable[..., Any] = field(repr=False)
+    args: tuple[Any, ...] = field(repr=False)
     kinds: tuple[str, ...]
     donated: bool
 
@@ -79,7 +79,7 @@ def steps(draw: Any, mesh: Mesh, most: int = 5) -> Generated:
     kind = d.pick((*OPTIMIZERS, "none"))
     kinds, donated = tuple(d.kinds), d.flip()
     if kind == "none":
-        return Generated(forward, (d.weights, d.data), kinds, donated)
+        return Generated(forward, (d.weights, d.data), kinds, donated=False)
     tx = OPTIMIZERS[kind]
 
     def loss(weights: Any, batch: Any) -> tuple[jax.Array, Any]:

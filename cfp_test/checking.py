@@ -55,12 +55,10 @@ def make_mesh(sizes: MeshSizes) -> Mesh:
     return planning_mesh(mesh)
 
 
-def prepare(name: str, make: Callable[[], Any], sizes: MeshSizes) -> Case | None:
-    """Traces and analyses an example; None if it needs another mesh."""
+def prepare(name: str, make: Callable[[], Any], sizes: MeshSizes) -> Case:
+    """Traces and analyses an example, and runs it on one device."""
     fn, args, *rest = make()
     options = dict(rest[0]) if rest else {}
-    if options.pop("mesh", sizes) != sizes:
-        return None
     tolerance = options.pop("tolerance", 1e-5)
     kwargs = options.pop("kwargs", {})
     step = flatten_step(fn, args, kwargs, **options)

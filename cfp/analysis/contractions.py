@@ -4,7 +4,7 @@ An *anchor* is a contraction of the forward pass (or a lookup in a table that no
 contraction made, such as an embedding). From ``C = A B`` differentiation makes
 ``dB = A^T dC`` and ``dA = dC B^T``: contractions that share one operand with the
 anchor and whose other operand has the dims of ``C``. They are found by that
-structure alone, and each comes with a map of its factors to the anchor's.
+structure, and each comes with a map of its factors to the anchor's.
 """
 
 from __future__ import annotations
@@ -51,6 +51,17 @@ def is_contraction(op: Op) -> bool:
     return False
 
 
+def _differentiated_later(op: Op) -> bool:
+    """Whether JAX says that an op stands in a forward pass.
+
+    Structure does not tell: the second product of ``(x @ w) @ w.T`` looks like a
+    derivative of the first. A scatter that adds up what was gathered follows the
+    gather, in whichever pass.
+    """
+    forward = "jvp(" in op.scope and "transpose(" not in op.scope
+    return forward and op.kind != "scatter"
+
+
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
     """Groups contractions into blocks.
 
@@ -90,7 +101,7 @@ class _Finder:
                 member = Member(op.id, self.blocks[again][0].factors)
                 self.blocks[again].append(member)
                 continue
-            candidates = self._candidates(op)
+            candidates = [] if _differentiated_later(op) else self._candidates(op)
             if candidates:
                 derived.append(candidates)
             elif op.kind != "scatter":

@@ -42,6 +42,8 @@ def correct_rule(
     if op.name == "stablehlo.scatter":
         # Several tensors, the indices, and an update for each tensor.
         return _scatter_rule(rule, op, shapes[len(shapes) // 2])
+    if op.name == "stablehlo.dynamic_update_slice":
+        return _update_rule(rule, *shapes[:2])
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
 
 
@@ -66,6 +68,22 @@ def _call_rule(rule: Rule) -> Rule | None:
     if len(alone) == len(rule.sizes):
         return None
     return replace(rule, fixed=rule.fixed | alone)
+
+
+def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
+    """An update's rule; one of a single place along a dim keeps that dim whole.
+
+    XLA loses a write whose index lies outside, which belongs to the nearest place,
+    where the dim is sharded (jaxlib 0.10.2 to 0.12, plain jax.jit with in_shardings
+    too).
+    """
+    single = {
+        factor
+        for dim, size in enumerate(piece)
+        if size == 1 < whole[dim]
+        for factor in rule.operands[0][dim]
+    }
+    return replace(rule, fixed=rule.fixed | single)
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:

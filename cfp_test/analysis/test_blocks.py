@@ -9,7 +9,7 @@ from cfp.analysis.blocks import scope_path
 from cfp.analysis.flow import passes
 from cfp.program.trace import flatten_step, trace
 from cfp_test.checking import make_mesh
-from cfp_test.programs.registry import PROGRAMS
+from cfp_test.programs.registry import PROGRAMS, programs_on
 
 SIZES = (("x", 4),)
 MESH = make_mesh(SIZES)
@@ -17,11 +17,7 @@ MESH = make_mesh(SIZES)
 
 def frame_of(make):
     fn, args, *rest = make() if callable(make) else make
-    options = {
-        k: v
-        for k, v in (rest[0] if rest else {}).items()
-        if k not in ("mesh", "tolerance")
-    }
+    options = {k: v for k, v in (rest[0] if rest else {}).items() if k != "tolerance"}
     kwargs = options.pop("kwargs", {})
     program, _ = trace(flatten_step(fn, args, kwargs, **options), MESH)
     return build_frame(program, SIZES)
@@ -124,13 +120,10 @@ def test_recomputed_contractions_join_their_block(name):
         assert ops[again[0].op].parent != ops[again[1].op].parent
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", programs_on(SIZES))
 def test_every_op_has_one_place(name):
     """Blocks and updates do not overlap; what is left is scalar, or very small."""
-    fn, args, *rest = PROGRAMS[name]()
-    if dict(rest[0] if rest else {}).get("mesh", SIZES) != SIZES:
-        pytest.skip("written for another mesh")
-    frame = frame_of((fn, args, *rest))
+    frame = frame_of(PROGRAMS[name])
     program = frame.program
     labelled = [op for block in frame.blocks for op in block.ops]
     assert len(labelled) == len(set(labelled))

@@ -18,9 +18,10 @@ from cfp_test.checking import (
     run_part,
     to_host,
 )
-from cfp_test.programs.registry import PROGRAMS
+from cfp_test.programs.registry import PROGRAMS, programs_on
 
-MESH = make_mesh((("x", 4),))
+SIZES = (("x", 4),)
+MESH = make_mesh(SIZES)
 X = jnp.arange(128.0).reshape(8, 16)
 QUICK = (
     "mlp",
@@ -146,9 +147,7 @@ def ties(program, part) -> set[int]:
 
 def check_parts(name: str, limit: int) -> None:
     """Cuts a program into parts by its blocks and at random, and runs each alone."""
-    case = prepare(name, PROGRAMS[name], (("x", 4),))
-    if case is None:
-        pytest.skip("written for another mesh")
+    case = prepare(name, PROGRAMS[name], SIZES)
     program, rng = case.frame.program, random.Random(0)
     layout = lay_out(case.frame, draw(case.frame, 1))
     top = [op.id for op in program.ops if op.parent < 0]
@@ -180,6 +179,6 @@ def test_parts_compute_what_the_whole_does(name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", programs_on(SIZES))
 def test_parts_of_all_programs(name):
     check_parts(name, limit=12)

@@ -132,7 +132,7 @@ def test_large_constants():
 
 
 def test_regions_sharded_by_hand():
-    fn, args, _ = PROGRAMS["shard_map"]()
+    fn, args = PROGRAMS["shard_map"]()
     program, _ = trace(flatten_step(fn, args), MESH)
     forward, _ = (op for op in program.ops if op.kind == "manual_computation")
     rows, whole = (("x",), ()), ((), ())
@@ -202,6 +202,17 @@ def test_writes_to_one_place_keep_that_dim_whole():
     several = read(lambda x, i: x.at[i].set(0.5), X, jnp.arange(3))
     (rule,) = (op.rule for op in several.ops if op.kind == "scatter")
     assert rule.results[0][0][0] not in rule.fixed
+
+
+def test_updates_of_one_place_keep_that_dim_whole():
+    def update(x, piece, i):
+        return jax.lax.dynamic_update_slice_in_dim(x, piece, i, 0)
+
+    for size, whole in ((1, True), (2, False)):
+        program = read(update, X, X[:size], jnp.int32(99))
+        (rule,) = (op.rule for op in program.ops if op.rule and op.operands[3:])
+        assert (rule.results[0][0][0] in rule.fixed) == whole
+        assert rule.results[0][1][0] not in rule.fixed
 
 
 def test_foreign_code_is_opaque():

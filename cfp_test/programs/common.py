@@ -65,3 +65,13 @@ def training(
         return {"params": params, "opt": opt}, value
 
     return train_step, ({"params": params, "opt": tx.init(params)}, batch)
+
+
+def on_mesh(**sizes: int) -> Callable[[Callable], Callable]:
+    """Marks an example that names a mesh itself, and runs on no other."""
+
+    def mark(make: Callable) -> Callable:
+        make.mesh = tuple(sizes.items())
+        return make
+
+    return mark

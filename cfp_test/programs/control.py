@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
-from cfp_test.programs.common import normal, squares, training
+from cfp_test.programs.common import normal, on_mesh, squares, training
 
 
 def cond_step():
@@ -148,6 +148,7 @@ def ensemble_step():
     return training(loss, params, normal(2, 16, 16))
 
 
+@on_mesh(x=4)
 def named_computation_step():
     """The user's own sharding constraint and named scopes, which planning removes."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -160,9 +161,10 @@ def named_computation_step():
             return squares(x @ p["b"])
 
     params = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}
-    return *training(loss, params, normal(2, 16, 16)), {"mesh": (("x", 4),)}
+    return training(loss, params, normal(2, 16, 16))
 
 
+@on_mesh(x=4)
 def shard_map_step():
     """A region that is sharded by hand, with a collective of its own."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -179,9 +181,10 @@ def shard_map_step():
         return squares(y @ p["b"]) + squares(total)
 
     params = {"a": normal(0, 16, 16), "w": normal(1, 16, 16), "b": normal(2, 16, 16)}
-    return *training(loss, params, normal(3, 16, 16)), {"mesh": (("x", 4),)}
+    return training(loss, params, normal(3, 16, 16))
 
 
+@on_mesh(x=2, y=2)
 def partly_manual_step():
     """shard_map over one of two axes; the other stays with the compiler."""
     mesh = jax.make_mesh(
@@ -202,7 +205,7 @@ def partly_manual_step():
         return squares(by_hand(x @ p["a"], p["w"]) @ p["b"])
 
     params = {"a": normal(0, 16, 16), "w": normal(1, 16, 16), "b": normal(2, 16, 16)}
-    return *training(loss, params, normal(3, 16, 16)), {"mesh": (("x", 2), ("y", 2))}
+    return training(loss, params, normal(3, 16, 16))
 
 
 def debug_callback_step():

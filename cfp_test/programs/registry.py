@@ -34,3 +34,8 @@ PROGRAMS: dict[str, Callable] = {
     for name, make in inspect.getmembers(module, inspect.isfunction)
     if name.endswith("_step") and make.__module__ == module.__name__
 }
+
+
+def programs_on(mesh: tuple[tuple[str, int], ...]) -> list[str]:
+    """Names of the programs that run on a mesh: almost all."""
+    return [n for n, make in PROGRAMS.items() if getattr(make, "mesh", mesh) == mesh]

@@ -147,6 +147,25 @@ def indexing_step():
     return training(loss, params, batch)
 
 
+def outside_step():
+    """Slices and updates that begin outside: the nearest place counts."""
+
+    def loss(p, batch):
+        y = jnp.sin(batch["x"] @ p["w"])
+        y = jax.lax.dynamic_update_slice(y, p["row"], (batch["behind"], 0))
+        y = jax.lax.dynamic_update_slice(y, p["column"], (0, batch["before"]))
+        piece = jax.lax.dynamic_slice(y, (batch["behind"], batch["before"]), (1, 8))
+        return squares(y) + squares(piece, 0.1)
+
+    params = {
+        "w": normal(0, 16, 16),
+        "row": normal(1, 1, 16),
+        "column": normal(2, 8, 1),
+    }
+    batch = {"x": normal(3, 8, 16), "behind": jnp.int32(9), "before": jnp.int32(-99)}
+    return training(loss, params, batch)
+
+
 def classifier_step():
     """Integers in, accuracy out beside the loss."""
     params = {"w": normal(0, 16, 8)}

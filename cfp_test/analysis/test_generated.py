@@ -1,0 +1,78 @@
+"""Steps that nobody wrote: random graphs of ops, under random choices."""
+
+from collections import Counter
+
+import jax
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, reject, seed, settings
+from hypothesis import strategies as st
+
+from cfp_test.checking import compile_choice, differences, draw, make_mesh, prepare
+from cfp_test.generated.strategy import all_kinds, steps
+
+MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
+
+
+# XLA's CPU backend refuses to run a Fourier transform of what it gathered along a dim
+# other than the first: its layout is not what the transform's code takes.
+REFUSED = "fft_thunk.cc"
+
+
+def run_or_reject(run):
+    """Runs a compiled step; what XLA refuses, saying so, is no example."""
+    try:
+        return run()
+    except jax.errors.JaxRuntimeError as error:
+        if REFUSED not in str(error):
+            raise
+        reject()
+
+
+def check(sizes, examples, most):
+    """Draws steps and choices, and compares each with one device.
+
+    Returns:
+        How many steps have each op: as they were drawn, and as they were lowered.
+    """
+    drawn, lowered = Counter(), Counter()
+
+    # The same examples in every run, others on each mesh: what fails once in a
+    # thousand runs helps nobody. To shrink one would take an hour.
+    @seed(len(sizes))
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(steps(make_mesh(sizes), most), st.integers(0, 1000))
+    def run(step, number):
+        note(f"ops {step.kinds}, choice {number}")
+        case = prepare("generated", step, sizes)
+        outputs = run_or_reject(compile_choice(case, draw(case.frame, number)))
+        assert differences(case, outputs) == {}
+        drawn.update({"steps", *step.kinds})
+        lowered.update({op.kind for op in case.frame.program.ops})
+
+    run()
+    return drawn, lowered
+
+
+def test_some_steps():
+    """Few, but of many kinds; on both meshes."""
+    found = [check(sizes, 7, most=4) for sizes in MESHES.values()]
+    drawn = sum((d for d, _ in found), Counter())
+    lowered = sum((n for _, n in found), Counter())
+    assert drawn["steps"] >= 14
+    assert len(drawn) > 25, drawn
+    assert len(lowered) > 25, lowered
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", MESHES)
+def test_many_steps(mesh):
+    drawn, lowered = check(MESHES[mesh], 260, most=5)
+    assert drawn["steps"] >= 260
+    assert set(all_kinds()) - set(drawn) == set()
+    assert len(lowered) > 50, lowered

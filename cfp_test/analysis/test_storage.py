@@ -1,0 +1,234 @@
+"""State, its updates, and which output renews which argument."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from cfp.analysis.pairing import pair_outputs
+from cfp.analysis.storage import find_storage
+from cfp.program.trace import flatten_step, trace
+from cfp_test.checking import make_mesh
+from cfp_test.programs.common import normal
+from cfp_test.programs.registry import PROGRAMS
+
+MESH = make_mesh((("x", 4),))
+
+
+def storage(fn, args, **options):
+    program, _ = trace(flatten_step(fn, args, **options), MESH)
+    paired = pair_outputs(program)
+    return program, paired, find_storage(program, paired)
+
+
+def of_example(name):
+    fn, args, *rest = PROGRAMS[name]()
+    options = {
+        k: v for k, v in (rest[0] if rest else {}).items() if k == "donate_argnums"
+    }
+    return storage(fn, args, **options)
+
+
+def names(program, groups):
+    return [[program.arg_names[a] for a in g.args] for g in groups]
+
+
+def test_a_parameter_with_its_moments():
+    program, paired, groups = of_example("mlp")
+    assert names(program, groups)[0] == [
+        "state/params/a/b",
+        "state/opt/0/mu/a/b",
+        "state/opt/0/nu/a/b",
+    ]
+    assert len(groups) == 4
+    for group in groups:
+        assert [paired[a] for a in group.args] == list(group.outputs)
+        assert group.read_args == {group.args[0]}
+        (gradient,) = group.gradients
+        assert program.values[program.values[gradient].producer].shape is not None
+        assert group.inner_ops == ()
+    x = program.arg_names.index("batch/x")
+    assert paired[x] is None
+
+
+def test_update_ops_lead_to_no_contraction():
+    program, _, groups = of_example("transformer")
+    inside = {op for g in groups for op in g.ops}
+    assert all(program.ops[i].kind != "dot_general" for i in inside)
+    kinds = {program.ops[i].kind for i in groups[0].ops}
+    assert {"multiply", "add", "sqrt", "divide"} <= kinds
+
+
+@pytest.mark.parametrize("name", ["scan_mlp", "scan_transformer", "module_scan"])
+def test_stacked_parameters(name):
+    """Gradients that a loop stacks, and slices that it takes, belong to the group."""
+    program, _, groups = of_example(name)
+    stacked = [g for g in groups if g.shape[0] == 3]
+    assert stacked
+    for group in stacked:
+        kinds = [program.ops[i].kind for i in group.inner_ops]
+        assert "dynamic_update_slice" in kinds
+        slices = [i for i in group.reads if program.ops[i].kind == "dynamic_slice"]
+        assert slices
+        assert group.whole_dims == {0}
+        # The gradient enters where one layer's is made.
+        for v in group.gradients:
+            assert 3 not in program.values[v].shape[:1]
+
+
+def test_accumulated_gradients():
+    program, _, groups = of_example("microbatch")
+    for group in groups:
+        kinds = {program.ops[i].kind for i in group.inner_ops}
+        assert "add" in kinds
+        assert group.whole_dims == frozenset()
+
+
+def test_updates_every_second_step():
+    """Optax computes the update in each step, and selects by the counter."""
+    program, _, groups = of_example("multi_steps")
+    assert len(groups) == 2
+    for group in groups:
+        assert len(group.args) == 4  # parameter, two moments, gathered gradients
+        kinds = {program.ops[i].kind for i in group.ops}
+        assert {"sqrt", "select"} <= kinds
+
+
+def test_updates_in_branches():
+    tx = optax.adam(1e-2)
+
+    def step(state, x, finite):
+        grads = jax.grad(lambda w: jnp.sin(x @ w).sum())(state["w"])
+
+        def update(state):
+            updates, opt = tx.update(grads, state["opt"])
+            return {"w": optax.apply_updates(state["w"], updates), "opt": opt}
+
+        return jax.lax.cond(finite, update, lambda state: state, state)
+
+    w = normal(0, 16, 4)
+    state = {"w": w, "opt": tx.init(w)}
+    program, paired, groups = storage(step, (state, normal(1, 8, 16), True))
+    (group,) = (g for g in groups if g.shape)
+    assert [program.arg_names[a] for a in group.args] == [
+        "state/w",
+        "state/opt/0/mu",
+        "state/opt/0/nu",
+    ]
+    assert [paired[a] for a in group.args] == list(group.outputs)
+    assert {"sqrt", "divide"} <= {program.ops[i].kind for i in group.inner_ops}
+    (gradient,) = group.gradients
+    assert program.ops[program.values[gradient].producer].kind == "dot_general"
+
+
+def test_norms_are_taken_of_what_is_stored():
+    program, _, groups = of_example("momentum")
+    for group in groups:
+        kinds = [program.ops[i].kind for i in group.ops]
+        assert "reduce" in kinds
+
+
+def test_statistics_of_a_batch():
+    program, _, groups = of_example("conv_net")
+    found = names(program, groups)
+    assert ["state/batch_stats/BatchNorm_0/mean"] in found
+    assert all(len(g.args) == 3 for g in groups if "params" in _first(program, g))
+
+
+def _first(program, group):
+    return program.arg_names[group.args[0]]
+
+
+def test_modules_with_their_optimizer():
+    _, _, groups = of_example("nnx")
+    sizes = sorted(len(g.args) for g in groups)
+    assert sizes == [1, 1, 3, 3, 3, 3, 3, 3]
+
+
+def test_two_updates_in_one_step():
+    """That new weights are used at once does not keep them from being sharded."""
+    program, _, groups = of_example("two_updates")
+    critic = [g for g in groups if "critic" in _first(program, g)]
+    assert [len(g.args) for g in critic] == [3, 3]
+    assert all(g.ops for g in critic)
+
+
+def test_a_loop_of_updates():
+    def train(w, xs):
+        def body(w, x):
+            return w - 0.1 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w), None
+
+        return jax.lax.scan(body, w, xs)[0]
+
+    program, paired, groups = storage(train, (normal(0, 16, 4), normal(1, 5, 8, 16)))
+    assert paired == (0, None)
+    (group,) = groups
+    assert {program.ops[i].kind for i in group.inner_ops} >= {"subtract", "multiply"}
+
+
+def test_caches_are_state_without_updates():
+    program, _, groups = of_example("serving")
+    assert names(program, groups) == [["cache/k"], ["cache/v"]]
+    assert all(g.ops == () for g in groups)
+
+
+def test_pairs_by_path_before_donation():
+    def step(state, x):
+        return {"b": state["b"] + x, "a": state["a"] * x}
+
+    x = normal(0, 8, 8)
+    program, paired, _ = storage(step, ({"a": x, "b": x}, x), donate_argnums=(0,))
+    assert program.output_names == ("a", "b")
+    assert paired == (0, 1, None)
+
+
+def test_pairs_by_donation_where_paths_differ():
+    def step(old, x):
+        return {"new": old["old"] + x}
+
+    x = normal(0, 8, 8)
+    assert storage(step, ({"old": x}, x), donate_argnums=(0,))[1] == (0, None)
+    assert storage(step, ({"old": x}, x))[1] == (None, None)
+
+
+def test_bare_arrays_pair_with_what_renews_them():
+    w, x = normal(0, 8, 8), normal(1, 8, 8)
+
+    def train(w, x):
+        return w - 0.1 * x.T @ jnp.sin(x @ w), x @ w
+
+    def serve(w, x):
+        return jnp.sin(x) @ w
+
+    def hand_on(w, x):
+        return x @ w, w
+
+    assert storage(train, (w, x))[1] == (0, None)
+    assert storage(serve, (w, x))[1] == (None, None)
+    assert storage(hand_on, (w, x))[1] == (1, None)
+
+
+def test_one_argument_for_one_output():
+    def step(a, b):
+        return a + (a @ b) * 0.1
+
+    x = normal(0, 8, 8)
+    paired = storage(step, (x, x))[1]
+    assert sorted(p for p in paired if p is not None) == [0]
+
+
+def test_arrays_of_one_element():
+    """Numbers must not tie the states of all parameters together."""
+    params = {"a": normal(0, 16, 16), "b": normal(1, 1), "c": normal(2, 1, 1)}
+    tx = optax.adam(1e-2)
+
+    def step(state, x):
+        def loss(p):
+            return jnp.sin(x @ p["a"] * p["b"] + p["c"]).sum()
+
+        updates, opt = tx.update(jax.grad(loss)(state["params"]), state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    state = {"params": params, "opt": tx.init(params)}
+    _, _, groups = storage(step, (state, normal(3, 8, 16)))
+    assert sorted(len(g.args) for g in groups) == [1, 1, 1, 1, 1, 1, 3]

@@ -1,0 +1,1 @@
+"""Step functions drawn at random, as graphs of ops of many kinds."""

@@ -48,6 +48,19 @@ class Rule:
                 return factor
         return None
 
+    def splits_results(self, factor: int) -> bool:
+        """Whether splitting a factor splits every result that has it.
+
+        A reshape that merges dims has the minor one behind another in its result:
+        what comes in split along it can only be gathered.
+        """
+        return all(
+            self.major(dim) == factor
+            for dims in self.results
+            for dim in dims
+            if factor in dim
+        )
+
 
 @lru_cache(maxsize=65536)
 def parse_rule(text: str) -> Rule:

@@ -174,10 +174,16 @@ class BlockSharding:
 def legal_axes(
     rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
 ) -> FactorAxes:
-    """Drops axes that an op cannot use: twice in one op, or not splitting a factor."""
+    """Drops axes that an op cannot use.
+
+    That is twice in one op, on a factor that they cannot split, or on one that they
+    would not split in the result.
+    """
     used: set[str] = set()
     found = []
     for factor, names in enumerate(wanted):
+        if names and not rule.splits_results(factor):
+            names = []
         kept: list[str] = []
         ways = 1
         for name in names:

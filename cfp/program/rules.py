@@ -74,6 +74,19 @@ class Rule:
             if other != factor
         )
 
+    def splits_results(self, factor: int) -> bool:
+        """Whether splitting a factor splits every result that has it.
+
+        A reshape that merges dims has the minor one behind another in its result:
+        what comes in split along it can only be gathered.
+        """
+        return all(
+            self.major(dim) == factor
+            for dims in self.results
+            for dim in dims
+            if factor in dim
+        )
+
 
 def padded_size(size: int, ways: int) -> int:
     """The smallest size that divides so many ways and holds ``size``."""

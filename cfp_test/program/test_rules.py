@@ -63,6 +63,16 @@ def test_major_skips_factors_of_size_one():
     assert rule.major(rule.results[0][0]) is None
 
 
+def test_what_a_split_factor_splits():
+    merge = parse_rule("([i, j], [k])->([ij]) {i=2, j=4, k=8} reduction={k}")
+    assert [merge.splits_results(f) for f in range(3)] == [True, False, True]
+    split = parse_rule("([ij])->([i, j]) {i=2, j=4}")
+    assert split.splits_results(0)
+    assert split.splits_results(1)
+    unit = parse_rule("([i, j])->([ij]) {i=1, j=4}")
+    assert unit.splits_results(1)
+
+
 @pytest.mark.parametrize("text", ["", "nonsense", "([i])", "#sdy.sharding<@mesh, []>"])
 def test_refuses_what_is_no_rule(text):
     with pytest.raises(ValueError, match="not a sharding rule"):

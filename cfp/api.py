@@ -30,8 +30,8 @@ def plan(
     fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh,
-    static_argnums: Sequence[int] = (),
-    donate_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
     memory_budget: int | str | None = None,
     pins: Pins | None = None,
     preset: str | None = None,
@@ -114,9 +114,6 @@ class ParallelStep:
         self._fn = fn
         self._mesh = mesh
         self._options = {**options}
-        for name in ("static_argnums", "donate_argnums"):
-            if isinstance(self._options.get(name), int):
-                self._options[name] = (self._options[name],)
         self._steps: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
         self._latest: Plan | None = None
         self.__name__ = getattr(fn, "__name__", "step")
@@ -136,7 +133,8 @@ class ParallelStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static = self._options.get("static_argnums", ())
         step = flatten_step(self._fn, args, kwargs, static_argnums=static)
-        key = (step.in_tree, step.static, step.avals)
+        kinds = tuple(type(value) for _, value in step.static)
+        key = (step.in_tree, step.static, kinds, step.avals)
         if key not in self._steps:
             found = plan(self._fn, *args, mesh=self._mesh, **self._options, **kwargs)
             self._steps[key] = (found, found.compile(self._fn, *args, **kwargs))

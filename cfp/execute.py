@@ -16,7 +16,7 @@ from jax.tree_util import tree_leaves, tree_unflatten
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.program.graft import Constraints, constrain, partition_spec
-from cfp.program.trace import FlatStep, lower_step, read_lowering
+from cfp.program.trace import FlatStep, abstract, lower_step, read_lowering
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,12 @@ def _place(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> ja
         raise PlanMismatch(
             f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
             "Plan again for the new shapes."
+        )
+    dtype = abstract(leaf, "of the step").dtype
+    if dtype != aval.dtype:
+        raise PlanMismatch(
+            f"The plan is for an argument of type {aval.dtype}, got {dtype}. Pass what "
+            "was planned for, or plan again."
         )
     if not isinstance(leaf, jax.Array):
         leaf = jnp.asarray(leaf, aval.dtype)
@@ -150,11 +156,13 @@ def compare(found: Any, expected: Any) -> list[Difference]:
 
 def _relative_l2(have: Any, want: Any) -> float:
     a, b = _as_float(have), _as_float(want)
-    scale = np.linalg.norm(b.ravel())
-    error = np.linalg.norm((a - b).ravel())
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    scale = np.linalg.norm(b[finite])
+    error = np.linalg.norm(a[finite] - b[finite])
     if not np.isfinite(error):
-        same = np.array_equal(a, b, equal_nan=True)
-        return 0.0 if same else float("inf")
+        return float("inf")
     return float(error / scale) if scale > 0 else float(error)
 
 

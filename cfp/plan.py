@@ -39,6 +39,7 @@ class Plan:
         arg_specs, output_specs: their shardings, and those of the results.
         constraints: shardings of values inside, by the program's op numbers.
         donated: which argument leaves the step may overwrite.
+        static: positions of the arguments that are no arrays.
         winner: name of the finalist that won, such as "planned".
         predicted_ms: step time by the profiles, or None.
         measured_ms: step time measured on the whole program, or None.
@@ -68,6 +69,7 @@ class Plan:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     search: Mapping[str, float] = field(default_factory=dict)
+    static: tuple[int, ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -127,7 +129,10 @@ class Plan:
         integers that it is in the program.
         """
         types = tuple(type_text(aval) for aval in step.avals)
-        return replace(self, step=step, out_tree=out_tree, arg_types=types)
+        static = tuple(position for position, _ in step.static)
+        return replace(
+            self, step=step, out_tree=out_tree, arg_types=types, static=static
+        )
 
     def _bound(self) -> FlatStep:
         if self.step is None:
@@ -284,6 +289,7 @@ class Plan:
             "options": dict(self.options),
             "environment": dict(self.environment),
             "search": dict(self.search),
+            "static": self.static,
         }
         return json.dumps(data, indent=1)
 
@@ -337,6 +343,7 @@ class Plan:
                 options=data["options"],
                 environment=data["environment"],
                 search=data["search"],
+                static=None if data["static"] is None else tuple(data["static"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanMismatch(
@@ -370,6 +377,8 @@ def _static_positions(
     plan: Plan, fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[int, ...]:
     """Static arguments are known from the step that the plan was made with."""
+    if plan.static is not None:
+        return plan.static
     if plan.step is None:
         return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
     return tuple(position for position, _ in plan.step.static)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import jax
@@ -89,7 +90,10 @@ class Trial:
             for number, step in enumerate(self.steps)
             for d in step.differences
             if d.relative_l2 > self.tolerance
-            and not d.relative_l2 <= ROUNDING_MARGIN * step.rounding.get(d.path, 0.0)
+            and not (
+                d.relative_l2 <= ROUNDING_MARGIN * step.rounding.get(d.path, 0.0)
+                and isfinite(d.relative_l2)
+            )
         ]
 
 

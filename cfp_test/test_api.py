@@ -294,3 +294,138 @@ def test_a_plan_refuses_what_it_was_not_made_for(mesh, cache, tmp_path):
         cfp.Plan.load(tmp_path / "bad.json", mesh=mesh)
     with pytest.raises(cfp.PlanMismatch, match="Cannot read"):
         cfp.Plan.load(tmp_path / "absent.json", mesh=mesh)
+
+
+# ------------------------------------------------------------ what a call must fit
+
+
+def scaled(x, mode="gram", times=2):
+    return (x @ x.T if mode == "gram" else x) * times
+
+
+X = jnp.arange(64.0).reshape(8, 8)
+
+
+def test_a_plan_refuses_another_static_value(mesh, cache):
+    made = cfp.plan(
+        scaled, X, "gram", mesh=mesh, static_argnums=1, cache_dir=cache, settings=QUICK
+    )
+    step = made.apply(scaled)
+    np.testing.assert_allclose(step(X, "gram"), X @ X.T * 2, rtol=1e-6)
+    with pytest.raises(cfp.PlanMismatch, match="Static argument 1 was 'gram'"):
+        step(X, "plain")
+
+
+def test_a_static_argument_may_be_left_out(mesh, cache):
+    made = cfp.plan(
+        scaled, X, mesh=mesh, static_argnums=(1,), cache_dir=cache, settings=QUICK
+    )
+    step = made.apply(scaled)
+    for x in (X, X + 1):
+        np.testing.assert_allclose(step(x), x @ x.T * 2, rtol=1e-6)
+
+
+def test_static_values_of_equal_worth_are_planned_apart(mesh, cache):
+    step = cfp.parallelize(
+        lambda x, n: x * n if isinstance(n, int) else x + n,
+        mesh=mesh,
+        static_argnums=1,
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    np.testing.assert_allclose(step(X, 1), X)
+    np.testing.assert_allclose(step(X, 1.0), X + 1)
+
+
+def test_donating_what_is_not_there_is_refused(mesh, cache):
+    with pytest.raises(cfp.StepNotTraceable, match="positions \\[3\\]"):
+        cfp.plan(scaled, X, mesh=mesh, donate_argnums=(3,), cache_dir=cache)
+
+
+def test_a_plan_refuses_another_type(mesh, cache):
+    made = cfp.plan(
+        lambda x, n: x * n, X, 1, mesh=mesh, cache_dir=cache, settings=QUICK
+    )
+    step = made.apply(lambda x, n: x * n)
+    np.testing.assert_allclose(step(X, 3), X * 3)
+    with pytest.raises(cfp.PlanMismatch, match="int32, got float32"):
+        step(X, 0.5)
+
+
+def test_a_saved_plan_knows_its_static_arguments(mesh, cache, tmp_path):
+    cfp.plan(
+        scaled,
+        X,
+        "gram",
+        3,
+        mesh=mesh,
+        static_argnums=(1, 2),
+        cache_dir=cache,
+        settings=QUICK,
+    ).save(tmp_path / "plan.json")
+    step = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).apply(scaled)
+    np.testing.assert_allclose(step(X, "gram", 3), X @ X.T * 3, rtol=1e-6)
+
+
+def test_a_pin_may_name_an_axis_of_size_one(cache):
+    mesh = jax.make_mesh((4, 1), ("x", "y"), devices=jax.devices()[:4])
+    made = cfp.plan(
+        scaled,
+        X,
+        mesh=mesh,
+        pins={"x": jax.P("x", "y")},
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    assert made.arg_specs[0] == (("x",), ())
+
+
+def test_a_budget_that_is_too_small_spoils_nothing(mesh, tmp_path):
+    def make(**options):
+        settings = PlannerSettings(per_kind=2, in_context=False)
+        return cfp.plan(
+            train_step,
+            *shapes(),
+            mesh=mesh,
+            cache_dir=tmp_path,
+            settings=settings,
+            **options,
+        )
+
+    with pytest.raises(cfp.MemoryBudgetError):
+        make(memory_budget=4096)
+    assert make().measured_ms is not None
+
+
+def test_donated_state_that_is_kept_twice(mesh, cache):
+    def step(state, x):
+        new = state["w"] + x.T @ x + state["prev"]
+        return {"w": new, "prev": new}
+
+    state = {"w": X, "prev": X + 1}
+    made = cfp.plan(
+        step, state, X, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
+    )
+    found = made.apply(step)(jax.tree.map(jnp.copy, state), X)
+    np.testing.assert_allclose(found["w"], X + X.T @ X + X + 1, rtol=1e-6)
+
+
+def test_arrays_without_elements(mesh, cache):
+    def step(w, z):
+        return z @ w, w * 2
+
+    args = jnp.ones((16, 8)), jnp.zeros((0, 16))
+    made = cfp.plan(step, *args, mesh=mesh, cache_dir=cache, settings=QUICK)
+    empty, doubled = made.apply(step)(*args)
+    assert empty.shape == (0, 8)
+    np.testing.assert_allclose(doubled, 2 * args[0])
+
+
+def test_sorts_are_measured(mesh, cache):
+    def step(p, x):
+        return jnp.sort(x @ p, -1) @ p.T, jnp.median(x @ p, axis=-1)
+
+    args = jnp.ones((16, 12)), jnp.arange(128.0).reshape(8, 16)
+    made = cfp.plan(step, *args, mesh=mesh, cache_dir=cache, settings=QUICK)
+    for have, want in zip(made.apply(step)(*args), step(*args), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-6)

@@ -1,8 +1,9 @@
 import math
 
+import numpy as np
 import pytest
 
-from cfp.execute import Difference
+from cfp.execute import Difference, compare
 from cfp.trial import StepResult, Trial
 
 
@@ -32,6 +33,7 @@ def trial(*steps: tuple[float, float], tolerance: float = 1e-5) -> Trial:
         (2e-5, 1e-6, True),
         (2e-5, 1e-5, False),  # Rounding explains it.
         (math.inf, 1e-5, True),
+        (math.inf, math.inf, True),
         (0.5, 1.0, False),  # Nothing but noise in that leaf, whoever computes it.
     ],
 )
@@ -46,3 +48,13 @@ def test_summaries():
     assert found.median_ms == 2.5  # Without the first step.
     assert found.steps[0].loss == 2.0
     assert trial((0.0, 0.0)).median_ms == 1.0
+
+
+def test_infinities_must_agree_and_hide_nothing():
+    expected = {"a": np.array([-np.inf, 1.0, 2.0])}
+    [same] = compare({"a": np.array([-np.inf, 1.0, 2.0])}, expected)
+    assert same.relative_l2 == 0.0
+    [off] = compare({"a": np.array([-np.inf, 1.0, 4.0])}, expected)
+    assert 0.5 < off.relative_l2 < 1.0
+    [gone] = compare({"a": np.array([0.0, 1.0, 2.0])}, expected)
+    assert gone.relative_l2 == math.inf

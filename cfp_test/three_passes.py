@@ -37,7 +37,7 @@ from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.tables import plan_text
 from cfp.search.race import peak_bytes
-from cfp.search.wanted import Wanted, wanted_profiles
+from cfp.search.wanted import Wanted
 from cfp.targets import model_target
 from cfp.units import parse_bytes
 
@@ -118,17 +118,11 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
     frame = analysis.frame
     seconds = 0.0
     print(f"NUM SEGMENT is {len(analysis.representatives)}")
-    with Planner(analysis, session.mesh, args.workdir) as planner:
+    settings = _settings(args)
+    with Planner(analysis, session.mesh, args.workdir, settings=settings) as planner:
         with Display() as display:
             rates = measure_rates(session.mesh, planner.store, progress=display.tell)
-        wanted = wanted_profiles(
-            analysis,
-            planner.classics,
-            rates,
-            planner.environment,
-            args.per_kind,
-            _settings(args).in_context,
-        )
+        _, wanted = planner.wanted(rates)
         for kind, index in enumerate(analysis.representatives):
             segment = analysis.segments[index]
             mine = [item for item in wanted if item.kind == kind]

@@ -114,7 +114,10 @@ class _Labels:
         op_backward = [False] * len(program.ops)
         times: list[int | None] = []
         backward: list[bool] = []
-        while True:  # once more for each loop that data goes around in
+        # Once more for each loop that data goes around in. Times need not settle where
+        # an inner loop swaps what it carries: any of them will do.
+        loops = sum(op.kind == "while" for op in program.ops)
+        for _turn in range(loops + 2):
             before = times
             times = [None for _ in program.values]
             backward_before, backward = backward, [False] * len(program.values)
@@ -150,7 +153,8 @@ class _Labels:
                 before,
                 backward_before,
             ):
-                return of_op, op_backward
+                break
+        return of_op, op_backward
 
     @staticmethod
     def _time(time: int | None) -> int:

@@ -65,7 +65,7 @@ def _fit(
     dims: list[tuple[str, ...]] = []
     for entry in (*spec, *(None,) * (len(value.shape) - len(spec))):
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        dims.append(tuple(names))
+        dims.append(tuple(axis for axis in names if sizes.get(axis) != 1))
     used: set[str] = set()
     for dim, names in enumerate(dims):
         ways = 1

@@ -48,7 +48,7 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     marks = _fingerprints(frame, units)
     before = _latest_before(frame, units)
     loops = [_is_loop(frame, unit) for unit in units]
-    cuts = _cut(marks, before, loops, 0, len(units))
+    cuts = _Cutter(marks, before, loops).cut(0, len(units))
     kinds: dict[tuple, int] = {}
     owners = _group_owners(frame)
     ranges = []
@@ -146,40 +146,56 @@ def _latest_before(frame: Frame, units: list[list[int]]) -> list[int]:
     return before
 
 
-def _cut(
-    marks: Sequence[Hashable],
-    before: Sequence[int],
-    loops: Sequence[bool],
-    low: int,
-    high: int,
-) -> list[tuple[int, int]]:
-    """Cuts ``marks[low:high]`` into segments.
+class _Cutter:
+    """Cuts a sequence of units into segments.
 
     Loops over layers stand by themselves, but not those inside of a repeated layer.
     """
-    if high <= low:
-        return []
-    repeats = _best_repeats(marks, before, low, high)
-    if repeats:
-        found = []
-        for start, period, count in repeats:
-            cuts = _cut(marks, before, loops, low, start)
-            whole = [False] * len(loops)
-            inner = _cut(marks, before, whole, start, start + period)
-            for repeat in range(count):
-                shift = repeat * period
-                cuts.extend((a + shift, b + shift) for a, b in inner)
-            cuts += _cut(marks, before, loops, start + period * count, high)
-            found.append(cuts)
-        return min(found, key=lambda cuts: (_kinds(marks, cuts), len(cuts)))
-    loop = next((i for i in range(low, high) if loops[i]), None)
-    if loop is not None and high - low > 1:
-        cuts = _cut(marks, before, loops, low, loop)
-        return [*cuts, (loop, loop + 1), *_cut(marks, before, loops, loop + 1, high)]
-    split = _restart(marks, before, low, high)
-    if split is not None:
-        return [(low, split), *_cut(marks, before, loops, split, high)]
-    return [(low, high)]
+
+    def __init__(
+        self,
+        marks: Sequence[Hashable],
+        before: Sequence[int],
+        loops: Sequence[bool],
+    ) -> None:
+        self.marks = marks
+        self.before = before
+        self.loops = loops
+        self._known: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+
+    def cut(self, low: int, high: int, inner: bool = False) -> list[tuple[int, int]]:
+        """The segments of ``[low, high)``; ``inner`` inside of a repeated layer."""
+        key = low, high, inner
+        if key not in self._known:
+            self._known[key] = self._cut(low, high, inner) if low < high else []
+        return self._known[key]
+
+    def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
+        ways = [
+            self._by_repeat(low, high, inner, *repeat)
+            for repeat in _best_repeats(self.marks, self.before, low, high)
+        ]
+        if ways:
+            return min(ways, key=lambda cuts: (_kinds(self.marks, cuts), len(cuts)))
+        loop = next((i for i in range(low, high) if self.loops[i]), None)
+        if loop is not None and not inner and high - low > 1:
+            behind = self.cut(loop + 1, high, inner)
+            return [*self.cut(low, loop, inner), (loop, loop + 1), *behind]
+        split = _restart(self.marks, self.before, low, high)
+        if split is not None:
+            return [(low, split), *self.cut(split, high, inner)]
+        return [(low, high)]
+
+    def _by_repeat(
+        self, low: int, high: int, inner: bool, start: int, period: int, count: int
+    ) -> list[tuple[int, int]]:
+        once = self.cut(start, start + period, True)
+        shifts = range(0, count * period, period)
+        return [
+            *self.cut(low, start, inner),
+            *((a + shift, b + shift) for shift in shifts for a, b in once),
+            *self.cut(start + count * period, high, inner),
+        ]
 
 
 def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:

@@ -22,6 +22,9 @@ from cfp.errors import DeviceError, compose
 
 Parts = tuple[tuple[str, str], ...]
 
+# Another one where cfp itself measures or builds otherwise than before.
+MEASURE_VERSION = "1"
+
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 # Flags that change what is written, cached or seen, but not what a program costs
@@ -104,6 +107,8 @@ class Device(Protocol):
     """What is asked of a `jax.Device`, which type checkers take for a variable."""
 
     @property
+    def id(self) -> int: ...
+    @property
     def platform(self) -> str: ...
     @property
     def device_kind(self) -> str: ...
@@ -133,9 +138,12 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         )
     platform_name = devices[0].platform
     parts = {
+        "measure": MEASURE_VERSION,
         "platform": platform_name,
         "device_kind": ", ".join(sorted({device.device_kind for device in devices})),
         "devices": str(len(devices)),
+        # Neighbours on the mesh may be linked in another way.
+        "order": ",".join(str(d.id - min(o.id for o in devices)) for d in devices),
         "processes": str(len({device.process_index for device in devices})),
         "jax_version": jax.__version__,
         "jaxlib_version": metadata.version("jaxlib"),

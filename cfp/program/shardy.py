@@ -86,7 +86,28 @@ def normalise(module: ir.Module) -> int:
             elif op.name == "sdy.sharding_constraint":
                 erased += 1
                 _forward(op, [op.operands[0]])
+            elif op.name not in REGION_OPS:
+                _sink_constants(op)
     return erased
+
+
+def _sink_constants(op: ir.Operation) -> None:
+    """Gives the scalar code of a sort or the like its own copy of what it captures.
+
+    So an op depends on its operands alone, and can be cloned elsewhere.
+    """
+    for region in op.regions:
+        for block in region.blocks:
+            copies: dict[ir.Value, ir.Value] = {}
+            for inner in [o.operation for o in block.operations]:
+                for index, operand in enumerate(inner.operands):
+                    owner = operand.owner
+                    if isinstance(owner, ir.Block) or owner.operation.parent == op:
+                        continue
+                    if operand not in copies:
+                        with ir.InsertionPoint.at_block_begin(block):
+                            copies[operand] = owner.operation.clone().results[0]
+                    inner.operands[index] = copies[operand]
 
 
 def _forward(op: ir.Operation, values: list[ir.Value]) -> None:

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from cfp.errors import MeshError, StepNotTraceable
+from cfp.errors import MeshError, PlanMismatch, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.graph import Program
 from cfp.program.read import read_program
@@ -43,6 +43,13 @@ class FlatStep:
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure."""
+        for position, value in self.static:
+            got = args[position] if position < len(args) else None
+            if type(got) is not type(value) or got != value:
+                raise PlanMismatch(
+                    f"Static argument {position} was {value!r} when the step was "
+                    f"planned, and is {got!r} now. Plan again for the new value."
+                )
         dynamic = _without_static(args, self.static)
         leaves, tree = tree_flatten((dynamic, kwargs))
         if tree != self.in_tree:
@@ -90,8 +97,8 @@ def flatten_step(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
     *,
-    static_argnums: Sequence[int] = (),
-    donate_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
 ) -> FlatStep:
     """Separates a call into its array leaves and everything else.
 
@@ -107,13 +114,22 @@ def flatten_step(
     """
     kwargs = kwargs or {}
     count = len(args)
-    static_positions = sorted({i % count if count else i for i in static_argnums})
+    # Like jax.jit: a static argument that is left out has its default.
+    static_positions = sorted(
+        i for i in _positions(static_argnums, count) if 0 <= i < count
+    )
     static = tuple((i, args[i]) for i in static_positions)
     dynamic = _without_static(args, static)
     positions = [i for i in range(count) if i not in static_positions]
     names = _argument_names(fn, count)
     flat, in_tree = tree_flatten_with_path((dynamic, kwargs))
-    donate_positions = {i % count for i in donate_argnums} if count else set()
+    donate_positions = _positions(donate_argnums, count)
+    beyond = [i for i in donate_positions if not 0 <= i < count]
+    if beyond:
+        raise StepNotTraceable(
+            f"donate_argnums names positions {beyond}, but the call has {count} "
+            "positional arguments."
+        )
     avals, arg_names, donated = [], [], []
     for path, leaf in flat:
         if path[0].idx == 0:
@@ -124,8 +140,14 @@ def flatten_step(
         rest = jax.tree_util.keystr(path[2:], simple=True, separator="/")
         arg_names.append(f"{root}/{rest}" if rest else root)
         donated.append(donate)
-        avals.append(_abstract(leaf, arg_names[-1]))
+        avals.append(abstract(leaf, arg_names[-1]))
     return FlatStep(fn, tuple(avals), tuple(donated), tuple(arg_names), in_tree, static)
+
+
+def _positions(numbers: int | Sequence[int], count: int) -> set[int]:
+    """Argument positions; negative ones count from the end."""
+    wanted = [numbers] if isinstance(numbers, int) else numbers
+    return {i + count if i < 0 else i for i in wanted}
 
 
 def _without_static(
@@ -145,7 +167,12 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names + [f"arg{i}" for i in range(len(names), count)]
 
 
-def _abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an argument's leaf as JAX takes it.
+
+    Raises:
+        StepNotTraceable: it is no array.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     if isinstance(leaf, jax.Array):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.layout import Choice, Storage, lay_out
+from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy
 from cfp.errors import DeviceError, MemoryBudgetError
+from cfp.presets import preset
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.estimate import Estimator
@@ -75,8 +78,23 @@ def build_problem(
         kinds=tuple(s.kind for s in segments),
         options=tuple(tuple(found) for found in options),
         edge_ms=_edges(analysis, options, rates),
-        fixed_bytes=0,
+        fixed_bytes=_fixed_bytes(analysis),
         budget_bytes=budget_bytes,
+    )
+
+
+def _fixed_bytes(analysis: Analysis) -> int:
+    """Arguments that are no state, such as a batch, as data parallelism has them."""
+    frame = analysis.frame
+    roles = ("data",) * len(frame.mesh)
+    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    return sum(
+        ceil(
+            frame.program.values[value].size_bytes
+            / spec_ways(layout.arg_spec(position), frame.mesh)
+        )
+        for position, value in enumerate(frame.program.args)
+        if position not in frame.group_of_arg
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import pulp
 
+from cfp.search.dynamic import solve_dynamically
 from cfp.search.problem import Problem, Solution, solution
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
@@ -35,8 +36,10 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
     model.setObjective(pulp.lpSum(cost))
     solver = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0)
     model.solve(solver)
-    if pulp.LpStatus[model.status] != "Optimal":
-        return None
+    status = pulp.LpStatus[model.status]
+    if status != "Optimal":
+        # Out of time: the other solver is slower on average, and has no limit.
+        return None if status == "Infeasible" else solve_dynamically(problem)
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
     return solution(problem, picks)
 

@@ -131,6 +131,7 @@ def whole_job(
     options: Mapping[str, str] | None = None,
 ) -> Job:
     """The job that measures a whole program under a choice, with compiler options."""
+    environment = (*environment, ("what", "whole program, raced"))
     if options:
         environment = (*environment, ("options", repr(sorted(options.items()))))
     ops = [op.id for op in frame.program.ops if op.parent < 0]
@@ -156,18 +157,21 @@ def make_job(
     out_place = {v: i for i, v in enumerate(part.outputs)}
     out_specs = [_even(layout, v, layout.spec(v)) for v in part.outputs]
     feedback = []
+    settled: set[int] = set()
     for place, v in enumerate(part.inputs):
         argument = position.get(v)
         output = frame.paired[argument] if argument is not None else None
         if argument is None or output is None:
             continue
         made = program.outputs[output]
-        if made in out_place:
-            out_specs[out_place[made]] = in_specs[place]
-            if program.alias[argument] is not None:
-                feedback.append((place, out_place[made]))
+        if made in settled or made not in out_place:
+            continue  # one value that becomes two arguments goes back into the first
+        settled.add(made)
+        out_specs[out_place[made]] = in_specs[place]
+        if program.alias[argument] is not None:
+            feedback.append((place, out_place[made]))
     return Job(
-        key=_key(frame, part, told, in_specs, tuple(out_specs), environment),
+        key=_key(frame, part, told, in_specs, tuple(out_specs), feedback, environment),
         label=label,
         part=part,
         constraints=told,
@@ -206,6 +210,7 @@ def _key(
     told: Constraints,
     in_specs: tuple[Spec, ...],
     out_specs: tuple[Spec, ...],
+    feedback: Sequence[tuple[int, int]],
     environment: Parts,
 ) -> ProfileKey:
     """The key of a job: its ops and shardings, numbered from its own start.
@@ -227,7 +232,8 @@ def _key(
     told_digest = hashlib.sha256()
     values = sorted((local[v], s) for v, s in told.values.items())
     uses = sorted(((local_op[o], i), s) for (o, i), s in told.uses.items())
-    told_digest.update(repr((values, uses, in_specs, out_specs)).encode())
+    shardings = (values, uses, in_specs, out_specs, feedback)
+    told_digest.update(repr(shardings).encode())
     for one in told.recompute:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         told_digest.update(repr(again).encode())

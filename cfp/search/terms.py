@@ -114,7 +114,7 @@ class Terms:
         share = 1.0  # of the op's work that one device does, padding included
         for size, names in zip(rule.sizes, axes, strict=True):
             ways = prod(self._sizes[a] for a in names)
-            share *= padded_size(size, ways) / (size * ways)
+            share *= padded_size(size, ways) / (size * ways) if size else 0.0
         if is_contraction(op):
             flops = 2.0 * prod(rule.sizes)
             dtype = program.values[op.operands[0]].dtype

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 
+from cfp.analysis.analyze import build_frame
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.program.trace import flatten_step, trace
 from cfp_test.checking import make_mesh
@@ -118,3 +119,23 @@ def test_ends_are_not_read_further():
     tanh, cos, sin = program.ops
     of_op, _ = first_downstream(flow, {sin.id}, frozenset(cos.results))
     assert of_op[cos.id] == of_op[tanh.id] == NEVER
+
+
+def test_inner_loops_that_swap_what_they_carry():
+    """What goes around there never comes to rest; the analysis must."""
+
+    def step(x, w, v, other):
+        def outer(_, e):
+            def inner(_, c):
+                a, b, total = c
+                return b, a, total + x @ w
+
+            a, b, total = jax.lax.fori_loop(0, 3, inner, (e, other, jnp.zeros_like(e)))
+            return jnp.tanh((e + a + b + total) @ v)
+
+        return jax.lax.fori_loop(0, 2, outer, x @ w)
+
+    sizes = (("x", 4),)
+    x = jnp.ones((8, 8))
+    program, _ = trace(flatten_step(step, (x, x, x, x), {}), make_mesh(sizes))
+    assert len(build_frame(program, sizes).blocks) >= 2

@@ -152,8 +152,11 @@ def test_settings_of_jax_are_parts(cpu):
     assert dict(before.parts)["threefry_partitionable"] in ("True", "False", "absent")
 
 
-def fake_gpu(process_index: int, device_kind: str = "NVIDIA H200") -> Any:
+def fake_gpu(
+    process_index: int, device_kind: str = "NVIDIA H200", number: int = 0
+) -> Any:
     return SimpleNamespace(
+        id=number,
         process_index=process_index,
         platform="gpu",
         device_kind=device_kind,
@@ -191,3 +194,14 @@ def test_mixed_kinds_are_named_once_each():
 def test_no_devices():
     with pytest.raises(DeviceError, match=r"try: pass jax.devices\(\)"):
         environment_parts([])
+
+
+def test_the_order_of_devices_is_a_part():
+    """Of two meshes over the same devices, neighbours may be linked in another way."""
+
+    def order(*numbers: int) -> str:
+        devices = [fake_gpu(0, number=n) for n in numbers]
+        return dict(environment_parts(devices))["order"]
+
+    assert order(0, 1, 2, 3) == order(4, 5, 6, 7) == "0,1,2,3"
+    assert order(0, 2, 1, 3) == "0,2,1,3"

@@ -1,7 +1,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.mlir import ir
 
+from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
 from cfp.program.trace import flatten_step, trace
 from cfp_test.checking import make_mesh
@@ -221,3 +223,25 @@ def test_foreign_code_is_opaque():
     assert call.rule is None
     batch = read(lambda x: jnp.linalg.svd(x, compute_uv=False), jnp.ones((4, 8, 8)))
     assert batch.outputs
+
+
+def test_the_code_inside_of_an_op_captures_nothing():
+    """Else a part of a program that is cloned elsewhere reads what is gone."""
+    for name in ("sorting", "windows", "segments", "moe_sort"):
+        fn, args, *_ = PROGRAMS[name]()
+        step = flatten_step(fn, args, {})
+        _, lowering = trace(step, MESH)
+        for op in shardy.walk(shardy.main_function(lowering.module)):
+            if op.name in shardy.REGION_OPS:
+                continue
+            for region in op.regions:
+                for block in region.blocks:
+                    for inner in (o.operation for o in block.operations):
+                        for value in inner.operands:
+                            owner = value.owner
+                            at_home = (
+                                owner == block
+                                if isinstance(owner, ir.Block)
+                                else owner.operation.parent == op
+                            )
+                            assert at_home, (name, str(inner))

@@ -21,7 +21,7 @@ REFUSED = "fft_thunk.cc"
 def run_or_reject(run):
     """Runs a compiled step; what XLA refuses, saying so, is no example."""
     try:
-        return run()
+        return jax.block_until_ready(run())
     except jax.errors.JaxRuntimeError as error:
         if REFUSED not in str(error):
             raise

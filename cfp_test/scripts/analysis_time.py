@@ -3,7 +3,8 @@
     python cfp_test/scripts/analysis_time.py [--layers 12 24 48 96] [--json FILE]
 
 Every depth is traced and analysed several times, each time from the start, and the
-median is shown. Needs no GPU.
+median is shown, of seconds of the processor: what else runs on the machine then counts
+little. Needs no GPU.
 """
 
 import argparse
@@ -34,11 +35,11 @@ def measure(layers: int, mesh: jax.sharding.Mesh, repeats: int) -> dict:
         jax.clear_caches()
         gc.collect()
         fn, args = registry.build("gpt", layers=layers)
-        started = time.perf_counter()
+        started = time.process_time()
         program, _ = trace(flatten_step(fn, args, {}), mesh)
-        traced = time.perf_counter()
+        traced = time.process_time()
         analysis = analyze(program, tuple(mesh.shape.items()))
-        rows.append((traced - started, time.perf_counter() - traced))
+        rows.append((traced - started, time.process_time() - traced))
     return {
         "layers": layers,
         "ops": len(program.ops),

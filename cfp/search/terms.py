@@ -136,11 +136,10 @@ class Terms:
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
-        size *= self._repeats.get(value, 1)
         total = self.moves.cost_ms(size, *made, wants[0])
         for want in wants[1:]:
             total += self.moves.cost_ms(size, wants[0], (), want)
-        return total
+        return total * self._repeats.get(value, 1)
 
     # -- state ---------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Estimates: matrices against sums over pairs, and the shortlist of classics."""
 
-import functools
 import itertools
 
 import numpy as np
@@ -10,8 +9,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets import CLASSICS, presets
-from cfp.profiling.collectives import measure_rates
-from cfp.profiling.store import ProfileStore
+from cfp.profiling.rates import Rates
 from cfp.program.trace import flatten_step, trace
 from cfp.search.candidates import best_candidates, segment_candidate
 from cfp.search.problem import Candidate
@@ -21,21 +19,18 @@ from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 
 
-@pytest.fixture(scope="module")
-def rates_of(tmp_path_factory):
-    """The rates of a mesh, measured once: another time they may be others."""
-    store = ProfileStore(tmp_path_factory.mktemp("rates") / "rates.sqlite")
-    with store:
-        yield functools.cache(lambda sizes: measure_rates(make_mesh(sizes), store))
+def rates_of(sizes):
+    """Rates that nobody measured, and that no other load on the machine changes."""
+    return Rates.default(make_mesh(sizes))
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
-def small(request, rates_of):
+def small(request):
     """A perceptron, whose choices can all be looked at, with its estimates."""
-    return estimated(*PROGRAMS["mlp"]()[:2], request.param, rates_of)
+    return estimated(*PROGRAMS["mlp"]()[:2], request.param)
 
 
-def estimated(fn, args, sizes, rates_of):
+def estimated(fn, args, sizes):
     program, _ = trace(flatten_step(fn, args, {}), make_mesh(sizes))
     analysis = analyze(program, sizes)
     return analysis, estimate_kinds(analysis, rates_of(sizes))
@@ -94,13 +89,14 @@ def test_strategies_that_shard_alike_are_searched_once(small):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_loop_costs_what_its_layers_cost(remat, rates_of):
-    sizes = {"hidden": 128, "heads": 8, "seq": 128, "vocab": 512, "batch": 8}
+def test_a_loop_costs_what_its_layers_cost(remat):
+    # Large enough that latencies, of which a loop has fewer, count little.
+    sizes = {"hidden": 4096, "heads": 32, "seq": 1024, "vocab": 512, "batch": 16}
     options = {**TINY["gpt"], **sizes, "layers": 6, "remat": remat}
     totals = []
     for scan in (False, True):
         step = registry.build("gpt", **options, scan=scan)
-        analysis, estimates = estimated(*step, (("x", 4),), rates_of)
+        analysis, estimates = estimated(*step, (("x", 4),))
         index = analysis.representatives[1]
         repeats = [s.kind for s in analysis.segments].count(1)
         totals.append(
@@ -114,14 +110,14 @@ def test_a_loop_costs_what_its_layers_cost(remat, rates_of):
     assert unrolled.keys() == scanned.keys()
     # A loop also writes and reads what it keeps for the backward pass.
     ratios = [scanned[name] / unrolled[name] for name in unrolled]
-    assert 0.8 < min(ratios) and max(ratios) < 1.6
+    assert 0.8 < min(ratios) and max(ratios) < 1.6, ratios
     assert max(ratios) / min(ratios) < 1.3
 
 
-def test_few_of_many_classics_are_measured(rates_of):
+def test_few_of_many_classics_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
     step = registry.build("gpt", **TINY["gpt"])
-    analysis, estimates = estimated(*step, sizes, rates_of)
+    analysis, estimates = estimated(*step, sizes)
     every = presets(analysis.frame)
     chosen = leading_classics(analysis, estimates, every)
     assert len(every) > 40

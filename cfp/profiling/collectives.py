@@ -46,6 +46,7 @@ _TIMING = TimingOptions(
     target_spread=0.03,
     budget_seconds=0.2,
     min_sample_ms=2.0,
+    min_repeat=1,
 )
 _DTYPES = ("float32", "bfloat16")
 

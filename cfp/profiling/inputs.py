@@ -1,7 +1,8 @@
 """Makes arrays to run a program on, each piece on the device that will hold it.
 
-The values matter a little: zeros take less power than numbers do, so that clocks
-stay higher than in earnest, and NaN or infinite values make some kernels slower.
+The values matter a little: zeros, and numbers of one sign, take less power than numbers
+do in earnest, so that clocks stay higher, and NaN or infinite values make some kernels
+slower.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.program.graft import Spec, aval, partition_spec
+from cfp.profiling.signs import above_zero
+from cfp.program.graft import Part, Spec, aval, partition_spec
 from cfp.program.graph import Program
 
 # All floats lie between these, which even eight bits hold as numbers above zero
-# and no larger than 0.02.
+# and no larger than 0.02; or, of both signs, between the larger and its negative.
 _SMALLEST_FLOAT = 0.002
 _LARGEST_FLOAT = 0.0199
 _INTEGER_BITS = 7
@@ -33,21 +35,24 @@ class InputKind:
       shape: of the whole array.
       dtype: its name, as numpy and JAX write it.
       spec: how it is sharded.
+      signed: whether its floats are of both signs, or all above zero.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: Spec
+    signed: bool = False
 
 
 def input_kinds(
-    program: Program, values: Sequence[int], specs: Sequence[Spec]
+    program: Program, part: Part, specs: Sequence[Spec]
 ) -> tuple[InputKind, ...]:
-    """The kinds of some of a program's values under these shardings."""
-    avals = [aval(program, value) for value in values]
+    """The kinds of a part's inputs under these shardings."""
+    avals = [aval(program, value) for value in part.inputs]
+    positive = above_zero(program, part.ops)
     return tuple(
-        InputKind(array.shape, str(array.dtype), spec)
-        for array, spec in zip(avals, specs, strict=True)
+        InputKind(array.shape, str(array.dtype), spec, value not in positive)
+        for value, array, spec in zip(part.inputs, avals, specs, strict=True)
     )
 
 
@@ -56,10 +61,10 @@ def make_inputs(
 ) -> list[jax.Array]:
     """Makes one array for each kind.
 
-    Floats are positive and at most 0.02, so that neither logarithms nor square
-    roots nor many layers in a row lead out of the numbers. Integers lie from 0 to
-    127 (fewer where the type is narrower), a single one is 1; booleans are mixed,
-    a single one is true.
+    Floats are at most 0.02, so that many layers in a row do not lead out of the
+    numbers, and above zero where logarithms or square roots would. Integers lie
+    from 0 to 127 (fewer where the type is narrower), a single one is 1; booleans
+    are mixed, a single one is true.
 
     Args:
       kinds: what to make. Equal ones share an array.
@@ -87,14 +92,14 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, partition_spec(kind.spec))
 
     def generate() -> jax.Array:
-        return _values(kind.shape, jnp.dtype(kind.dtype))
+        return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed)
 
     # Types of 64 bits are cut without this; the others are unaffected.
     with jax.enable_x64(True):
         return jax.jit(generate, out_shardings=sharding).lower().compile()
 
 
-def _values(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _values(shape: tuple[int, ...], dtype: jnp.dtype, signed: bool) -> jax.Array:
     if dtype == jnp.bool_:
         return _bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -104,16 +109,15 @@ def _values(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return lax.convert_element_type(_bits(shape) >> (32 - bits), dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.float64 if dtype == jnp.complex128 else jnp.float32
-        real = lax.convert_element_type(_floats(shape), part)
+        real = lax.convert_element_type(_floats(shape, signed), part)
         return lax.complex(real, real)
-    return lax.convert_element_type(_floats(shape), dtype)
+    return lax.convert_element_type(_floats(shape, signed), dtype)
 
 
-def _floats(shape: tuple[int, ...]) -> jax.Array:
-    width = jnp.float32((_LARGEST_FLOAT - _SMALLEST_FLOAT) / 2**24)
-    return (_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(
-        _SMALLEST_FLOAT
-    )
+def _floats(shape: tuple[int, ...], signed: bool) -> jax.Array:
+    smallest = -_LARGEST_FLOAT if signed else _SMALLEST_FLOAT
+    width = jnp.float32((_LARGEST_FLOAT - smallest) / 2**24)
+    return (_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(smallest)
 
 
 def _bits(shape: tuple[int, ...]) -> jax.Array:

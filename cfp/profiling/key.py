@@ -23,7 +23,7 @@ from cfp.errors import DeviceError, compose
 Parts = tuple[tuple[str, str], ...]
 
 # Another one where cfp itself measures or builds otherwise than before.
-MEASURE_VERSION = "1"
+MEASURE_VERSION = "2"
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 

@@ -79,6 +79,7 @@ def measure(
     target_spread: float = 0.005,
     budget_seconds: float = 10.0,
     min_sample_ms: float = 5.0,
+    min_repeat: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
 ) -> Timing:
@@ -99,6 +100,7 @@ def measure(
       budget_seconds: no new sample starts once this is spent; one is always
         taken, even if that leaves fewer than `min_samples`.
       min_sample_ms: how long one sample should last at least.
+      min_repeat: how many executions one sample should hold at least.
       clock: seconds, monotonic.
       agree: makes a duration the same in all processes of the program.
 
@@ -110,7 +112,7 @@ def measure(
             f"expected 1 <= min_samples <= max_samples, got {min_samples} and "
             f"{max_samples}"
         )
-    subject = _Subject(run, min_sample_ms, clock, agree)
+    subject = _Subject(run, min_sample_ms, clock, agree, min_repeat)
     while not subject.calibrated or (
         subject.spent_seconds < budget_seconds / 2
         and (subject.spent_seconds < warmup_seconds or not subject.steady)
@@ -195,8 +197,10 @@ class _Subject:
         min_sample_ms: float,
         clock: Callable[[], float],
         agree: Callable[[float], float],
+        min_repeat: int = 1,
     ):
         self._run = run
+        self._min_repeat = min_repeat
         self._min_sample_seconds = min_sample_ms / 1e3
         self._clock = clock
         self._agree = agree
@@ -226,6 +230,7 @@ class _Subject:
         if len(self.warmup_ms) == 1:
             # Loading code and opening communicators: no measure of anything.
             self.spent_seconds = 0.0
+            self._repeat = self._min_repeat
         elif self._repeat >= _LARGEST_REPEAT or seconds >= self._min_sample_seconds:
             self.calibrated = True
         else:

@@ -82,7 +82,7 @@ def test_a_built_part_computes_what_the_step_does(case):
     job = case.job()
     built = build(case.program, case.mesh, job)
     assert isinstance(built, Built)
-    kinds = input_kinds(case.program, job.part.inputs, job.in_specs)
+    kinds = input_kinds(case.program, job.part, job.in_specs)
     inputs = make_inputs(kinds, case.mesh, job.donated)
     by_name = {
         case.program.arg_names[case.program.args.index(value)]: jnp.asarray(

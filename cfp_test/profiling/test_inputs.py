@@ -5,6 +5,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+from cfp.program.graft import cut_part
+from cfp.program.trace import flatten_step, trace
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint4"]
@@ -100,7 +102,31 @@ def test_generators_are_compiled_once(mesh):
 
 def test_kinds_of_a_program(case):
     job = case.job()
-    kinds = input_kinds(case.program, job.part.inputs, job.in_specs)
-    assert InputKind((), "int32", ()) in kinds
-    assert InputKind((8, 8), "float32", (("x",), ())) in kinds
-    assert kinds.count(InputKind((8, 16), "float32", ((), ()))) == 2
+    kinds = input_kinds(case.program, job.part, job.in_specs)
+    assert InputKind((), "int32", (), signed=True) in kinds
+    assert InputKind((8, 8), "float32", (("x",), ()), signed=True) in kinds
+    assert kinds.count(InputKind((8, 16), "float32", ((), ()), signed=True)) == 2
+
+
+def test_only_what_a_root_is_taken_of_is_all_positive(mesh):
+    def step(x, weights, moment):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.square(x @ w)))(weights)
+        moment = 0.9 * moment + 0.1 * gradient**2
+
+        def body(total, row):
+            return total + row, jnp.log(row)
+
+        total, logs = jax.lax.scan(body, jnp.zeros(8), moment)
+        return weights - gradient / jnp.sqrt(moment), moment, total, logs
+
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    program, _ = trace(flatten_step(step, (square, square, square)), mesh)
+    part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
+    specs = [((), ())] * len(part.inputs)
+    kinds = input_kinds(program, part, specs)
+    signed = {v: kind.signed for v, kind in zip(part.inputs, kinds, strict=True)}
+    assert [signed[v] for v in program.args] == [True, True, False]
+    arrays = make_inputs(kinds, mesh)
+    smallest = [float(jnp.min(array)) for array in arrays]
+    assert [low > 0 for low in smallest] == [not kind.signed for kind in kinds]
+    assert all(abs(float(jnp.mean(a))) < 0.02 for a in arrays)

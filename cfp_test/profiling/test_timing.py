@@ -73,6 +73,14 @@ def test_a_short_thing_is_repeated_until_a_sample_is_long_enough():
     assert timing.median_ms == pytest.approx(0.020 + 0.050 / repeat)
 
 
+def test_a_sample_holds_as_many_executions_as_asked_for():
+    device = FakeDevice()
+    run = device.thing("a", lambda *_: 0.1, launch_seconds=0.01)
+    timing = measure(run, clock=device.clock, min_repeat=4)
+    assert {n for _, n in device.log[1:]} == {4}
+    assert timing.median_ms == pytest.approx(100 + 10 / 4)
+
+
 def test_warm_up_waits_for_clocks_that_drop_over_seconds():
     device = FakeDevice()
     started = device.now

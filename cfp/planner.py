@@ -27,6 +27,7 @@ from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tuning import tune_kernels
 from cfp.program.graft import aval
 from cfp.search.assemble import (
     best_solutions,
@@ -41,7 +42,7 @@ from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import Wanted, wanted_again, wanted_profiles
+from cfp.search.wanted import Wanted, tuning_jobs, wanted_again, wanted_profiles
 
 # How many of the fastest are raced with other compiler options, too.
 _LEADERS = 2
@@ -101,6 +102,9 @@ class Planner:
         records = known
         if self.settings.measure:
             program = self.analysis.frame.program
+            if not known.keys() >= {job.key.digest for job in jobs}:
+                tuned = tuning_jobs(self.analysis, classics, self.environment)
+                tune_kernels(program, self.mesh, tuned, self.store, **self._manner)
             found = profile(program, self.mesh, jobs, self.store, **self._manner)
             records = found.records
         done = [records.get(item.job.key.digest) for item in wanted]

@@ -1,15 +1,21 @@
-"""The commands that move measurements from one machine's store to another's."""
+"""Commands about measurements that are no plan's: moved elsewhere, and of links."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from cfp import platform as platforms
 from cfp.cli import options as o
+from cfp.cli.progress import Display
 from cfp.errors import CfpError
+from cfp.profiling.collectives import measure_rates
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.report.curves import curves_data, curves_table, plot_curves
 
 
 @o.command
@@ -56,5 +62,54 @@ def import_profiles(
         print(f"{len(store)} in {store.path}")
 
 
+@o.measuring
+def curves(
+    ctx: typer.Context,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    workdir: o.Workdir = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the curves, as .png, .svg or .pdf."),
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="What one device's links can send, to compare with: 450 for an H200.",
+            min=0.001,
+        ),
+    ] = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Measure how fast the devices of a mesh talk to each other, or look it up.
+
+    Example: cfp profile curves --mesh x=4 --plot curves.png --link 450
+    """
+    o.check_writable(plot)
+    axes = platforms.parse_mesh(devices, mesh)
+    with o.only_json(as_json) as print_json:
+        platforms.select(platform, axes)
+        with (
+            ProfileStore(store_path(workdir)) as store,
+            Display(quiet) as display,
+        ):
+            rates = measure_rates(
+                platforms.make_mesh(axes), store, progress=display.tell
+            )
+        if plot is not None:
+            plot_curves([("", rates)], plot, link)
+        if as_json:
+            print_json(json.dumps(curves_data(rates, link), indent=1))
+        else:
+            Console().print(curves_table(rates, link))
+
+
 # By the words that call them: the second word after "profile" is else a target.
-COMMANDS = {"profile export": export_profiles, "profile import": import_profiles}
+COMMANDS = {
+    "profile export": export_profiles,
+    "profile import": import_profiles,
+    "profile curves": curves,
+}

@@ -155,8 +155,7 @@ def run_tasks(
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
         where building needs the devices. Otherwise tasks are built and then run in
-        batches of 1, 2, 4 and so on, up to twice the number of threads: the first
-        few leave behind what a compiler has learnt about the devices.
+        batches of twice the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: told of every event, in this thread.
@@ -188,7 +187,8 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     ahead: deque[tuple[Task, Future[Built | ProfileRecord]]] = deque()
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
     build = _in_thread(state)
-    room = threads + _WAITING_BESIDE_THREADS if overlap else 1
+    batch = 2 * threads if threads > 1 else 1
+    room = threads + _WAITING_BESIDE_THREADS if overlap else batch
     # Of several builds nobody knows which one a process died of.
     alone = bool(state.marks.folder.suspects().keys() & state.tasks.keys())
     try:
@@ -204,7 +204,6 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                 if not overlap:
                     state.tell(ahead[0][0].label, "build")
                     wait([built for _, built in ahead])
-                    room = min(2 * room, 2 * threads if threads > 1 else 1)
             # No name here: what was built goes when its turn is over.
             state.take_turn(*ahead.popleft())
     finally:

@@ -63,7 +63,7 @@ class Rates:
         for kind in KINDS:
             for group in axis_groups(axes):
                 ways = prod(sizes[name] for name in group)
-                share = _sent_share(kind, ways) / _LINK_BYTES_PER_MS
+                share = sent_share(kind, ways) / _LINK_BYTES_PER_MS
                 curves[kind, group] = tuple(
                     (size, _LATENCY_MS + size * share) for size in _DEFAULT_SIZES
                 )
@@ -166,7 +166,7 @@ def interpolate(curve: Curve, size: float) -> float:
     return before * exp(part * log(after / before))
 
 
-def _sent_share(kind: str, ways: int) -> float:
+def sent_share(kind: str, ways: int) -> float:
     """The part of a group's tensor that one device sends, in a ring."""
     passes = {"all-reduce": 2.0, "all-to-all": 1.0 / ways}.get(kind, 1.0)
     return passes * (ways - 1) / ways

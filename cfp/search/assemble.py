@@ -58,13 +58,16 @@ def build_problem(
         layout = segment_layout(frame, segments, index, item.candidate)
         remat = item.candidate.remat
         kept = segment_bytes(frame, segments[index], layout, remat)
+        # What the backward pass can make again within a fusion is not kept after all:
+        # alone a segment never needs more than it keeps and works with.
+        residual = min(kept.residual_bytes, record.temp_bytes)
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
                 time_ms=record.time_ms if alone else item.time_ms(records),
                 state_bytes=kept.state_bytes,
-                residual_bytes=kept.residual_bytes,
-                temp_bytes=max(0, record.temp_bytes - kept.residual_bytes),
+                residual_bytes=residual,
+                temp_bytes=record.temp_bytes - residual,
             )
         )
     for kind, found in enumerate(options):

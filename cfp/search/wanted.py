@@ -142,6 +142,29 @@ def wanted_profiles(
     return found
 
 
+def tuning_jobs(
+    analysis: Analysis, classics: Mapping[str, Choice], environment: Parts
+) -> list[Job]:
+    """What holds nearly every kernel of a program: one of each kind of segment.
+
+    One job for each way in which the classics shard the blocks.
+    """
+    ways = {choice.blocks: (name, choice) for name, choice in classics.items()}
+    return [
+        pair_job(
+            analysis.frame,
+            analysis.segments,
+            {
+                index: segment_candidate(analysis, index, choice)
+                for index in analysis.representatives
+            },
+            environment,
+            name,
+        )
+        for name, choice in ways.values()
+    ]
+
+
 def wanted_again(
     analysis: Analysis,
     wanted: Sequence[Wanted],

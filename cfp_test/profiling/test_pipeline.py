@@ -250,7 +250,7 @@ def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
     assert shop.most_waiting == (2 * threads if threads > 1 else 1)
 
 
-def test_batches_grow(shop, store):
+def test_batches_are_of_one_size(shop, store):
     waiting = []
 
     def note(event):
@@ -264,7 +264,7 @@ def test_batches_grow(shop, store):
         overlap=False,
         progress=note,
     )
-    assert waiting == [1, 2, 1, 4, 3, 2, 1, 6, 5, 4, 3, 2, 1, 3, 2, 1]
+    assert waiting == [6, 5, 4, 3, 2, 1, 6, 5, 4, 3, 2, 1, 4, 3, 2, 1]
 
 
 # ----------------------------------------------------------------------------- progress

@@ -16,7 +16,7 @@ from cfp.presets import preset
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.estimate import Estimator
-from cfp.search.ilp import solve_ilp
+from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.measure import segment_bytes, segment_layout
 from cfp.search.problem import Option, Problem, Solution, solution
 from cfp.search.wanted import Wanted, between, handover_ms, layout_of
@@ -58,16 +58,14 @@ def build_problem(
         layout = segment_layout(frame, segments, index, item.candidate)
         remat = item.candidate.remat
         kept = segment_bytes(frame, segments[index], layout, remat)
-        # What the backward pass can make again within a fusion is not kept after all:
-        # alone a segment never needs more than it keeps and works with.
-        residual = min(kept.residual_bytes, record.temp_bytes)
+        residual = item.kept_bytes(records, kept.residual_bytes)
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
                 time_ms=record.time_ms if alone else item.time_ms(records),
                 state_bytes=kept.state_bytes,
                 residual_bytes=residual,
-                temp_bytes=record.temp_bytes - residual,
+                temp_bytes=max(0, record.temp_bytes - residual),
             )
         )
     for kind, found in enumerate(options):
@@ -192,37 +190,9 @@ def best_solutions(problem: Problem, count: int) -> list[Solution]:
     return found
 
 
-def smallest_bytes(problem: Problem) -> int:
-    """The smallest budget in which some choice fits.
-
-    For every bound on the temporaries, each kind takes its option with the least
-    kept memory.
-    """
-    best = None
-    bounds = sorted({o.temp_bytes for found in problem.options for o in found})
-    for bound in bounds:
-        kept = [
-            min(
-                (
-                    o.state_bytes + o.residual_bytes
-                    for o in found
-                    if o.temp_bytes <= bound
-                ),
-                default=None,
-            )
-            for found in problem.options
-        ]
-        used = [kept[kind] for kind in problem.kinds]
-        if all(k is not None for k in used):
-            total = problem.fixed_bytes + bound + sum(k for k in used if k is not None)
-            best = total if best is None else min(best, total)
-    assert best is not None, "a problem has options for every kind"
-    return best
-
-
 def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     """The error for a budget that nothing fits in."""
-    smallest = smallest_bytes(problem)
+    smallest = smallest_budget(problem)
     frame = analysis.frame
     program = frame.program
     largest = sorted(

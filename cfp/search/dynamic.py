@@ -2,7 +2,7 @@
 
 Segments are decided from first to last. What later segments need to know of earlier
 ones is the last pick (for the resharding behind it), the cost so far, and under a
-budget the memory kept so far and the largest temporary. Of partial choices with the
+budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
 the cost alone, and has no budget). Exact; without a budget the time is linear in the
 number of segments, with one the number of partial choices that stay may grow.
@@ -23,14 +23,14 @@ class _Partial:
     Attributes:
         cost_ms: its time, resharding included.
         kept_bytes: state and residuals of all.
-        temp_bytes: the largest temporary.
+        peak_bytes: state of all, and the most that any needs besides while it runs.
         pick: the last pick.
         before: the choice without the last pick, or None.
     """
 
     cost_ms: float
     kept_bytes: int
-    temp_bytes: int
+    peak_bytes: int
     pick: int
     before: _Partial | None
 
@@ -68,12 +68,12 @@ def solve_dynamically(problem: Problem) -> Solution | None:
 def _extend(
     before: _Partial | None, pick: int, option: Option, edge_ms: float
 ) -> _Partial:
+    kept, peak = (before.kept_bytes, before.peak_bytes) if before else (0, 0)
+    kept += option.state_bytes + option.residual_bytes
     return _Partial(
         cost_ms=(before.cost_ms if before else 0.0) + edge_ms + option.time_ms,
-        kept_bytes=(before.kept_bytes if before else 0)
-        + option.state_bytes
-        + option.residual_bytes,
-        temp_bytes=max(before.temp_bytes if before else 0, option.temp_bytes),
+        kept_bytes=kept,
+        peak_bytes=max(peak + option.state_bytes, kept + option.temp_bytes),
         pick=pick,
         before=before,
     )
@@ -85,10 +85,9 @@ def _best(problem: Problem, partials: Iterable[_Partial]) -> list[_Partial]:
         return [min(partials, key=lambda p: p.cost_ms)]
     room = problem.budget_bytes - problem.fixed_bytes
     kept: list[_Partial] = []
-    for p in sorted(partials, key=lambda p: (p.cost_ms, p.kept_bytes, p.temp_bytes)):
-        fits = p.kept_bytes + p.temp_bytes <= room
-        if fits and not any(
-            q.kept_bytes <= p.kept_bytes and q.temp_bytes <= p.temp_bytes for q in kept
+    for p in sorted(partials, key=lambda p: (p.cost_ms, p.kept_bytes, p.peak_bytes)):
+        if p.peak_bytes <= room and not any(
+            q.kept_bytes <= p.kept_bytes and q.peak_bytes <= p.peak_bytes for q in kept
         ):
             kept.append(p)
     return kept

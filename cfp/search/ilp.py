@@ -7,11 +7,13 @@ segments i and i+1::
     subject to  sum_o x[i,o] = 1                                  for each i   (one)
                 sum_p y[i,o,p] = x[i,o]                         for each i,o  (leave)
                 sum_o y[i,o,p] = x[i+1,p]                       for each i,p  (enter)
-                fixed + sum_io kept[i,o] x[i,o] + t <= budget                  (fit)
-                t >= sum_o temp[i,o] x[i,o]                       for each i   (peak)
+                r[i] = r[i-1] + sum_o residual[i,o] x[i,o]        for each i   (keep)
+                r[i] + sum_o temp[i,o] x[i,o] <= t                for each i   (peak)
+                fixed + sum_io state[i,o] x[i,o] + t <= budget                 (fit)
 
-``kept`` is state and residuals, t the largest temporary. With x binary, y may be
-continuous in [0, 1]: (leave) and (enter) then force it to the product of its x.
+r[i] is what forward passes have kept by the time segment i runs, there and back, and t
+the most that is needed at any time besides state. With x binary, y may be continuous in
+[0, 1]: (leave) and (enter) then force it to the product of its x.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
     for i in range(len(problem.kinds) - 1):
         _edges(model, problem, i, x, cost)
     if problem.budget_bytes is not None:
-        _fit(model, problem, x)
+        room = (problem.budget_bytes - problem.fixed_bytes) / _MIB
+        model.addConstraint(_memory(model, problem, x) <= room, "fit")
     model.setObjective(pulp.lpSum(cost))
     solver = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0)
     model.solve(solver)
@@ -42,6 +45,21 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
         return None if status == "Infeasible" else solve_dynamically(problem)
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
     return solution(problem, picks)
+
+
+def smallest_budget(problem: Problem, *, time_limit_s: float = 60.0) -> int:
+    """The smallest budget in bytes that some choice fits in.
+
+    Raises:
+        AssertionError: the solver found nothing, which only lack of time explains.
+    """
+    model = pulp.LpProblem("memory", pulp.LpMinimize)
+    x = [_one(model, problem, i, []) for i in range(len(problem.kinds))]
+    model.setObjective(_memory(model, problem, x))
+    model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
+    assert pulp.LpStatus[model.status] in ("Optimal", "Not Solved"), "a choice exists"
+    picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
+    return problem.memory_bytes(picks)
 
 
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
@@ -75,17 +93,22 @@ def _edges(
         model.addConstraint(entering == x[i + 1][p], f"enter_{i}_{p}")
 
 
-def _fit(model: pulp.LpProblem, problem: Problem, x: list[list]) -> None:
-    assert problem.budget_bytes is not None
+def _memory(
+    model: pulp.LpProblem, problem: Problem, x: list[list]
+) -> pulp.LpAffineExpression:
+    """The peak of a choice, in MiB, without what every choice needs."""
     peak = model.add_variable("t", lowBound=0)
-    kept = []
+    state = []
+    before = None
     for i, row in enumerate(x):
         options = problem.options[problem.kinds[i]]
-        for o, v in zip(options, row, strict=True):
-            kept.append((o.state_bytes + o.residual_bytes) / _MIB * v)
-        temps = pulp.lpSum(
-            o.temp_bytes / _MIB * v for o, v in zip(options, row, strict=True)
-        )
-        model.addConstraint(peak >= temps, f"peak_{i}")
-    room = (problem.budget_bytes - problem.fixed_bytes) / _MIB
-    model.addConstraint(pulp.lpSum(kept) + peak <= room, "fit")
+        kept = model.add_variable(f"r_{i}", lowBound=0)
+        grown = [o.residual_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
+        if before is not None:
+            grown.append(before)
+        model.addConstraint(kept == pulp.lpSum(grown), f"keep_{i}")
+        temps = [o.temp_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
+        model.addConstraint(peak >= kept + pulp.lpSum(temps), f"peak_{i}")
+        state += [o.state_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
+        before = kept
+    return pulp.lpSum(state) + peak

@@ -17,6 +17,7 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.graph import Program
 from cfp.program.recompute import Recompute, recomputable
+from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
 
 
@@ -249,7 +250,7 @@ def _key(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentBytes:
-    """What a segment keeps on each device, apart from its temporaries."""
+    """What a segment keeps on each device at least, apart from its temporaries."""
 
     state_bytes: int
     residual_bytes: int
@@ -270,21 +271,22 @@ def segment_bytes(
             spec = layout.arg_spec(position)
             state += ceil(value.size_bytes / spec_ways(spec, frame.mesh))
     turn = turning_point(frame)
+    if remat:
+        mine = set(segment.ops)
+        held = {
+            v
+            for op_id in segment.ops
+            if op_id < turn and op_id not in program.leaf_ops
+            for v in program.ops[op_id].results
+            if any(user not in mine for user, _ in program.users[v])
+        }
+    else:
+        held = kept_values(program, segment.ops, turn)
     residual = 0
-    mine = set(segment.ops)
-    for op_id in segment.ops:
-        if op_id >= turn or op_id not in mine or op_id in program.leaf_ops:
-            continue
-        for v in program.ops[op_id].results:
-            users = [user for user, _ in program.users[v]]
-            if remat:
-                keep = not mine.issuperset(users)
-            else:
-                keep = any(user >= turn for user in users)
-            if keep:
-                spec = layout.spec(v) or ()
-                size = program.values[v].size_bytes
-                residual += ceil(size / spec_ways(spec, frame.mesh))
+    for v in held:
+        # As its reader has it: what is gathered in the forward pass stays so.
+        spec = layout.read_spec(v) or layout.spec(v) or ()
+        residual += ceil(program.values[v].size_bytes / spec_ways(spec, frame.mesh))
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
 
 

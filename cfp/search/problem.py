@@ -82,13 +82,20 @@ class Problem:
         return total
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
-        """The predicted peak: state and residuals of all, temporaries of the worst."""
-        chosen = [
-            self.options[kind][pick]
-            for kind, pick in zip(self.kinds, picks, strict=True)
-        ]
-        kept = sum(o.state_bytes + o.residual_bytes for o in chosen)
-        return self.fixed_bytes + kept + max((o.temp_bytes for o in chosen), default=0)
+        """The predicted peak.
+
+        State is there all the time. A segment's residuals are there from its forward
+        pass to its backward pass, which is over when the one of the segment before it
+        begins: while a segment runs, those of all segments before it and its own are
+        in memory.
+        """
+        state = kept = peak = 0
+        for kind, pick in zip(self.kinds, picks, strict=True):
+            option = self.options[kind][pick]
+            state += option.state_bytes
+            kept += option.residual_bytes
+            peak = max(peak, kept + option.temp_bytes)
+        return self.fixed_bytes + state + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
         """Whether a choice stays within the budget."""

@@ -59,15 +59,40 @@ class Wanted:
         if self.base is not None:
             less = records[self.base.job.key.digest].time_ms
             return self.base.time_ms(records) + max(0.0, alone - less)
-        if self.carrier_job is None or self.pair_job is None:
+        context = self._context(records)
+        if context is None:
             return alone
-        carrier = records.get(self.carrier_job.key.digest)
-        pair = records.get(self.pair_job.key.digest)
-        if carrier is None or pair is None or not (carrier.ok and pair.ok):
-            return alone
+        carrier, pair = context
         added = pair.time_ms - carrier.time_ms - self.handover_ms
         # The noise of two large numbers can make a small segment look free.
         return max(added, _LEAST_SHARE * alone)
+
+    def kept_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
+        """What the segment keeps from the forward to the backward pass.
+
+        Args:
+            records: what was measured.
+            least: what it must keep by its program.
+        """
+        alone = records[self.job.key.digest].temp_bytes
+        context = self._context(records)
+        if context is None:
+            return min(least, alone)
+        carrier, pair = context
+        # More than it needs alone would be the neighbour's.
+        return max(least, min(alone, pair.temp_bytes - carrier.temp_bytes))
+
+    def _context(
+        self, records: Mapping[str, ProfileRecord]
+    ) -> tuple[ProfileRecord, ProfileRecord] | None:
+        """The neighbour alone and with the segment, if both could be measured."""
+        if self.carrier_job is None or self.pair_job is None:
+            return None
+        carrier = records.get(self.carrier_job.key.digest)
+        pair = records.get(self.pair_job.key.digest)
+        if carrier is None or pair is None or not (carrier.ok and pair.ok):
+            return None
+        return carrier, pair
 
 
 def wanted_profiles(

@@ -1,0 +1,91 @@
+"""Which values a backward pass cannot do without, so that memory holds them till then.
+
+A compiler keeps less than what a backward pass reads: elementwise work is done again
+inside the fusion that reads it, from tensors that are in memory anyway. What has to be
+there are results of heavy ops, what heavy ops read, and what enters from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cfp.program.graph import Op, Program
+
+# Fused into what reads them, and cheap to do twice.
+_CHEAP = frozenset(
+    "abs add and broadcast_in_dim ceil clamp compare convert cosine divide erf "
+    "exponential exponential_minus_one floor is_finite log log_plus_one logistic "
+    "maximum minimum multiply negate not or power remainder reshape rsqrt select sign "
+    "sine slice sqrt square subtract tanh transpose xor".split()
+)
+# Of these, what only moves a tensor: its reader reads the tensor itself.
+_MOVING = frozenset({"convert", "reshape", "transpose"})
+
+
+def kept_values(program: Program, ops: Sequence[int], turn: int) -> set[int]:
+    """What some ops' forward pass must keep for the backward pass.
+
+    Args:
+        program: the program.
+        ops: ids of top-level ops, such as those of a segment.
+        turn: the id of the first op of the backward pass.
+    """
+    return _Kept(program, frozenset(ops), turn).find()
+
+
+class _Kept:
+    def __init__(self, program: Program, ops: frozenset[int], turn: int) -> None:
+        self._program = program
+        self._ops = ops
+        self._turn = turn
+        self._args = frozenset(program.args)
+        self._roots: dict[int, frozenset[int]] = {}
+
+    def find(self) -> set[int]:
+        found: set[int] = set()
+        for op_id in sorted(self._ops):
+            if op_id >= self._turn or op_id in self._program.leaf_ops:
+                continue
+            for v in self._program.ops[op_id].results:
+                if not any(user >= self._turn for user, _ in self._program.users[v]):
+                    continue
+                if self._feeds_heavy(v, self._turn):
+                    found.add(v)
+                else:
+                    found |= self._in_memory(v)
+        return found
+
+    def _in_memory(self, v: int) -> frozenset[int]:
+        """The tensors in memory that a value can be made of without heavy ops."""
+        if v not in self._roots:
+            self._roots[v] = self._find_roots(v)
+        return self._roots[v]
+
+    def _find_roots(self, v: int) -> frozenset[int]:
+        producer = self._program.values[v].producer
+        if v in self._args or producer in self._program.leaf_ops:
+            return frozenset()
+        if producer not in self._ops or producer >= self._turn:
+            return frozenset({v})
+        op = self._program.ops[producer]
+        if op.kind not in _CHEAP or self._feeds_heavy(v, 0):
+            return frozenset({v})
+        return frozenset().union(*(self._in_memory(w) for w in op.operands))
+
+    def _feeds_heavy(self, v: int, first: int) -> bool:
+        """Whether a heavy op reads a value, at or behind some op."""
+        stack, seen = [v], {v}
+        while stack:
+            for user, _ in self._program.users[stack.pop()]:
+                op = self._program.ops[user]
+                if op.kind in _MOVING:
+                    fresh = [w for w in op.results if w not in seen]
+                    seen.update(fresh)
+                    stack.extend(fresh)
+                elif user >= first and _is_heavy(op):
+                    return True
+        return False
+
+
+def _is_heavy(op: Op) -> bool:
+    return op.kind not in _CHEAP and op.kind != "reduce"

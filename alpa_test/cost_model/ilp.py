@@ -129,9 +129,7 @@ def _useful(costs: np.ndarray, sizes: np.ndarray, tight: bool) -> list[_Option]:
     """Of each strategy the storages that may be part of a best choice."""
     found = []
     for s in range(len(costs)):
-        ranked = sorted(
-            range(len(MODES)), key=lambda m, s=s: (costs[s][m], sizes[s][m])
-        )
+        by_cost = [(costs[s][m], sizes[s][m], m) for m in range(len(MODES))]
         smallest = np.inf
         for *_, m in sorted(by_cost):
             if sizes[s][m] < smallest:

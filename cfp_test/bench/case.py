@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.flops import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
+from cfp.execute import compile_step
 from cfp.models.options import Scalar
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings
 from cfp.profiling.builder import Built, compile_lowered
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
@@ -72,6 +76,42 @@ def ready(
     )
     state = len(jax.tree.leaves(args[0]))
     return Ready(built=built, kinds=kinds, feedback=tuple((i, i) for i in range(state)))
+
+
+def make_choice(
+    session: Session, decision: Decision, workdir: Path, options: Mapping[str, str]
+) -> Ready:
+    """Compiles a choice, as cfp compiles its own plans.
+
+    Args:
+      session: the step, analysed.
+      decision: the choice, and how it is told to the compiler.
+      workdir: where measurements are kept; none are looked up or made.
+      options: compiler options, besides the decision's.
+    """
+    analysis, mesh = session.analysis, session.mesh
+    settings = PlannerSettings(race=False)
+    with Planner(analysis, mesh, workdir, settings=settings) as planner:
+        # Without a race, a choice only becomes shardings.
+        plan = planner.race(replace(decision, problem=None))
+    bound = plan.bound_to(session.step, session.lowering.out_tree)
+
+    def compiled(chosen: Mapping[str, str]) -> Flat:
+        made = compile_step(
+            session.step,
+            mesh,
+            plan.fingerprint,
+            plan.arg_specs,
+            plan.output_specs,
+            plan.constraints,
+            chosen,
+        )
+        return Flat(made.compiled)
+
+    state, batch = session.target.args
+    shardings = jax.tree.leaves(bound.in_shardings)
+    every = {**options, **plan.options}
+    return ready(decision.name, compiled, (state, batch), shardings, every)
 
 
 @dataclass(frozen=True, slots=True)

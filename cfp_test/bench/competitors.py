@@ -23,11 +23,10 @@ from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
 from cfp.describe import plan_rows
 from cfp.errors import CfpError
-from cfp.execute import compile_step
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings, Profiles
 from cfp.program.trace import planning_mesh
-from cfp_test.bench.case import Flat, Ready, ready, session_of, tflop
+from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
 
 GROUPS = ("planned", "handwritten", "cost_model", "preset")
@@ -232,28 +231,7 @@ def _make_by_cfp(
         tiny = session_of(config.model, sizes, session.mesh)
         choice = carry_over(decision.choice, session.analysis, tiny.analysis)
         session, decision = tiny, replace(decision, choice=choice)
-    settings = PlannerSettings(race=False)
-    analysis = session.analysis
-    with Planner(analysis, session.mesh, done.workdir, settings=settings) as planner:
-        # The choice is made: without a race, it only becomes shardings.
-        plan = planner.race(replace(decision, problem=None))
-
-    def compiled(chosen: Mapping[str, str]) -> Flat:
-        made = compile_step(
-            session.step,
-            session.mesh,
-            plan.fingerprint,
-            plan.arg_specs,
-            plan.output_specs,
-            plan.constraints,
-            chosen,
-        )
-        return Flat(made.compiled)
-
-    bound = plan.bound_to(session.step, session.lowering.out_tree)
-    state, batch = session.target.args
-    shardings = jax.tree.leaves(bound.in_shardings)
-    return ready(name, compiled, (state, batch), shardings, {**options, **plan.options})
+    return make_choice(session, replace(decision, name=name), done.workdir, options)
 
 
 def carry_over(choice: Choice, big: Analysis, little: Analysis) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -110,9 +111,9 @@ def pays_after(rows: Sequence[Row], planning_seconds: float) -> dict[str, int | 
         rival = best(rows, group)
         if ours is None or rival is None:
             continue
-        saved = (rival.median_ms - ours.median_ms) / 1000
-        steps = -(-planning_seconds // saved) if saved > 0 else None
-        found[group] = None if steps is None else int(steps)
+        saved_ms = rival.median_ms - ours.median_ms
+        pays = saved_ms > 0
+        found[group] = math.ceil(1000 * planning_seconds / saved_ms) if pays else None
     return found
 
 

@@ -58,12 +58,11 @@ def summary_lines(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {ratio:.3f}"
     seconds = data["planning_seconds"]
     if seconds:
-        steps = {
-            group: "never" if count is None else f"{count} steps"
+        paid = ", ".join(
+            f"{group} never" if count is None else f"{group} after {count} steps"
             for group, count in data["pays_after_steps"].items()
-        }
-        paid = ", ".join(f"{group} after {count}" for group, count in steps.items())
-        yield f"planning took {seconds:.1f} s; has paid for itself against {paid}"
+        )
+        yield f"planning took {seconds:.1f} s; paid for against {paid or 'nobody'}"
     for row in rows_of(data):
         if row.trace is not None:
             t = row.trace

@@ -24,7 +24,11 @@ from cfp.models.train import Batch, Network
 KERNEL_INIT = nn.initializers.normal(stddev=0.02)
 ZEROS_INIT = nn.initializers.zeros
 
-named = nn.with_logical_partitioning
+
+
+def named(init: Any, names: tuple[str, ...]) -> Any:
+    """A parameter's initialiser with the logical names of its dims."""
+    return nn.with_logical_partitioning(init, names)
 
 
 def dense(

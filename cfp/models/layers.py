@@ -25,7 +25,6 @@ KERNEL_INIT = nn.initializers.normal(stddev=0.02)
 ZEROS_INIT = nn.initializers.zeros
 
 
-
 def named(init: Any, names: tuple[str, ...]) -> Any:
     """A parameter's initialiser with the logical names of its dims."""
     return nn.with_logical_partitioning(init, names)

@@ -69,10 +69,16 @@ def ready(
     key = ProfileKey((("what", "benchmark"), ("name", name)))
     started = time.perf_counter()
     built = compile_lowered(key, _Late(compiled), options, started=started)  # pyright: ignore[reportArgumentType]
-    leaves = jax.tree.leaves(args)
+    leaves = jax.tree.leaves_with_path(args)
     kinds = tuple(
-        InputKind(leaf.shape, str(leaf.dtype), full_spec(sharding, len(leaf.shape)))
-        for leaf, sharding in zip(leaves, shardings, strict=True)
+        InputKind(
+            leaf.shape,
+            str(leaf.dtype),
+            full_spec(sharding, len(leaf.shape)),
+            # Adam's second moment, of which it takes the root, is all above zero.
+            signed=".nu" not in jax.tree_util.keystr(path),
+        )
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
     )
     state = len(jax.tree.leaves(args[0]))
     return Ready(built=built, kinds=kinds, feedback=tuple((i, i) for i in range(state)))

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from models import Model, Shape
 from strategies import STRATEGIES, is_split, unsupported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 # As in `cfp_test/bench/configs.py`, which needs JAX.
 LAYERS: dict[str, dict[str, int]] = {
@@ -206,9 +207,14 @@ class Trainer:
         self.wrapped = STRATEGIES[name](model, mesh, self.dtype)
         if with_compile:
             for layer in model.layers:
-                layer.compile()
+                # The forward pass alone: FSDP's hooks around it stay as they are.
+                layer.forward = torch.compile(layer.forward)
+        whole, split = [], []
+        for parameter in model.parameters():
+            (split if isinstance(parameter, DTensor) else whole).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            # Fused kernels take no mixture of whole parameters and split ones.
+            [{"params": some} for some in (whole, split) if some],
             lr=LEARNING_RATE,
             betas=(0.9, 0.999),
             eps=1e-8,

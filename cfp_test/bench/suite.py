@@ -182,7 +182,8 @@ def _compete(
     ready: dict[str, tuple[Ready, Mesh]] = {}
     if not competitors:
         return []
-    check = _Gate(config, competitors[0].mesh)
+    environment = BuildEnvironment(autotune_dir=options.workdir / "autotune")
+    check = _Gate(config, competitors[0].mesh, environment)
     for one in competitors:
         options.tell(f"checking {one.name}")
         rows[one.name] = check.row(one, rows[one.name])
@@ -227,9 +228,12 @@ def _worth_tracing(rows: Sequence[Row]) -> list[str]:
 class _Gate:
     """Checks competitors at a small size against one device."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._options = _FAST_ON_CPU if on_cpu else {}
+    def __init__(
+        self, config: Config, mesh: Mesh, environment: BuildEnvironment
+    ) -> None:
+        where = mesh.devices.flat[0].platform
+        environment.prepare(where)
+        self._options = _FAST_ON_CPU if where == "cpu" else environment.options(where)
         with jax.default_matmul_precision("highest"):
             self._reference = gate.on_one_device(
                 config.model,

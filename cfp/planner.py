@@ -231,7 +231,7 @@ class Planner:
         if decision.problem is None:
             return [decision]
         classics = [
-            Decision(name, choice, self._predict(decision, choice))
+            Decision(name, choice, self.predict(decision, choice))
             for name, choice in decision.classics.items()
         ]
         varied = [
@@ -342,7 +342,7 @@ class Planner:
         if self.settings.progress is not None:
             self.settings.progress(event)
 
-    def _predict(self, decision: Decision, choice: Choice) -> float | None:
+    def predict(self, decision: Decision, choice: Choice) -> float | None:
         """What the profiles say about another choice, if all of it was measured."""
         problem = decision.problem
         if problem is None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cfp import platform
 from cfp.analysis.dump import (
@@ -29,6 +30,7 @@ from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
+from cfp.models import find
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
 from cfp.profiling.collectives import measure_rates
@@ -42,13 +44,16 @@ from cfp.targets import model_target
 from cfp.units import parse_bytes
 
 GIB = 2**30
+TITLES = {"gpt": "GPT", "bert": "BERT", "llama": "LLAMA", "moe": "MoE"}
 
 
 def add_options(parser: argparse.ArgumentParser, workdir: Path) -> None:
     """Adds the options that the tests of all models share."""
     parser.add_argument(
-        "--mode", choices=("analysis", "profile", "search"), required=True
+        "--mode", choices=("analysis", "profile", "search", "all"), required=True
     )
+    parser.add_argument("--config", default="F", help="a name for the sizes' headline")
+    parser.add_argument("--json", type=Path, help="append a row about the search here")
     parser.add_argument("--platform", choices=platform.PLATFORMS)
     parser.add_argument("--device_num", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -76,7 +81,10 @@ def run(model: str, shape: Mapping[str, int], args: argparse.Namespace) -> int:
         target = model_target(model, {**shape, "dtype": args.dtype})
         session = analyse(target, platform.make_mesh(axes))
         passes = {"analysis": _analysis, "profile": _profile, "search": _search}
-        passes[args.mode](session, args)
+        if args.mode == "all":
+            _all(model, shape, session, args)
+        else:
+            passes[args.mode](session, args)
     except CfpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -84,6 +92,39 @@ def run(model: str, shape: Mapping[str, int], args: argparse.Namespace) -> int:
         print("Interrupted. What was measured is kept.", file=sys.stderr)
         return 130
     return 0
+
+
+def headline(title: str, config: str, shape: Mapping[str, int], devices: int) -> str:
+    """The line above a setting, as the artifact prints it."""
+    return (
+        f"============ {title} config:{config} batchsize:{shape['batch']} "
+        f"layers:{shape['layers']} devices:{devices} ============"
+    )
+
+
+def _all(
+    model: str, shape: Mapping[str, int], session: Session, args: argparse.Namespace
+) -> None:
+    """All passes, as the artifact's performance test prints them."""
+    known = {option.name: option.default for option in find(model).options}
+    sizes = {**known, **shape}
+    title = f"{TITLES[model]} test: parallel_block_opt:True"
+    print("=" * 120)
+    print(headline(title, args.config, sizes, session.mesh.size), flush=True)
+    print("***********Analysis Pass****************")
+    _analysis(session, args)
+    print("***********Profiling Pass****************", flush=True)
+    _profile(session, args)
+    print("***********Search Pass****************", flush=True)
+    _search(session, args)
+    print("=" * 65, flush=True)
+
+
+def append_row(file: Path | None, row: Mapping[str, Any]) -> None:
+    """Adds a row of JSON to a file, if one is named."""
+    if file is not None:
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
 
 
 def _settings(args: argparse.Namespace) -> PlannerSettings:
@@ -107,17 +148,22 @@ def _analysis(session: Session, args: argparse.Namespace) -> None:
     if _talkative():
         for block in session.analysis.frame.blocks:
             _print_lines(block_lines(session.analysis.frame, block))
-    _print_lines(sequence_lines(session.analysis))
+    if _talkative() or args.mode != "all":
+        _print_lines(sequence_lines(session.analysis))
     print(f"global analysis time: {session.seconds}")
     print(f"FLOP_COUNT: {program_flops(session.analysis.frame.program) / 1e12}")
-    print(f"debug files: {dump_session(session, args.workdir)}")
+    folder = dump_session(session, args.workdir)
+    if _talkative() or args.mode != "all":
+        print(f"debug files: {folder}")
 
 
 def _profile(session: Session, args: argparse.Namespace) -> None:
     analysis = session.analysis
     frame = analysis.frame
     seconds = 0.0
-    print(f"NUM SEGMENT is {len(analysis.representatives)}")
+    talks = _talkative() or args.mode != "all"
+    if talks:
+        print(f"NUM SEGMENT is {len(analysis.representatives)}")
     settings = _settings(args)
     with Planner(analysis, session.mesh, args.workdir, settings=settings) as planner:
         with Display() as display:
@@ -126,7 +172,8 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
         for kind, index in enumerate(analysis.representatives):
             segment = analysis.segments[index]
             mine = [item for item in wanted if item.kind == kind]
-            print(f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n", flush=True)
+            run = f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n"
+            print(run if talks else "Profiling...", flush=True)
             if _talkative():
                 space = search_space(analysis, segment)
                 print(f"segment PB search space: {space}", flush=True)
@@ -208,7 +255,26 @@ def _search(session: Session, args: argparse.Namespace) -> None:
     print(f"TFLOP_COUNT: {tflop}")
     print(f"tflops: {[tflop / cost for cost in costs]}")
     table = plan_text(plan)
-    print(f"\n{table}")
+    if _talkative() or args.mode != "all":
+        print(f"\n{table}")
+    append_row(
+        args.json,
+        {
+            "model": session.target.name,
+            "devices": session.mesh.size,
+            "environment": dict(plan.environment),
+            "batch": int(session.target.args[1]["tokens"].shape[0]),
+            "dtype": args.dtype,
+            "winner": plan.winner,
+            "solution": numbers,
+            "cost_seconds": costs,
+            "samples_ms": winner.samples_ms,
+            "memory_gib": memory,
+            "tflop": tflop,
+            "tflops": [tflop / cost for cost in costs],
+            "search": dict(plan.search),
+        },
+    )
     layout = lay_out(analysis.frame, found.choice)
     write_files(
         args.workdir / "debug_search",

@@ -1,5 +1,12 @@
 """Models to plan for, with their train steps. See `cfp.models.registry`."""
 
-from cfp.models.registry import MODELS, Model, build, find, initialise
+from cfp.models.registry import (
+    MODELS,
+    Model,
+    build,
+    find,
+    initialise,
+    logical_names,
+)
 
-__all__ = ["MODELS", "Model", "build", "find", "initialise"]
+__all__ = ["MODELS", "Model", "build", "find", "initialise", "logical_names"]

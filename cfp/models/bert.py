@@ -15,12 +15,17 @@ from jax.typing import DTypeLike
 from cfp.models.layers import (
     KERNEL_INIT,
     MLP,
+    ZEROS_INIT,
     Attention,
     Embedding,
+    dense,
     flax_network,
+    layer_norm,
+    named,
     remat_layer,
     scan_layers,
 )
+from cfp.models.logical import LOGITS, RESIDUAL, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,
@@ -75,11 +80,11 @@ class EncoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        norm = functools.partial(layer_norm, self.dtype)
         attention = Attention(self.heads, self.dtype, causal=False, name="attention")
-        x = norm(name="attention_norm")(x + attention(x))
+        x = norm(name="attention_norm")(constrain(x + attention(x), RESIDUAL))
         mlp = MLP(self.ffn, self.dtype, name="mlp")
-        return norm(name="mlp_norm")(x + mlp(x))
+        return norm(name="mlp_norm")(constrain(x + mlp(x), RESIDUAL))
 
 
 class BERT(nn.Module):
@@ -91,10 +96,11 @@ class BERT(nn.Module):
     def __call__(self, tokens: jax.Array, types: jax.Array) -> jax.Array:
         """Both [batch, seq] int32 -> [batch, seq, vocab]."""
         c = self.config
-        norm = functools.partial(nn.LayerNorm, dtype=c.dtype)
+        norm = functools.partial(layer_norm, c.dtype)
         embedding = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")
+        table_init = named(KERNEL_INIT, ("type", "embed"))
         type_embedding = nn.Embed(
-            TYPES, c.hidden, embedding_init=KERNEL_INIT, name="type_embedding"
+            TYPES, c.hidden, embedding_init=table_init, name="type_embedding"
         )
         kind = remat_layer(EncoderLayer, remat=c.remat, scan=c.scan)
         if c.scan:
@@ -109,12 +115,11 @@ class BERT(nn.Module):
             for i in range(c.layers):
                 x = layer(name=f"layer_{i}")(x)
 
-        dense = nn.Dense(
-            c.hidden, dtype=c.dtype, kernel_init=KERNEL_INIT, name="head_dense"
-        )
-        x = norm(name="head_norm")(nn.gelu(dense(x)))
-        bias = self.param("head_bias", nn.initializers.zeros, (c.vocab,))
-        return embedding.attend(x) + bias.astype(c.dtype)
+        # Its kernel is square: only one of its dims can have the name.
+        head = dense(c.hidden, ("embed", "head_embed"), c.dtype, name="head_dense")
+        x = norm(name="head_norm")(constrain(nn.gelu(head(x)), RESIDUAL))
+        bias = self.param("head_bias", named(ZEROS_INIT, ("vocab",)), (c.vocab,))
+        return constrain(embedding.attend(x) + bias.astype(c.dtype), LOGITS)
 
 
 def bert(config: BERTConfig) -> Network:

@@ -7,14 +7,16 @@ import flax.linen as nn
 import jax
 
 from cfp.models.layers import (
-    KERNEL_INIT,
     MLP,
     DecoderLayer,
     Embedding,
+    dense,
     flax_network,
+    layer_norm,
     remat_layer,
     scan_layers,
 )
+from cfp.models.logical import LOGITS, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,
@@ -72,16 +74,11 @@ class GPT(nn.Module):
         else:
             for i in range(c.layers):
                 x = layer(name=f"layer_{i}")(x)
-        x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
+        x = layer_norm(c.dtype, name="final_norm")(x)
         if c.tied:
             return embedding.attend(x)
-        return nn.Dense(
-            c.vocab,
-            use_bias=False,
-            dtype=c.dtype,
-            kernel_init=KERNEL_INIT,
-            name="head",
-        )(x)
+        head = dense(c.vocab, ("embed", "vocab"), c.dtype, use_bias=False, name="head")
+        return constrain(head(x), LOGITS)
 
 
 def gpt(config: GPTConfig) -> Network:

@@ -3,6 +3,9 @@
 Every layer takes one array and returns one, so that `flax.linen.remat` and
 `flax.linen.scan` can wrap it. Parameters are float32; `dtype` is what is computed in.
 
+Dims of parameters and activations have logical names (`cfp.models.logical`), for who
+wants to shard a model by hand. Without rules for them they are without effect.
+
 Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
 """
 
@@ -15,9 +18,39 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from cfp.models.logical import HEADS, INNER, LOGITS, RESIDUAL, constrain
 from cfp.models.train import Batch, Network
 
 KERNEL_INIT = nn.initializers.normal(stddev=0.02)
+ZEROS_INIT = nn.initializers.zeros
+
+
+def named(init: Any, names: tuple[str, ...]) -> Any:
+    """A parameter's initialiser with the logical names of its dims."""
+    return nn.with_logical_partitioning(init, names)
+
+
+def dense(
+    features: int, names: tuple[str, str], dtype: DTypeLike, **options: Any
+) -> nn.Dense:
+    """A dense layer whose kernel has dims of these names."""
+    return nn.Dense(
+        features,
+        dtype=dtype,
+        kernel_init=named(KERNEL_INIT, names),
+        bias_init=named(ZEROS_INIT, names[1:]),
+        **options,
+    )
+
+
+def layer_norm(dtype: DTypeLike, name: str) -> nn.LayerNorm:
+    """Layer normalisation over the residual stream's width."""
+    return nn.LayerNorm(
+        dtype=dtype,
+        scale_init=named(nn.initializers.ones, ("norm",)),
+        bias_init=named(ZEROS_INIT, ("norm",)),
+        name=name,
+    )
 
 
 class Embedding(nn.Module):
@@ -29,19 +62,21 @@ class Embedding(nn.Module):
     dtype: DTypeLike
 
     def setup(self) -> None:
-        self.token = nn.Embed(self.vocab, self.hidden, embedding_init=KERNEL_INIT)
-        self.position = self.param("position", KERNEL_INIT, (self.seq, self.hidden))
+        table_init = named(KERNEL_INIT, ("vocab", "embed"))
+        self.token = nn.Embed(self.vocab, self.hidden, embedding_init=table_init)
+        position_init = named(KERNEL_INIT, ("position", "embed"))
+        self.position = self.param("position", position_init, (self.seq, self.hidden))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """[batch, seq] int32 -> [batch, seq, hidden]."""
         # Rows are looked up in float32 and cast after, so that the gradients of a
         # token that occurs often are also added up in float32.
         x = self.token(tokens) + self.position[: tokens.shape[1]]
-        return x.astype(self.dtype)
+        return constrain(x.astype(self.dtype), RESIDUAL)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """[batch, seq, hidden] -> [batch, seq, vocab], with the token table."""
-        return x @ self.token.embedding.astype(self.dtype).T
+        return constrain(x @ self.token.embedding.astype(self.dtype).T, LOGITS)
 
 
 class Attention(nn.Module):
@@ -69,13 +104,14 @@ class Attention(nn.Module):
             nn.DenseGeneral,
             features=(self.heads, head_dim),
             dtype=self.dtype,
-            kernel_init=KERNEL_INIT,
+            kernel_init=named(KERNEL_INIT, ("embed", "heads", "head_dim")),
+            bias_init=named(ZEROS_INIT, ("heads", "head_dim")),
         )
-        query = project(name="query")(x)
+        query = constrain(project(name="query")(x), HEADS)
         # A bias of the keys shifts all scores of a query alike, which softmax takes
         # away: its gradient is rounding noise, which Adam would blow up.
-        key = project(name="key", use_bias=False)(x)
-        value = project(name="value")(x)
+        key = constrain(project(name="key", use_bias=False)(x), HEADS)
+        value = constrain(project(name="value")(x), HEADS)
 
         with jax.named_scope("scores"):
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
@@ -91,9 +127,10 @@ class Attention(nn.Module):
             hidden,
             axis=(-2, -1),
             dtype=self.dtype,
-            kernel_init=KERNEL_INIT,
+            kernel_init=named(KERNEL_INIT, ("heads", "head_dim", "embed")),
+            bias_init=named(ZEROS_INIT, ("embed",)),
             name="out",
-        )(mixed)
+        )(constrain(mixed, HEADS))
 
 
 class MLP(nn.Module):
@@ -105,9 +142,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., hidden] -> [..., hidden]."""
-        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=KERNEL_INIT)
-        h = nn.gelu(dense(self.ffn, name="up")(x))
-        return dense(x.shape[-1], name="down")(h)
+        up = dense(self.ffn, ("embed", "mlp"), self.dtype, name="up")
+        down = dense(x.shape[-1], ("mlp", "embed"), self.dtype, name="down")
+        return down(constrain(nn.gelu(up(x)), INNER))
 
 
 class DecoderLayer(nn.Module):
@@ -126,10 +163,12 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        norm = functools.partial(layer_norm, self.dtype)
         attention = Attention(self.heads, self.dtype, name="attention")
-        x = x + attention(norm(name="attention_norm")(x))
-        return x + self.feed_forward()(norm(name="feed_forward_norm")(x))
+        x = constrain(x + attention(norm(name="attention_norm")(x)), RESIDUAL)
+        feed_forward = self.feed_forward()
+        y = feed_forward(norm(name="feed_forward_norm")(x))
+        return constrain(x + y, RESIDUAL)
 
 
 def remat_layer(layer: type[nn.Module], *, remat: bool, scan: bool) -> type[nn.Module]:
@@ -162,6 +201,7 @@ def scan_layers(layer: type[nn.Module], length: int) -> type[nn.Module]:
         variable_axes={"params": 0, "losses": 0},
         split_rngs={"params": True},
         length=length,
+        metadata_params={nn.PARTITION_NAME: "layers"},
     )
 
 
@@ -181,8 +221,15 @@ def flax_network(
       inputs: keys of a batch.
     """
 
-    def init(key: jax.Array, batch: Batch) -> Any:
+    def boxed(key: jax.Array, batch: Batch) -> Any:
         return module.init(key, *(batch[name] for name in inputs))["params"]
+
+    def init(key: jax.Array, batch: Batch) -> Any:
+        return nn.meta.unbox(boxed(key, batch))
+
+    def names(batch: Batch) -> Any:
+        shapes = jax.eval_shape(boxed, jax.random.key(0), batch)
+        return nn.get_partition_spec(shapes)
 
     def apply(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         args = (batch[name] for name in inputs)
@@ -191,4 +238,4 @@ def flax_network(
         penalties = (jnp.sum(leaf) for leaf in jax.tree.leaves(sown))
         return logits, sum(penalties, start=jnp.float32(0.0))
 
-    return Network(init=init, apply=apply, random_batch=random_batch)
+    return Network(init=init, apply=apply, random_batch=random_batch, param_names=names)

@@ -2,6 +2,8 @@
 
 Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Layers are
 functions of nested dicts of parameters, all float32, and need nothing but jax.numpy.
+Activations are constrained by the logical names of their dims (`cfp.models.logical`),
+which is without effect unless someone shards the model by hand.
 
 Shapes use: batch, seq, hidden, heads, kv_heads, group (query heads that share a key
 and value head), head_dim, ffn, vocab.
@@ -15,8 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from cfp.models.logical import HEADS, INNER, LOGITS, RESIDUAL, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,
@@ -27,6 +31,9 @@ from cfp.models.options import (
 from cfp.models.train import Batch, Network, random_text
 
 Params = dict[str, Any]
+
+# Names of the dims of keys and values: there may be fewer heads of them than devices.
+KV_HEADS = ("act_batch", "act_seq", "act_kv_heads", "act_head_dim")
 
 INIT_STDDEV = 0.02
 NORM_EPSILON = 1e-5
@@ -142,6 +149,39 @@ def _kernel(key: jax.Array, *shape: int) -> jax.Array:
     return INIT_STDDEV * jax.random.normal(key, shape)
 
 
+def param_names(config: LlamaConfig) -> Params:
+    """The logical names of the parameters' dims: a tree like the parameters."""
+    spec = PartitionSpec
+    heads = spec("embed", "heads", "head_dim")
+    kv_heads = spec("embed", "kv_heads", "head_dim")
+    layer = {
+        "attention_norm": spec("norm"),
+        "attention": {
+            "query": heads,
+            "key": kv_heads,
+            "value": kv_heads,
+            "out": spec("heads", "head_dim", "embed"),
+        },
+        "mlp_norm": spec("norm"),
+        "mlp": {
+            "gate": spec("embed", "mlp"),
+            "up": spec("embed", "mlp"),
+            "down": spec("mlp", "embed"),
+        },
+    }
+    layers = (
+        {"layers": jax.tree.map(lambda names: spec("layers", *names), layer)}
+        if config.scan
+        else {f"layer_{i}": layer for i in range(config.layers)}
+    )
+    return {
+        "embedding": spec("vocab", "embed"),
+        **layers,
+        "final_norm": spec("norm"),
+        "head": spec("embed", "vocab"),
+    }
+
+
 # --------------------------------------------------------------------------- layers
 
 
@@ -189,6 +229,8 @@ def attention(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         key = jnp.tensordot(x, params["key"].astype(dtype), axes=1)
     with jax.named_scope("value"):
         value = jnp.tensordot(x, params["value"].astype(dtype), axes=1)
+    query = constrain(query, HEADS)
+    key, value = (constrain(one, KV_HEADS) for one in (key, value))
 
     grouped = (batch, seq, kv_heads, heads // kv_heads, head_dim)
     query = (rotate(query) * head_dim**-0.5).reshape(grouped)
@@ -199,7 +241,7 @@ def attention(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     with jax.named_scope("mix"):
         mixed = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
-    mixed = mixed.reshape(batch, seq, heads, head_dim)
+    mixed = constrain(mixed.reshape(batch, seq, heads, head_dim), HEADS)
     with jax.named_scope("out"):
         return jnp.tensordot(mixed, params["out"].astype(dtype), axes=2)
 
@@ -219,16 +261,18 @@ def mlp(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     with jax.named_scope("up"):
         up = x @ params["up"].astype(dtype)
     with jax.named_scope("down"):
-        return (jax.nn.silu(gate) * up) @ params["down"].astype(dtype)
+        h = constrain(jax.nn.silu(gate) * up, INNER)
+        return h @ params["down"].astype(dtype)
 
 
 def decoder_layer(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A pre-norm decoder layer, [batch, seq, hidden] -> [batch, seq, hidden]."""
     with jax.named_scope("attention"):
         h = rms_norm(params["attention_norm"], x)
-        x = x + attention(params["attention"], h, dtype)
+        x = constrain(x + attention(params["attention"], h, dtype), RESIDUAL)
     with jax.named_scope("mlp"):
-        return x + mlp(params["mlp"], rms_norm(params["mlp_norm"], x), dtype)
+        y = mlp(params["mlp"], rms_norm(params["mlp_norm"], x), dtype)
+        return constrain(x + y, RESIDUAL)
 
 
 # ---------------------------------------------------------------------------- model
@@ -247,6 +291,7 @@ def apply_llama(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.A
     with jax.named_scope("embedding"):
         # Rows are cast after the lookup: a token's gradients add up in float32.
         x = jnp.asarray(params["embedding"])[tokens].astype(c.dtype)
+        x = constrain(x, RESIDUAL)
     if c.scan:
         with jax.named_scope("layers"):
             x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
@@ -255,7 +300,8 @@ def apply_llama(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.A
             with jax.named_scope(f"layer_{i}"):
                 x = layer(params[f"layer_{i}"], x)
     with jax.named_scope("head"):
-        return rms_norm(params["final_norm"], x) @ params["head"].astype(c.dtype)
+        logits = rms_norm(params["final_norm"], x) @ params["head"].astype(c.dtype)
+        return constrain(logits, LOGITS)
 
 
 def llama(config: LlamaConfig) -> Network:
@@ -272,4 +318,5 @@ def llama(config: LlamaConfig) -> Network:
         init=init,
         apply=apply,
         random_batch=lambda key, n: random_text(key, n, config.seq, config.vocab),
+        param_names=lambda batch: param_names(config),
     )

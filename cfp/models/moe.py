@@ -21,12 +21,17 @@ from jax.typing import DTypeLike
 from cfp.models.layers import (
     KERNEL_INIT,
     MLP,
+    ZEROS_INIT,
     DecoderLayer,
     Embedding,
+    dense,
     flax_network,
+    layer_norm,
+    named,
     remat_layer,
     scan_layers,
 )
+from cfp.models.logical import LOGITS, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,
@@ -37,6 +42,13 @@ from cfp.models.options import (
 from cfp.models.train import Network, random_text
 
 BALANCE_WEIGHT = 0.01
+
+# Names of the dims of tokens in groups; of tokens with seats, still where their groups
+# are; of the same where their experts are; and of what is inside an expert.
+_GROUPS = ("act_groups", "act_group", "act_embed")
+_LEAVING = (None, "act_groups", "act_capacity", "act_embed")
+_SEATED = ("act_experts", "act_expert_groups", "act_capacity", "act_embed")
+_INNER = ("act_experts", "act_expert_groups", "act_capacity", "act_mlp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +179,26 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
 
 
 class ExpertDense(nn.Module):
-    """A dense layer per expert, in one contraction batched over the experts."""
+    """A dense layer per expert, in one contraction batched over the experts.
+
+    Attributes:
+      features: of the result.
+      names: of the last two dims of the kernel.
+      dtype: what is computed in.
+    """
 
     features: int
+    names: tuple[str, str]
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[experts, groups, capacity, in] -> [experts, groups, capacity, features]."""
         experts, size = x.shape[0], x.shape[-1]
-        kernel = self.param("kernel", KERNEL_INIT, (experts, size, self.features))
-        bias = self.param("bias", nn.initializers.zeros, (experts, self.features))
+        kernel_init = named(KERNEL_INIT, ("experts", *self.names))
+        bias_init = named(ZEROS_INIT, ("experts", self.names[1]))
+        kernel = self.param("kernel", kernel_init, (experts, size, self.features))
+        bias = self.param("bias", bias_init, (experts, self.features))
         y = jnp.einsum("egci,eio->egco", x, kernel.astype(self.dtype))
         return y + bias.astype(self.dtype)[:, None, None, :]
 
@@ -199,15 +220,11 @@ class ExpertLayer(nn.Module):
                 f"batch * seq must be divisible by expert_group_size, got batch={batch}"
                 f", seq={seq} and expert_group_size={self.group}"
             )
-        tokens = x.reshape(-1, self.group, hidden)
+        tokens = constrain(x.reshape(-1, self.group, hidden), _GROUPS)
 
-        gate = nn.Dense(
-            self.experts,
-            use_bias=False,
-            dtype=jnp.float32,
-            kernel_init=KERNEL_INIT,
-            name="gate",
-        )
+        # Its experts have a name of their own: a gate is too small to be sharded.
+        names = ("embed", "gate_experts")
+        gate = dense(self.experts, names, jnp.float32, use_bias=False, name="gate")
         routing = route_top2(
             jax.nn.softmax(gate(tokens), axis=-1),
             expert_capacity(self.group, self.experts),
@@ -218,11 +235,15 @@ class ExpertLayer(nn.Module):
             seated = jnp.einsum(
                 "gsec,gsh->egch", routing.dispatch.astype(self.dtype), tokens
             )
-        h = nn.gelu(ExpertDense(self.ffn, self.dtype, name="expert_up")(seated))
-        y = ExpertDense(hidden, self.dtype, name="expert_down")(h)
+        expert = functools.partial(ExpertDense, dtype=self.dtype)
+        up = expert(self.ffn, ("embed", "mlp"), name="expert_up")
+        down = expert(hidden, ("mlp", "embed"), name="expert_down")
+        seated = constrain(constrain(seated, _LEAVING), _SEATED)
+        h = constrain(nn.gelu(up(seated)), _INNER)
+        y = constrain(constrain(down(h), _SEATED), _LEAVING)
         with jax.named_scope("combine"):
             y = jnp.einsum("gsec,egch->gsh", routing.combine.astype(self.dtype), y)
-        return y.reshape(batch, seq, hidden)
+        return constrain(y, _GROUPS).reshape(batch, seq, hidden)
 
 
 class DecoderPair(nn.Module):
@@ -257,24 +278,19 @@ class MoE(nn.Module):
             ExpertLayer, c.experts, c.expert_group_size, ffn, c.dtype, name="moe"
         )
         layer = remat_layer(DecoderLayer, remat=c.remat, scan=c.scan)
-        dense = functools.partial(layer, c.heads, mlp, c.dtype)
-        expert = functools.partial(layer, c.heads, moe, c.dtype)
+        dense_layer = functools.partial(layer, c.heads, mlp, c.dtype)
+        expert_layer = functools.partial(layer, c.heads, moe, c.dtype)
 
         x = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")(tokens)
         if c.scan:
             loop = scan_layers(DecoderPair, c.layers // 2)
-            x, _ = loop(dense, expert, name="pairs")(x, None)
+            x, _ = loop(dense_layer, expert_layer, name="pairs")(x, None)
         else:
             for i in range(c.layers):
-                x = (expert if i % 2 else dense)(name=f"layer_{i}")(x)
-        x = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x)
-        return nn.Dense(
-            c.vocab,
-            use_bias=False,
-            dtype=c.dtype,
-            kernel_init=KERNEL_INIT,
-            name="head",
-        )(x)
+                x = (expert_layer if i % 2 else dense_layer)(name=f"layer_{i}")(x)
+        x = layer_norm(c.dtype, name="final_norm")(x)
+        head = dense(c.vocab, ("embed", "vocab"), c.dtype, use_bias=False, name="head")
+        return constrain(head(x), LOGITS)
 
 
 def moe(config: MoEConfig) -> Network:

@@ -15,10 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import optax
+from jax.sharding import PartitionSpec
 
 from cfp.models.bert import BERTConfig, bert
 from cfp.models.gpt import GPTConfig, gpt
 from cfp.models.llama import LlamaConfig, llama
+from cfp.models.logical import TOKENS
 from cfp.models.moe import MoEConfig, moe
 from cfp.models.options import Option, Scalar, options_of
 from cfp.models.train import (
@@ -106,6 +109,30 @@ def initialise(name: str, **options: Scalar) -> tuple[InitFn, BatchFn]:
     recipe = _Recipe.of(name, options)
     recipe.abstract_args()  # Raises here, not at the first call, if options misfit.
     return jax.jit(recipe.init), jax.jit(recipe.batch)
+
+
+def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
+    """The names of the dims of a train step's arguments, for sharding it by hand.
+
+    Args and errors are those of `build`.
+
+    Returns:
+      `(state, batch)` like those of `build`, with a PartitionSpec of logical names
+      (`cfp.models.logical`) in place of each array. The optimizer's moments have the
+      names of their parameters.
+    """
+    recipe = _Recipe.of(name, options)
+    state, batch = recipe.abstract_args()
+    params = recipe.network.param_names(batch)
+    moments = optax.tree.map_params(
+        recipe.train.optimizer(),
+        lambda _, names: names,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+    tokens = {key: PartitionSpec(*TOKENS[: leaf.ndim]) for key, leaf in batch.items()}
+    return TrainState(params, moments), tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

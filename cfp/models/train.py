@@ -37,11 +37,14 @@ class Network:
       apply: (parameters, batch) -> logits [batch, seq, vocab], and a penalty [] that
         the loss adds to their cross-entropy.
       random_batch: (key, sequences) -> a batch of that many.
+      param_names: abstract batch -> the logical names of the parameters' dims, a
+        PartitionSpec for each; see `cfp.models.logical`.
     """
 
     init: Callable[[jax.Array, Batch], Any]
     apply: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
     random_batch: Callable[[jax.Array, int], Batch]
+    param_names: Callable[[Batch], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

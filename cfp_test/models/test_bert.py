@@ -1,5 +1,6 @@
 """BERT sees both ways, and learns from the masked positions alone."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +84,7 @@ def test_every_token_sees_all_others():
 def test_attention_that_is_not_causal_forgets_order():
     x = jax.random.normal(jax.random.key(0), (1, 8, 16))
     attention = Attention(heads=2, dtype="float32", causal=False)
-    variables = quick_jit(attention.init)(jax.random.key(1), x)
+    variables = nn.meta.unbox(quick_jit(attention.init)(jax.random.key(1), x))
     attend = quick_jit(attention.apply)
     order = jnp.array([3, 0, 7, 1, 6, 2, 5, 4])
     np.testing.assert_allclose(

@@ -1,5 +1,6 @@
 """GPT, and the flax layers that models share."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ def test_gpt_parameter_count(tied, ffn):
 def test_attention_is_causal():
     x = jax.random.normal(jax.random.key(0), (1, 8, 16))
     attention = Attention(heads=2, dtype="float32")
-    variables = attention.init(jax.random.key(1), x)
+    variables = nn.meta.unbox(attention.init(jax.random.key(1), x))
     before = attention.apply(variables, x)
     after = attention.apply(variables, x.at[:, 5:].add(1.0))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
@@ -41,7 +42,7 @@ def test_attention_equals_the_reference():
     attention = Attention(heads=2, dtype="float32")
     # Kernels of unit scale, so that the softmax is far from flat.
     params = jax.tree.map(
-        lambda p: 25 * p, attention.init(jax.random.key(1), x)["params"]
+        lambda p: 25 * p, nn.meta.unbox(attention.init(jax.random.key(1), x))["params"]
     )
     q, k, v = (
         jnp.einsum("bsm,mhd->bshd", x, params[name]["kernel"])
@@ -67,6 +68,7 @@ def test_tied_head_is_the_token_embedding():
     )
     tokens = jnp.arange(16)[None]
     params = quick_jit(GPT(config).init)(jax.random.key(0), tokens)["params"]
+    params = nn.meta.unbox(params)
     apply = quick_jit(GPT(config).apply)
     assert "head" not in params
     logits = apply({"params": params}, tokens)

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,11 +107,11 @@ def test_equal_experts_with_room_for_all_are_the_dense_mlp():
     """With two experts every token goes to both, and each has a seat for all."""
     x = jax.random.normal(jax.random.key(0), (2, 16, 8))
     mlp = MLP(ffn=24, dtype="float32")
-    dense = quick_jit(mlp.init)(jax.random.key(1), x)["params"]
+    dense = nn.meta.unbox(quick_jit(mlp.init)(jax.random.key(1), x)["params"])
     dense = jax.tree.map(lambda p: p + 0.1, dense)  # So that biases matter.
 
     layer = ExpertLayer(experts=2, group=8, ffn=24, dtype="float32")
-    params = quick_jit(layer.init)(jax.random.key(2), x)["params"]
+    params = nn.meta.unbox(quick_jit(layer.init)(jax.random.key(2), x)["params"])
     for expert_name, name in (("expert_up", "up"), ("expert_down", "down")):
         params[expert_name] = jax.tree.map(lambda p: jnp.stack([p, p]), dense[name])
     apply = quick_jit(functools.partial(layer.apply, mutable=["losses"]))

@@ -1,0 +1,162 @@
+"""A training step on devices, ready for any competitor: at full size or small."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from cfp.analysis.flops import program_flops
+from cfp.analysis.strategies import Spec
+from cfp.cli.session import Session, analyse
+from cfp.execute import compile_step
+from cfp.models.options import Scalar
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings
+from cfp.profiling.builder import Built, compile_lowered
+from cfp.profiling.inputs import InputKind
+from cfp.profiling.key import ProfileKey
+from cfp.targets import model_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A compiled competitor.
+
+    Attributes:
+      built: takes and returns flat arrays: the state's leaves, then the batch's; the
+        state's leaves, then the metrics.
+      kinds: what there is to know of its inputs.
+      feedback: which result takes the place of which input: the state.
+    """
+
+    built: Built
+    kinds: tuple[InputKind, ...]
+    feedback: tuple[tuple[int, int], ...]
+
+
+def session_of(model: str, options: Mapping[str, Scalar], mesh: Mesh) -> Session:
+    """A model's step, analysed on a mesh."""
+    return analyse(model_target(model, dict(options)), mesh)
+
+
+def tflop(session: Session) -> float:
+    """TFLOP of one step."""
+    return program_flops(session.analysis.frame.program) / 1e12
+
+
+def ready(
+    name: str,
+    compiled: Callable[[Mapping[str, str]], Any],
+    args: tuple[Any, Any],
+    shardings: Sequence[NamedSharding],
+    options: Mapping[str, str],
+) -> Ready:
+    """Compiles a step, and asks the compiler about it.
+
+    Args:
+      name: the competitor's.
+      compiled: compiles with options, into something that takes flat arrays.
+      args: abstract (state, batch).
+      shardings: one for each leaf of `args`.
+      options: compiler options.
+    """
+    key = ProfileKey((("what", "benchmark"), ("name", name)))
+    started = time.perf_counter()
+    built = compile_lowered(key, _Late(compiled), options, started=started)  # pyright: ignore[reportArgumentType]
+    leaves = jax.tree.leaves_with_path(args)
+    kinds = tuple(
+        InputKind(
+            leaf.shape,
+            str(leaf.dtype),
+            full_spec(sharding, len(leaf.shape)),
+            # Adam's second moment, of which it takes the root, is all above zero.
+            signed=".nu" not in jax.tree_util.keystr(path),
+        )
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
+    )
+    state = len(jax.tree.leaves(args[0]))
+    return Ready(built=built, kinds=kinds, feedback=tuple((i, i) for i in range(state)))
+
+
+def make_choice(
+    session: Session, decision: Decision, workdir: Path, options: Mapping[str, str]
+) -> Ready:
+    """Compiles a choice, as cfp compiles its own plans.
+
+    Args:
+      session: the step, analysed.
+      decision: the choice, and how it is told to the compiler.
+      workdir: where measurements are kept; none are looked up or made.
+      options: compiler options, besides the decision's.
+    """
+    analysis, mesh = session.analysis, session.mesh
+    settings = PlannerSettings(race=False)
+    with Planner(analysis, mesh, workdir, settings=settings) as planner:
+        # Without a race, a choice only becomes shardings.
+        plan = planner.race(replace(decision, problem=None))
+    bound = plan.bound_to(session.step, session.lowering.out_tree)
+
+    def compiled(chosen: Mapping[str, str]) -> Flat:
+        made = compile_step(
+            session.step,
+            mesh,
+            plan.fingerprint,
+            plan.arg_specs,
+            plan.output_specs,
+            plan.constraints,
+            chosen,
+        )
+        return Flat(made.compiled)
+
+    state, batch = session.target.args
+    shardings = jax.tree.leaves(bound.in_shardings)
+    every = {**options, **plan.options}
+    return ready(decision.name, compiled, (state, batch), shardings, every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Something to compile, as `jax.stages.Lowered` is."""
+
+    make: Callable[[Mapping[str, str]], Any]
+
+    def compile(self, compiler_options: Mapping[str, str] | None) -> Any:
+        return self.make(compiler_options or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A compiled step as one that takes and returns flat arrays.
+
+    Attributes:
+      compiled: the step; it returns trees.
+      tree: of the arguments that it takes; None if it takes flat arrays.
+    """
+
+    compiled: jax.stages.Compiled
+    tree: Any = None
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        args = leaves if self.tree is None else jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.leaves(self.compiled(*args))
+
+    def as_text(self) -> str | None:
+        return self.compiled.as_text()
+
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
+
+
+def full_spec(sharding: NamedSharding, rank: int) -> Spec:
+    """A sharding as cfp writes it: the axes of every dim."""
+    dims = [
+        () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        for names in sharding.spec
+    ]
+    return tuple(dims) + ((),) * (rank - len(dims))

@@ -1,0 +1,79 @@
+"""Times competitors in turn: A B C, B C A, ... all in one process.
+
+A turn makes the inputs, warms up, takes some samples and frees everything, so that only
+one competitor's state is on the devices at any time, and a drift of the clocks meets
+all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from cfp.profiling.inputs import make_inputs
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import TimingOptions, execute
+from cfp_test.bench.case import Ready
+from cfp_test.bench.kernels import Split, trace_split
+
+TURN = TimingOptions(
+    warmup_seconds=0.5, min_samples=4, max_samples=10, budget_seconds=2.0
+)
+QUICK_TURN = TimingOptions(
+    warmup_seconds=0.0, min_samples=2, max_samples=2, budget_seconds=0.2
+)
+
+
+def in_turn(
+    competitors: Mapping[str, tuple[Ready, Mesh]],
+    rounds: int,
+    timing: TimingOptions,
+    tell: Callable[[str], None],
+) -> dict[str, ProfileRecord]:
+    """Gives every competitor that many turns.
+
+    Args:
+      competitors: by name, in the order of the first round.
+      rounds: how many turns each gets.
+      timing: one turn.
+      tell: told who is timed.
+
+    Returns:
+      For each competitor the samples of all its turns, or how it failed first.
+    """
+    found: dict[str, ProfileRecord] = {}
+    names = list(competitors)
+    for turn in range(rounds):
+        start = turn % max(1, len(names))
+        for name in names[start:] + names[:start]:
+            before = found.get(name)
+            if before is not None and not before.ok:
+                continue
+            tell(f"timing {name}, turn {turn + 1} of {rounds}")
+            one, mesh = competitors[name]
+            record = execute(
+                one.built, one.kinds, mesh, feedback=one.feedback, timing=timing
+            )
+            if before is not None and record.ok:
+                samples = before.samples_ms + record.samples_ms
+                record = replace(record, samples_ms=samples)
+            found[name] = record
+    return found
+
+
+def traced(one: Ready, mesh: Mesh, steps: int = 5) -> Split | None:
+    """Where a competitor's time goes; None if the trace does not show it."""
+    inputs = make_inputs(one.kinds, mesh, [put for put, _ in one.feedback])
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            results = one.built.compiled(*inputs)
+            for put, got in one.feedback:
+                inputs[put] = results[got]
+            jax.block_until_ready(results)
+
+    run(2)
+    return trace_split(run, steps)

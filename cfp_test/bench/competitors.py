@@ -1,0 +1,310 @@
+"""Who takes part: the plan, the classics, the cost model, and tables by hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from alpa_test.cost_model import LINKS, AlphaBeta, Modelled, choose, fit
+from alpa_test.handwritten.step import shard_step
+from alpa_test.handwritten.tables import TABLES, Table
+from cfp import platform
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.analysis.strategies import block_strategies
+from cfp.cli.session import Session
+from cfp.describe import plan_rows
+from cfp.errors import CfpError
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings, Profiles
+from cfp.program.trace import planning_mesh
+from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
+from cfp_test.bench.configs import Config, small
+
+GROUPS = ("planned", "handwritten", "cost_model", "preset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Competitor:
+    """Someone who takes part in a comparison.
+
+    Attributes:
+      name: in tables.
+      group: one of `GROUPS`.
+      mesh: its devices.
+      make: compiles it: True for the small size, and with which compiler options.
+      predicted_ms: what was predicted of it by profiles, if anything.
+    """
+
+    name: str
+    group: str
+    mesh: Mesh
+    make: Callable[[bool, Mapping[str, str]], Ready]
+    predicted_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """All who take part in one configuration.
+
+    Attributes:
+      competitors: the plan first.
+      planning: for each mesh that was planned for, counts and seconds.
+      comparison: the plan beside the cost model's choice, as plain data.
+      tflop: of one step.
+    """
+
+    competitors: list[Competitor]
+    planning: dict[str, dict[str, float]]
+    comparison: list[dict[str, Any]] = field(default_factory=list)
+    tflop: float = 0.0
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """A mesh as on the command line: `x=2,y=2`."""
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+# --------------------------------------------------------------------- by hand
+
+
+def handwritten(config: Config, devices: int) -> list[Competitor]:
+    """The tables for a model, each on a mesh of all devices."""
+    found = []
+    for table in TABLES[config.model]:
+        if len(table.axes) == 2 and (devices < 4 or devices % 2):
+            continue
+        sizes = (devices,) if len(table.axes) == 1 else (devices // 2, 2)
+        axes = tuple(zip(table.axes, sizes, strict=True))
+        mesh = planning_mesh(platform.make_mesh(axes))
+        found.append(
+            Competitor(
+                name=table.name,
+                group="handwritten",
+                mesh=mesh,
+                make=partial(_make_by_hand, config, table, mesh),
+            )
+        )
+    return found
+
+
+def _make_by_hand(
+    config: Config,
+    table: Table,
+    mesh: Mesh,
+    is_small: bool,
+    options: Mapping[str, str],
+) -> Ready:
+    sizes = config.options
+    if is_small:
+        sizes = small(config.model, sizes, mesh.size)
+    sharded = shard_step(config.model, dict(sizes), table, mesh)
+    tree = jax.tree.structure(sharded.args)
+
+    def compiled(chosen: Mapping[str, str]) -> Flat:
+        return Flat(sharded.lowered.compile(dict(chosen) or None), tree)
+
+    shardings = jax.tree.leaves(sharded.shardings)
+    return ready(table.name, compiled, sharded.args, shardings, options)
+
+
+# --------------------------------------------------------------------- by cfp
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A configuration on a mesh, planned."""
+
+    config: Config
+    session: Session
+    decision: Decision
+    winner: Decision
+    profiles: Profiles
+    seconds: float
+    workdir: Path
+
+
+def planned(
+    config: Config,
+    mesh: Mesh,
+    workdir: Path,
+    settings: PlannerSettings,
+    *,
+    budget_bytes: int | None = None,
+    label: str = "",
+    groups: Sequence[str] = GROUPS,
+) -> Field:
+    """Plans a configuration, and lets the cost model choose for the same program.
+
+    Args:
+      config: what to plan.
+      mesh: the devices.
+      workdir: where measurements are kept.
+      settings: of the planner.
+      budget_bytes: memory of one device.
+      label: put behind every name, where several meshes are planned for.
+      groups: who is wanted.
+    """
+    started = time.perf_counter()
+    session = session_of(config.model, config.options, mesh)
+    analysis = session.analysis
+    with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
+        profiles = planner.profile()
+        decision = planner.search(profiles)
+        planner.race(decision)
+        winner = planner.winner
+        assert winner is not None, "a race has a winner"
+        done = _Planned(
+            config,
+            session,
+            decision,
+            winner,
+            profiles,
+            time.perf_counter() - started,
+            workdir,
+        )
+        found = [_entry(done, winner, "planned", "planned" + label)]
+        comparison = []
+        if "cost_model" in groups:
+            modelled = _modelled(done, budget_bytes)
+            for name, one in modelled.items():
+                predicted = planner.predict(decision, one.choice)
+                made = Decision(f"{name}{label}", one.choice, predicted)
+                found.append(_entry(done, made, "cost_model", made.name))
+                if (winner.extent, winner.options) != (made.extent, made.options):
+                    told = replace(
+                        made,
+                        name=f"{name}, told as planned{label}",
+                        extent=winner.extent,
+                        options=winner.options,
+                    )
+                    found.append(_entry(done, told, "cost_model", told.name))
+                comparison.append(_side_by_side(done, name + label, one, predicted))
+        if "preset" in groups:
+            found += [
+                _entry(
+                    done,
+                    Decision(name, choice, planner.predict(decision, choice)),
+                    "preset",
+                    f"preset {name}{label}",
+                )
+                for name, choice in profiles.classics.items()
+            ]
+    counts = {**winner.search, "analysis_seconds": session.seconds}
+    counts["planning_seconds"] = done.seconds
+    return Field(
+        competitors=found,
+        planning={mesh_text(mesh): {k: float(v) for k, v in counts.items()}},
+        comparison=comparison,
+        tflop=tflop(session),
+    )
+
+
+def _entry(done: _Planned, decision: Decision, group: str, name: str) -> Competitor:
+    return Competitor(
+        name=name,
+        group=group,
+        mesh=done.session.mesh,
+        make=partial(_make_by_cfp, done, decision, name),
+        predicted_ms=decision.predicted_ms,
+    )
+
+
+def _make_by_cfp(
+    done: _Planned,
+    decision: Decision,
+    name: str,
+    is_small: bool,
+    options: Mapping[str, str],
+) -> Ready:
+    session, config = done.session, done.config
+    if is_small:
+        sizes = small(config.model, config.options, session.mesh.size)
+        tiny = session_of(config.model, sizes, session.mesh)
+        choice = carry_over(decision.choice, session.analysis, tiny.analysis)
+        session, decision = tiny, replace(decision, choice=choice)
+    return make_choice(session, replace(decision, name=name), done.workdir, options)
+
+
+def carry_over(choice: Choice, big: Analysis, little: Analysis) -> Choice:
+    """A choice for the same model at another size.
+
+    Raises:
+      CfpError: the two programs do not have the same blocks, or not the same
+        strategies.
+    """
+    shapes = [
+        (len(a.frame.blocks), len(a.frame.groups), [s.blocks for s in a.segments])
+        for a in (big, little)
+    ]
+    frame = little.frame
+    if shapes[0] != shapes[1] or not all(
+        strategy in block_strategies(frame.program, block, frame.mesh)
+        for block, strategy in zip(frame.blocks, choice.blocks, strict=True)
+    ):
+        raise CfpError(
+            "The choice cannot be checked at a small size: the small program has other "
+            f"blocks or strategies ({shapes[0][:2]} and {shapes[1][:2]} blocks and "
+            "groups of parameters)."
+        )
+    return choice
+
+
+# ------------------------------------------------------------ by the cost model
+
+
+def _modelled(done: _Planned, budget_bytes: int | None) -> dict[str, Modelled]:
+    """What the model chooses with links by data sheet, and with fitted ones."""
+    axes = done.session.analysis.frame.mesh
+    prices: dict[str, AlphaBeta] = {}
+    if done.session.mesh.devices.flat[0].platform != "cpu":
+        link = "pcie" if _without_peers() else "nvlink"
+        prices[f"cost model, {link}"] = AlphaBeta.uniform(axes, LINKS[link])
+    prices["cost model, fitted"] = fit(done.profiles.rates)
+    found: dict[str, Modelled] = {}
+    for name, one in prices.items():
+        modelled = choose(done.session.analysis, one, budget_bytes=budget_bytes)
+        if all(modelled.choice != other.choice for other in found.values()):
+            found[name] = modelled
+    return found
+
+
+def _without_peers() -> bool:
+    return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
+
+
+def _side_by_side(
+    done: _Planned, name: str, modelled: Modelled, predicted_ms: float | None
+) -> dict[str, Any]:
+    """Where the plan and the model's choice differ, and what each believed of both."""
+    analysis = done.session.analysis
+    ours = plan_rows(analysis, done.winner.choice, done.decision.problem)
+    theirs = plan_rows(analysis, modelled.choice, None)
+    believed = modelled.formulation.believed_ms(done.winner.choice)
+    return {
+        "name": name,
+        "solver_seconds": modelled.seconds,
+        "solver_optimal": modelled.optimal,
+        "model_believes_of_its_own_ms": modelled.cost_ms,
+        "model_believes_of_the_plan_ms": believed,
+        "profiles_predict_of_the_model_ms": predicted_ms,
+        "profiles_predict_of_the_plan_ms": done.winner.predicted_ms,
+        "differences": [
+            {
+                "block": mine.name,
+                "planned": f"{mine.sharded}; {mine.storage}",
+                "cost_model": f"{other.sharded}; {other.storage}",
+            }
+            for mine, other in zip(ours, theirs, strict=True)
+            if (mine.sharded, mine.storage) != (other.sharded, other.storage)
+        ],
+        "blocks": len(ours),
+    }

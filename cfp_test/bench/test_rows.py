@@ -1,0 +1,104 @@
+"""Ratios, pay-back and comparisons, from rows with known times."""
+
+import pytest
+
+from cfp_test.bench.rows import (
+    Row,
+    best,
+    changes,
+    configuration,
+    pays_after,
+    pytorch_rows,
+    ratios,
+    rows_of,
+)
+
+
+def row(name, group, *samples, status="ok", **more):
+    return Row(
+        name=name, group=group, mesh="x=4", status=status, samples_ms=samples, **more
+    )
+
+
+ROWS = [
+    row("planned", "planned", 8.0, 10.0, 9.0),
+    row("planned on x=2,y=2", "planned", 12.0),
+    row("fsdp", "handwritten", 10.0),
+    row("tp", "handwritten", 20.0),
+    row("wrong", "handwritten", status="wrong", reason="off by 1"),
+    row("cost model", "cost_model", 18.0),
+    row("preset zero1", "preset", 8.0),
+]
+
+
+def test_best_of_a_group_is_the_fastest_that_ran():
+    assert best(ROWS, "handwritten") == ROWS[2]
+    assert best(ROWS, "planned") == ROWS[0]
+    assert best(ROWS, "pytorch") is None
+
+
+def test_ratios_are_to_the_best_of_each_group():
+    assert ratios(ROWS) == {
+        "planned / best handwritten": pytest.approx(0.9),
+        "planned / best cost model": pytest.approx(0.5),
+        "planned / best preset": pytest.approx(9 / 8),
+    }
+    assert ratios(ROWS[2:]) == {}
+
+
+def test_planning_is_paid_for_by_what_steps_save():
+    # One millisecond a step against a person, nine against the model.
+    found = pays_after(ROWS, planning_seconds=9.0)
+    assert found == {"handwritten": 9000, "cost_model": 1000, "preset": None}
+
+
+def made(rows, name="gpt, 4 layers"):
+    return configuration(
+        name=name,
+        model="gpt",
+        options={"layers": 4, "batch": 24},
+        devices=4,
+        rows=rows,
+        planning={"x=4": {"planning_seconds": 9.0}, "x=2,y=2": {"planning_seconds": 1}},
+        comparison=[],
+        tflop=59.4,
+    )
+
+
+def test_rows_survive_json():
+    data = made(ROWS)
+    assert rows_of(data) == ROWS
+    assert data["planning_seconds"] == 10.0
+    assert data["competitors"][0]["median_ms"] == 9.0
+    assert data["competitors"][4]["median_ms"] is None
+
+
+def test_rows_of_pytorch_are_those_of_the_same_configuration():
+    one = {
+        "model": "gpt",
+        "devices": 4,
+        "options": {"layers": 4, "batch": 24},
+        "name": "FSDP2",
+        "status": "ok",
+        "samples_ms": [3.0, 5.0],
+    }
+    others = [
+        {**one, "devices": 8},
+        {**one, "options": {"layers": 2, "batch": 24}},
+        {**one, "model": "bert"},
+    ]
+    wanted = {"model": "gpt", "devices": 4, "options": {"layers": 4, "batch": 24}}
+    (found,) = pytorch_rows([one, *others], wanted)
+    assert (found.name, found.group, found.median_ms) == ("FSDP2", "pytorch", 4.0)
+    assert "planned / best PyTorch" in ratios([*ROWS, found])
+
+
+def test_comparison_with_earlier_results():
+    before = {"configurations": [made([row("planned", "planned", 10.0)])]}
+    now = {
+        "configurations": [
+            made(ROWS),
+            made([row("planned", "planned", 1.0)], name="another"),
+        ]
+    }
+    assert changes(before, now) == [("gpt, 4 layers", "planned", 10.0, 9.0)]

@@ -1,0 +1,114 @@
+"""What the shell scripts print, at sizes for a CPU."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp_test.cli_runner import ROOT, environment
+
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+SIZES = "--hidden_size 32 --seq_len 16 --num_heads 4 --vocab_size 96 --quick"
+CPU = "--platform cpu --devices 4"
+
+
+def run(script: str, folder: Path, words: str, **variables: str) -> str:
+    done = subprocess.run(
+        ["sh", str(ROOT / script), *words.split()],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_performance_script_prints_what_the_artifact_does(tmp_path):
+    words = f"{CPU} --settings 8x1 {SIZES} --per_kind 1 --workdir work --json rows"
+    text = run(
+        "cfp_test/scripts/gpt_A100_8GPU.sh",
+        tmp_path,
+        words,
+        DUMP_PROFILE_PARALLEL_BLOCK="0",
+    )
+    note, line, head, analysis, seconds, flop, profiling, *rest = text.splitlines()
+    assert "uses the 4 of cpu that there are" in note
+    assert line == "=" * 120
+    assert head == (
+        "============ GPT test: parallel_block_opt:True config:F batchsize:8 layers:1 "
+        "devices:4 ============"
+    )
+    assert analysis == "***********Analysis Pass****************"
+    assert seconds.startswith("global analysis time: ")
+    assert float(flop.removeprefix("FLOP_COUNT: ")) > 0
+    assert profiling == "***********Profiling Pass****************"
+    assert "Profiling..." in rest
+    place = rest.index("***********Search Pass****************")
+    assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", rest[place - 1])
+    solution, cost, count, rates, end = rest[place + 1 :]
+    numbers = ast.literal_eval(
+        solution.removeprefix("searched ParallelBlock Strategies solution: ")
+    )
+    shown = re.fullmatch(
+        r"searched training cost: \[([\d. ]+)\], memory_cost: ([\d.]+)", cost
+    )
+    assert shown is not None
+    tflop = float(count.removeprefix("TFLOP_COUNT: "))
+    for one, rate in zip(
+        shown[1].split(),
+        ast.literal_eval(rates.removeprefix("tflops: ")),
+        strict=True,
+    ):
+        assert rate == pytest.approx(tflop / float(one), rel=1e-3)
+    assert end == "=" * 65
+    (row,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert row["solution"] == numbers and row["tflop"] == tflop
+    assert (row["model"], row["devices"], row["batch"]) == ("gpt", 4, 8)
+
+
+def test_cost_model_script_prints_what_alpa_does(tmp_path):
+    words = f"{CPU} --settings 8x1 {SIZES} --workdir work --link nvlink --json rows"
+    text = run("alpa_test/scripts/gpt_A100_8GPU.sh", tmp_path, words)
+    _, head, costs, count, rates, _ = text.split("\n", 5)
+    assert head == (
+        "============ Alpa GPT test: config:F batchsize:8 layers:1 devices:4 "
+        "============"
+    )
+    assert re.fullmatch(r"\[\d+\.\d{8} \d+\.\d{8} \d+\.\d{8}\]", costs)
+    assert float(count.removeprefix("TFLOP_COUNT: ")) > 0
+    assert len(ast.literal_eval(rates.removeprefix("tflops: "))) == 3
+    (row,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert row["winner"] == "cost model, nvlink" and row["believed_ms"] > 0
+
+
+def test_enumeration_prints_volume_and_time(tmp_path):
+    script = "cfp_test/scripts/enum_and_benchmark/gpt_enum_benchmark_comm_comp.sh"
+    words = f"{CPU} {SIZES} --batch_size 8 --num_layer 2 --limit 2 --dtype float32"
+    words += " --json rows.json --plot plot.svg"
+    head, space, *rest = run(script, tmp_path, words).splitlines()
+    assert head.startswith("============ GPT test: parallel_block_opt:True config:F ")
+    sizes = ast.literal_eval(space.removeprefix("generated_search_space: "))
+    assert sizes == [3] * 16  # Two layers of eight blocks.
+    assert len(rest) == 2 * 6 + 1
+    found = json.loads((tmp_path / "rows.json").read_text())
+    for lines, row in zip((rest[:6], rest[6:12]), found["rows"], strict=True):
+        names = ["Comm Volume", "Comm Overhead", "Comp Overhead", "Overlapped"]
+        for name, line in zip([*names, "Exposed"], lines, strict=False):
+            assert float(line.removeprefix(f"{name}: ")) >= 0
+        match = re.fullmatch(r"sval (\[.*?\]) \[([\d. ]+)\] (\d+)", lines[5])
+        assert match is not None
+        numbers = ast.literal_eval(match[1])
+        assert numbers == row["sval"] and numbers[:8] == numbers[8:]
+        assert int(match[3]) == row["memory_bytes"] > 0
+        assert row["trace"]["communication_ms"] > 0
+    # Data parallel, and another: they send different amounts.
+    volumes = {row["volume_bytes"] for row in found["rows"]}
+    assert len(volumes) == 2 and min(volumes) > 0
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

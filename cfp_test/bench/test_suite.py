@@ -1,0 +1,152 @@
+"""The suite on virtual devices: who is wrong or fails is a row, others are timed."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+
+from cfp.models import find
+from cfp.planner_parts import PlannerSettings
+from cfp_test.bench import clock, gate, suite
+from cfp_test.bench.competitors import handwritten
+from cfp_test.bench.configs import SUITES, configs, small
+from cfp_test.bench.rows import rows_of
+from cfp_test.cli_runner import run_one
+
+# What is compiled here runs a few times only.
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
+    (config,) = configs("tiny", ["gpt"], {"layers": 1}, 4)
+    (right,) = (c for c in handwritten(config, 4) if c.name == "data_parallel")
+
+    def wrong(is_small, options):
+        assert is_small, "who is wrong is not compiled at full size"
+        sizes = {**small("gpt", config.options, 4), "learning_rate": 2e-2}
+        hasty = handwritten(replace(config, options=sizes), 4)
+        (other,) = (c for c in hasty if c.name == "data_parallel")
+        return other.make(False, options)
+
+    def broken(is_small, options):
+        if is_small:
+            return right.make(is_small, options)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    taking_part = [
+        right,
+        replace(right, name="wrong", make=wrong),
+        replace(right, name="broken", make=broken),
+    ]
+    options = suite.SuiteOptions(
+        workdir=tmp_path,
+        settings=PlannerSettings(),
+        rounds=2,
+        timing=clock.QUICK_TURN,
+    )
+    rows = {row.name: row for row in suite._compete(config, taking_part, options)}
+    ok = rows["data_parallel"]
+    assert ok.status == "ok" and len(ok.samples_ms) == 4
+    assert ok.loss_gap is not None and ok.loss_gap < gate.TOLERANCE
+    assert set(ok.collectives) == {"all-reduce"} and ok.peak_bytes > 0
+    assert ok.trace is not None and ok.trace["communication_ms"] > 0
+    assert rows["wrong"].status == "wrong"
+    assert rows["wrong"].loss_gap > gate.TOLERANCE
+    assert "not timed" in rows["wrong"].reason and rows["wrong"].samples_ms == ()
+    assert rows["broken"].status == "out_of_memory"
+    assert "RESOURCE_EXHAUSTED" in rows["broken"].reason
+
+
+def test_bench_command(tmp_path):
+    """One configuration from planning to JSON, against all kinds of competitors."""
+    words = "--suite tiny --models gpt --layers 1 --devices 4 --platform cpu --quick"
+    words += " --per-kind 1 --no-race --rounds 1 --handwritten fsdp"
+    words += " --groups handwritten,cost_model --json out.json --workdir work"
+    row = {
+        "model": "gpt",
+        "devices": 4,
+        "options": {"layers": 1, "dtype": "float32"},
+        "name": "FSDP2",
+        "status": "ok",
+        "samples_ms": [1.0, 2.0, 3.0],
+    }
+    (tmp_path / "torch.jsonl").write_text(json.dumps(row) + "\n")
+    done = run_one(
+        "bench",
+        *words.split(),
+        "--pytorch",
+        "torch.jsonl",
+        folder=tmp_path,
+        XLA_FLAGS=FAST,
+    )
+    assert done.code == 0, done.err
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["suite"] == "tiny"
+    assert results["environment"]["platform"] == "cpu"
+    (found,) = results["configurations"]
+    rows = rows_of(found)
+    assert {row.group for row in rows} == {
+        "planned",
+        "handwritten",
+        "cost_model",
+        "pytorch",
+    }
+    for row in rows:
+        assert row.status == "ok", row
+        assert row.samples_ms
+        if row.group != "pytorch":
+            assert row.loss_gap is not None and row.loss_gap <= gate.TOLERANCE
+            assert row.peak_bytes > 0
+    assert set(found["ratios"]) == {
+        "planned / best handwritten",
+        "planned / best cost model",
+        "planned / best PyTorch",
+    }
+    assert found["planning_seconds"] > 0
+    assert set(found["pays_after_steps"]) == {"handwritten", "cost_model", "pytorch"}
+    (model,) = found["cost_model"]
+    # No choice that the model considers is cheaper to it than its own.
+    believed = model["model_believes_of_the_plan_ms"]
+    assert model["solver_optimal"]
+    assert believed is None or model["model_believes_of_its_own_ms"] <= believed + 1e-6
+    assert "FSDP2" in done.out and "planned / best handwritten" in done.out
+    assert "fsdp (by hand)" in done.out
+
+    again = run_one(
+        *("bench", "--suite", "tiny", "--compare", "nothing.json"),
+        *("--devices", "4", "--platform", "cpu"),
+        folder=tmp_path,
+    )
+    assert again.code == 2
+    assert "Cannot read results from nothing.json" in again.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--suite nothing", "There is no suite 'nothing'"),
+        ("--suite tiny --models resnet", "has no model 'resnet'"),
+        ("--suite tiny --groups friends", "There are no competitors 'friends'"),
+        ("--suite tiny --colour red", "no option --colour"),
+    ],
+)
+def test_bench_says_what_it_does_not_know(tmp_path, words, said):
+    done = run_one(
+        "bench", *words.split(), "--devices", "4", "--platform", "cpu", folder=tmp_path
+    )
+    assert done.code == 2
+    assert said in done.err
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_configuration_has_a_small_size_that_splits(name):
+    for devices in (2, 4, 8):
+        for config in configs(name, list(SUITES[name]), {}, devices):
+            known = {option.name for option in find(config.model).options}
+            assert config.options.keys() <= known
+            sizes = small(config.model, config.options, devices)
+            assert sizes["layers"] == config.options["layers"]
+            assert sizes["dtype"] == "float32"
+            for dim in ("batch", "heads", "hidden", "vocab", "seq"):
+                assert sizes[dim] % devices == 0

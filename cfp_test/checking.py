@@ -24,7 +24,8 @@ from cfp.program.graft import (
     partition_spec,
 )
 from cfp.program.graph import Spec
-from cfp.program.trace import FlatStep, flatten_step, lower_step, planning_mesh, trace
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import lower_step, planning_mesh, trace
 
 MeshSizes = tuple[tuple[str, int], ...]
 

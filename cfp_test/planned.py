@@ -1,4 +1,4 @@
-"""Plans an example as its user would, runs it for two steps, and checks every result."""
+"""Plans an example as its user would, runs it twice, and checks every result."""
 
 from __future__ import annotations
 

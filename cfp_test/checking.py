@@ -105,7 +105,7 @@ def compile_choice(case: Case, choice: Choice) -> Callable[[], list[Any]]:
     compiled = lowering.lowered.compile()
 
     def run() -> list[Any]:
-        arrays = [jnp.array(x) if not is_key(x) else x for x in case.leaves]
+        arrays = [jnp.copy(x) for x in case.leaves]  # what is donated is gone
         placed = [jax.device_put(x, s) for x, s in zip(arrays, ins, strict=True)]
         return jax.tree.leaves(compiled(*placed))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import cfp
 from cfp.trial import ROUNDING_MARGIN
@@ -131,7 +132,7 @@ def _successors(args: Sequence[Any], result: Any) -> list[Any]:
 
 def _types(tree: Any) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(jnp.shape(x), getattr(x, "dtype", None)) for x in leaves]
+    return structure, [(np.shape(x), getattr(x, "dtype", None)) for x in leaves]
 
 
 @jax.jit

@@ -20,7 +20,8 @@ from cfp.analysis.pins import resolve_pins
 from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 from cfp.units import parse_bytes
 
 Pins = Mapping[str, PartitionSpec | NamedSharding]
@@ -31,7 +32,9 @@ def plan(
     *args: Any,
     mesh: Mesh,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     memory_budget: int | str | None = None,
     pins: Pins | None = None,
     preset: str | None = None,
@@ -47,8 +50,9 @@ def plan(
         args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. Nothing
             is allocated for them.
         mesh: the devices; profiling runs on them.
-        static_argnums: positions of arguments that are not arrays.
-        donate_argnums: positions of arguments that the step may overwrite, usually
+        static_argnums, static_argnames: arguments that are not arrays, by position or
+            name.
+        donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
         memory_budget: memory of one device that the plan may use, in bytes or as
             text such as "80GiB"; by default what the device has.
@@ -66,7 +70,13 @@ def plan(
     mesh = planning_mesh(mesh)
     budget = parse_bytes(memory_budget)
     step = flatten_step(
-        fn, args, kwargs, static_argnums=static_argnums, donate_argnums=donate_argnums
+        fn,
+        args,
+        kwargs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
     )
     program, lowering = trace(step, mesh)
     axes = tuple(mesh.shape.items())
@@ -131,8 +141,9 @@ class ParallelStep:
         return self._latest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        static = self._options.get("static_argnums", ())
-        step = flatten_step(self._fn, args, kwargs, static_argnums=static)
+        options = self._options
+        static = {k: options[k] for k in options if k.startswith("static_")}
+        step = flatten_step(self._fn, args, kwargs, **static)
         kinds = tuple(type(value) for _, value in step.static)
         key = (step.in_tree, step.static, kinds, step.avals)
         if key not in self._steps:

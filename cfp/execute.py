@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.program.graft import Constraints, constrain, partition_spec
-from cfp.program.trace import FlatStep, abstract, lower_step, read_lowering
+from cfp.program.step import FlatStep, abstract
+from cfp.program.trace import lower_step, read_lowering
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere."""
         leaves = self.step.flatten(args, kwargs)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise PlanMismatch(
+                "A planned step is compiled already, and cannot be called inside "
+                "jax.jit, jax.grad or the like. Plan the outer function instead."
+            )
         placed = [
             leaf
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_flatten_with_path, tree_unflatten
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
@@ -21,9 +21,12 @@ from cfp.plan_parts import (
     constraints_from_json,
     constraints_to_json,
     spec_from_json,
+    specs_like,
+    type_text,
 )
 from cfp.program.graft import Constraints, partition_spec
-from cfp.program.trace import FlatStep, flatten_step, planning_mesh
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import planning_mesh
 
 FORMAT = 2
 
@@ -39,7 +42,7 @@ class Plan:
         arg_specs, output_specs: their shardings, and those of the results.
         constraints: shardings of values inside, by the program's op numbers.
         donated: which argument leaves the step may overwrite.
-        static: positions of the arguments that are no arrays.
+        static: positions and keywords of the arguments that are no arrays.
         winner: name of the finalist that won, such as "planned".
         predicted_ms: step time by the profiles, or None.
         measured_ms: step time measured on the whole program, or None.
@@ -69,7 +72,7 @@ class Plan:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     search: Mapping[str, float] = field(default_factory=dict)
-    static: tuple[int, ...] | None = None
+    static: tuple[int | str, ...] | None = None
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -112,8 +115,13 @@ class Plan:
         Raises:
             PlanMismatch: the arguments are not those of the plan.
         """
+        static = _static_arguments(self, args)
         step = flatten_step(
-            fn, args, kwargs, static_argnums=_static_positions(self, fn, args)
+            fn,
+            args,
+            kwargs,
+            static_argnums=[key for key in static if isinstance(key, int)],
+            static_argnames=[key for key in static if isinstance(key, str)],
         )
         self._check_arguments(step)
         step = replace(step, donated=self.donated)
@@ -129,7 +137,7 @@ class Plan:
         integers that it is in the program.
         """
         types = tuple(type_text(aval) for aval in step.avals)
-        static = tuple(position for position, _ in step.static)
+        static = tuple(key for key, _ in step.static)
         return replace(
             self, step=step, out_tree=out_tree, arg_types=types, static=static
         )
@@ -225,35 +233,15 @@ class Plan:
             PlanMismatch: the result does not fit any argument of the plan.
         """
         shape = jax.eval_shape(init_fn, *args, **kwargs)
-        leaves, tree = tree_flatten_with_path(shape)
-        specs = self._specs_for(leaves)
+        leaves, tree = tree_flatten(shape)
+        specs = specs_like(shape, self.arg_names, self.arg_types, self.arg_specs)
         mesh = self._on_mesh()
         shardings = [
             NamedSharding(mesh, partition_spec(spec, len(leaf.shape)))
-            for spec, (_, leaf) in zip(specs, leaves, strict=True)
+            for spec, leaf in zip(specs, leaves, strict=True)
         ]
         jitted = jax.jit(init_fn, out_shardings=tree_unflatten(tree, shardings))
         return jitted(*args, **kwargs)
-
-    def _specs_for(self, leaves: Sequence[tuple[Any, Any]]) -> list[Spec]:
-        wanted = [
-            (jax.tree_util.keystr(path, simple=True, separator="/"), type_text(leaf))
-            for path, leaf in leaves
-        ]
-        roots: dict[str, list[tuple[str, str, Spec]]] = {}
-        for name, kind, spec in zip(
-            self.arg_names, self.arg_types, self.arg_specs, strict=True
-        ):
-            root, _, rest = name.partition("/")
-            roots.setdefault(root, []).append((rest, kind, spec))
-        for entries in roots.values():
-            if [(rest, kind) for rest, kind, _ in entries] == wanted:
-                return [spec for _, _, spec in entries]
-        raise PlanMismatch(
-            "The initialisation's result does not look like any argument of the plan "
-            f"({', '.join(roots)}): it has {len(wanted)} leaves, the first of them "
-            f"{wanted[:3]}."
-        )
 
     # -- files ---------------------------------------------------------------
 
@@ -368,20 +356,13 @@ class Plan:
         return replace(self, mesh=mesh)
 
 
-def type_text(aval: Any) -> str:
-    """A leaf's type as text: ``float32[8,16]``."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-
-
-def _static_positions(
-    plan: Plan, fn: Callable[..., Any], args: Sequence[Any]
-) -> tuple[int, ...]:
+def _static_arguments(plan: Plan, args: Sequence[Any]) -> tuple[int | str, ...]:
     """Static arguments are known from the step that the plan was made with."""
     if plan.static is not None:
         return plan.static
     if plan.step is None:
         return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
-    return tuple(position for position, _ in plan.step.static)
+    return tuple(key for key, _ in plan.step.static)
 
 
 def _is_array_tree(arg: Any) -> bool:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+
 from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
 
@@ -57,6 +60,60 @@ class RaceRow:
     time_ms: float | None
     peak_bytes: int
     note: str = ""
+
+
+def type_text(aval: Any) -> str:
+    """A leaf's type as text: ``float32[8,16]``."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def specs_like(
+    result: Any, names: Sequence[str], types: Sequence[str], specs: Sequence[Spec]
+) -> list[Spec]:
+    """The shardings of a plan's argument, or of several, for what looks like them.
+
+    Args:
+        result: shapes that look like an argument, or a tuple of such.
+        names, types, specs: the plan's arguments, leaf by leaf.
+
+    Raises:
+        PlanMismatch: it looks like none.
+    """
+    arguments: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[Spec]] = {}
+    for name, kind, spec in zip(names, types, specs, strict=True):
+        root, _, rest = name.partition("/")
+        arguments.setdefault(root, []).append((rest, kind))
+        found.setdefault(root, []).append(spec)
+    parts = result if isinstance(result, tuple | list) else ()
+    for wanted in ([result], parts):
+        left = dict(arguments)  # each argument stands for one part
+        roots = [_take(left, part) for part in wanted if tree_leaves(part)]
+        if roots and None not in roots:
+            return [spec for root in roots if root is not None for spec in found[root]]
+    leaves = _paths(result)
+    raise PlanMismatch(
+        "The initialisation's result does not look like any argument of the plan "
+        f"({', '.join(arguments)}), nor like several in a tuple: it has {len(leaves)} "
+        f"leaves, the first of them {leaves[:3]}."
+    )
+
+
+def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
+    """Takes the first argument that has a part's leaves out of some."""
+    leaves = _paths(part)
+    for root, wanted in arguments.items():
+        if wanted == leaves:
+            del arguments[root]
+            return root
+    return None
+
+
+def _paths(tree: Any) -> list[tuple[str, str]]:
+    return [
+        (keystr(path, simple=True, separator="/"), type_text(leaf))
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    ]
 
 
 def spec_from_json(data: Sequence[Sequence[str]]) -> Spec:

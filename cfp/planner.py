@@ -13,7 +13,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
 from cfp.errors import CfpError
-from cfp.plan import Plan, type_text
+from cfp.plan import Plan
+from cfp.plan_parts import type_text
 from cfp.planner_parts import (
     Decision,
     PlannerSettings,

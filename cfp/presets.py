@@ -146,7 +146,7 @@ class _Walk:
                 choice = self._choose(op)
                 choices[anchors[op.id]] = choice
                 self._mark_result(op, choice)
-            elif op.body:
+            elif op.has_regions:
                 for result, value in zip(op.results, op.yields, strict=False):
                     self.marked[result] = set(self.marked.get(value, ()))
             elif op.rule is not None:
@@ -279,7 +279,7 @@ def _weights(frame: Frame) -> list[bool]:
             if program.values[v].shape
             and program.values[v].producer not in program.leaf_ops
         ]
-        only = bool(reads) and all(state[v] for v in reads) and not op.body
+        only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
         for result in op.results:
             state[result] = only
     return state

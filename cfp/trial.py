@@ -17,7 +17,8 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.execute import CompiledStep, Difference, compare, compile_step
 from cfp.plan import Plan
-from cfp.program.trace import FlatStep, flatten_step, trace
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import trace
 from cfp.targets import Target
 
 FULL_TOLERANCE = 1e-5

@@ -24,7 +24,8 @@ from cfp.program.graft import (
     partition_spec,
 )
 from cfp.program.graph import Spec
-from cfp.program.trace import FlatStep, flatten_step, lower_step, planning_mesh, trace
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import lower_step, planning_mesh, trace
 
 MeshSizes = tuple[tuple[str, int], ...]
 
@@ -104,7 +105,7 @@ def compile_choice(case: Case, choice: Choice) -> Callable[[], list[Any]]:
     compiled = lowering.lowered.compile()
 
     def run() -> list[Any]:
-        arrays = [jnp.array(x) if not is_key(x) else x for x in case.leaves]
+        arrays = [jnp.copy(x) for x in case.leaves]  # what is donated is gone
         placed = [jax.device_put(x, s) for x, s in zip(arrays, ins, strict=True)]
         return jax.tree.leaves(compiled(*placed))
 

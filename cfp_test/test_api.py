@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import cfp
 from cfp.planner_parts import PlannerSettings
@@ -156,8 +157,13 @@ def test_state_is_initialised_in_the_plans_shardings(mesh, cache):
     wanted = jax.tree.map(lambda sharding: sharding.spec, plan.in_shardings[0])
     assert found == wanted
     assert_same(state, init(jax.random.key(3)))
-    with pytest.raises(cfp.PlanMismatch, match="does not look like any argument"):
-        plan.init(lambda: jnp.zeros(3))
+    batch, again = plan.init(lambda k: (make_batch(k), init(k)), jax.random.key(3))
+    assert batch["x"].sharding.spec == plan.in_shardings[1]["x"].spec == jax.P("x")
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, again) == wanted
+    assert_same((batch, again), (make_batch(jax.random.key(3)), state))
+    for wrong in (jnp.zeros(3), (state, state), (state, None, 1.0)):
+        with pytest.raises(cfp.PlanMismatch, match="does not look like any argument"):
+            plan.init(lambda wrong=wrong: wrong)
 
 
 def test_static_arguments_keys_and_keywords(mesh, cache):
@@ -172,6 +178,30 @@ def test_static_arguments_keys_and_keywords(mesh, cache):
     for mode in ("gram", "plain"):
         found = run(x, mode, key, scale=2.0)
         assert_same(found, step(x, mode, key, scale=2.0))
+
+
+def test_arguments_are_known_by_position_and_by_name(mesh, cache):
+    def step(state, batch, mode="plus"):
+        return {"w": state["w"] + batch.T @ batch * (1 if mode == "plus" else -1)}
+
+    state, w = {"w": X}, X.T @ X
+    run = functools.partial(cfp.plan, step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    for options in (
+        {"donate_argnums": 0, "static_argnums": 2},
+        {"donate_argnames": "state", "static_argnames": ("mode",)},
+    ):
+        made = run(state=state, batch=X, mode="minus", **options)
+        assert made.arg_names == ("batch", "state/w")  # in the order of the alphabet
+        assert made.donated == (False, True) and made.static == ("mode",)
+        found = made.apply(step)(state={"w": X + 0}, batch=X, mode="minus")
+        np.testing.assert_allclose(found["w"], X - w, rtol=1e-6)
+        made = run(state, X, "minus", **options)
+        assert made.donated == (True, False) and made.static == (2,)
+    step = cfp.parallelize(
+        step, mesh=mesh, static_argnames="mode", cache_dir=cache, settings=QUICK
+    )
+    np.testing.assert_allclose(step(state, X)["w"], X + w, rtol=1e-6)
+    np.testing.assert_allclose(step(state, X, mode="minus")["w"], X - w, rtol=1e-6)
 
 
 def test_a_second_plan_measures_nothing(mesh, tmp_path):
@@ -255,6 +285,17 @@ def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
         run(lambda x, flag: x, jnp.ones(8), "text", mesh=mesh)
     with pytest.raises(cfp.StepNotTraceable, match="TracerBoolConversionError"):
         run(lambda x: x if x.sum() > 0 else -x, jnp.ones(8), mesh=mesh)
+    for effect in (
+        lambda x: jax.debug.print("{}", x, ordered=True),
+        lambda x: io_callback(print, None, x, ordered=True),
+    ):
+
+        def in_order(x, effect=effect):
+            effect(x.sum())
+            return x
+
+        with pytest.raises(cfp.StepNotTraceable, match="Leave out ordered=True"):
+            run(in_order, jnp.ones(8), mesh=mesh)
     with pytest.raises(cfp.CfpError, match="80GiB"):
         run(train_step, *shapes(), mesh=mesh, memory_budget="plenty")
     blocked = tmp_path / "file"
@@ -429,3 +470,23 @@ def test_sorts_are_measured(mesh, cache):
     made = cfp.plan(step, *args, mesh=mesh, cache_dir=cache, settings=QUICK)
     for have, want in zip(made.apply(step)(*args), step(*args), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-6)
+
+
+def test_a_planned_step_is_not_traced_again(mesh, cache):
+    made = cfp.plan(scaled, X, mesh=mesh, cache_dir=cache, settings=QUICK)
+    with pytest.raises(cfp.PlanMismatch, match="Plan the outer function"):
+        jax.jit(made.apply(scaled))(X)
+
+
+@pytest.mark.smoke
+def test_types_of_less_than_a_byte(mesh, cache):
+    def step(w, x):
+        return x @ w.astype(jnp.float32), w
+
+    args = jnp.arange(64).reshape(8, 8).astype(jnp.int4), X
+    run = functools.partial(cfp.plan, mesh=mesh, cache_dir=cache, settings=QUICK)
+    if jax.__version_info__ < (0, 11):  # JAX itself cannot run it.
+        with pytest.raises(cfp.StepNotTraceable, match="or newer"):
+            run(step, *args)
+    else:
+        assert_same(run(step, *args).apply(step)(*args), step(*args))

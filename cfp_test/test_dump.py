@@ -21,7 +21,8 @@ from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError
 from cfp.presets import presets
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 
 
 def traced(fn, *args, sizes=(4,), names=("x",)):

@@ -10,7 +10,8 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()

@@ -52,8 +52,8 @@ def build_frame(
         block_of=tuple(block_of),
         group_of=group_of,
         group_of_arg={a: g.index for g in groups for a in g.args},
-        region_ops=tuple(op.id for op in program.ops if op.body),
-        barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.body),
+        region_ops=tuple(op.id for op in program.ops if op.has_regions),
+        barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.has_regions),
         pins=dict(pins or {}),
     )
 

@@ -139,7 +139,7 @@ def opaque_ops(program: Program) -> list[Op]:
     return [
         op
         for op in program.ops
-        if op.rule is None and not op.body and op.id not in program.leaf_ops
+        if op.rule is None and not op.has_regions and op.id not in program.leaf_ops
     ]
 
 

@@ -19,7 +19,7 @@ _BARRIERS = frozenset({"optimization_barrier"})
 
 def passes(op: Op) -> bool:
     """Whether an op only hands values on: a loop, a branch or a barrier."""
-    return bool(op.body) or op.kind in _BARRIERS
+    return op.has_regions or op.kind in _BARRIERS
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def first_downstream(
     while True:  # once more for each loop that data goes around in
         before = list(of_value)
         for op in reversed(program.ops):
-            if op.body:
+            if op.has_regions:
                 for index, value in enumerate(op.yields):
                     key = _around(flow, op, index, before, ends)
                     result = op.results[index % len(op.results)]

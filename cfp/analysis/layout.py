@@ -136,7 +136,7 @@ class Layout:
         Indices behind the operands count into the values that its regions yield.
         """
         op = self.frame.program.ops[op_id]
-        if op.body:
+        if op.has_regions:
             return self._region_use_spec(op, index)
         if passes(op):  # a barrier takes everything as it comes
             return None
@@ -233,7 +233,7 @@ class Layout:
             op = self.frame.program.ops[user]
             if op.kind == "while" and index < len(op.operands):
                 return self._carried(op.results[index])
-            if passes(op) and not op.body:
+            if passes(op) and not op.has_regions:
                 spec = self.read_spec(op.results[index])
                 if spec is not None:
                     return spec
@@ -264,7 +264,7 @@ class Layout:
         op = self.frame.program.ops[producer] if producer >= 0 else None
         if op is not None and op.id in self.axes:
             return self.natural_spec(op, op.results.index(value))
-        if op is not None and passes(op) and not op.body:
+        if op is not None and passes(op) and not op.has_regions:
             return self._made_spec(op.operands[op.results.index(value)])
         return self.value_spec.get(value)  # an inner loop's is settled already
 

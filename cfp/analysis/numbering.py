@@ -82,7 +82,7 @@ class _Numbering:
                 self._bind(v, invariant)
             if op.kind == "while":
                 self._number_loop(op)
-            elif op.body:
+            elif op.has_regions:
                 self._number_branches(op)
             else:
                 self._number(op)

@@ -15,7 +15,8 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.analysis.pins import resolve_pins
 from cfp.api import Pins
-from cfp.program.trace import FlatStep, Lowering, flatten_step, planning_mesh, trace
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.targets import Target, resolve
 
 

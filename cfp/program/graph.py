@@ -6,13 +6,14 @@ come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
 from cfp.program.rules import Rule
 
-_BITS = {"i1": 8, "pred": 8}
+_FIRST_NUMBER = re.compile(r"\d+")
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
 
@@ -44,16 +45,10 @@ class Value:
 @lru_cache
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of an MLIR element type such as ``bf16`` or ``i32``."""
-    if dtype in _BITS:
-        return 1
     if dtype.startswith("complex<"):
         return 2 * dtype_bytes(dtype[8:-1])
-    digits = "".join(
-        c for c in dtype.removeprefix("bf").removeprefix("tf") if c.isdigit()
-    )
-    if dtype.startswith("f8"):
-        return 1
-    return max(1, int(digits or "32") // 8)
+    bits = _FIRST_NUMBER.search(dtype)
+    return max(1, int(bits.group() if bits else "32") // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +91,11 @@ class Op:
     def kind(self) -> str:
         """The op's name without its dialect."""
         return self.name.split(".", 1)[-1]
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether it is a loop or a branch; its regions may hold no ops at all."""
+        return bool(self.body or self.yields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Program:
         depends = [v.producer == -1 for v in self.values]
         leaves = set()
         for op in self.ops:
-            if any(depends[v] for v in (*op.operands, *op.yields)) or op.body:
+            if any(depends[v] for v in (*op.operands, *op.yields)) or op.has_regions:
                 for r in op.results:
                     depends[r] = True
             elif self._is_stateful(op):

@@ -53,7 +53,11 @@ def recomputable(program: Program, ops: Iterable[int], turn: int) -> Recompute |
 def _repeatable(program: Program, op_id: int) -> bool:
     """Whether an op gives the same again: no loop, no call, no random state."""
     op = program.ops[op_id]
-    return not op.body and op.kind not in ("custom_call", "rng", "optimization_barrier")
+    return not op.has_regions and op.kind not in (
+        "custom_call",
+        "rng",
+        "optimization_barrier",
+    )
 
 
 def recompute(

@@ -30,6 +30,11 @@ def main_function(module: ir.Module) -> ir.Operation:
     raise ValueError("the module has no function named main")
 
 
+def argument_count(module: ir.Module) -> int:
+    """The number of arguments of the main function."""
+    return len(main_function(module).regions[0].blocks[0].arguments)
+
+
 def _descend(block: ir.Block) -> Iterator[ir.Operation]:
     for opview in list(block.operations):
         op = opview.operation

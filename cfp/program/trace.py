@@ -2,193 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from cfp.errors import MeshError, PlanMismatch, StepNotTraceable
+from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.graph import Program
 from cfp.program.read import read_program
-
-
-@dataclass(frozen=True)
-class FlatStep:
-    """A step function seen as a function of its flat array arguments.
-
-    Attributes:
-        fn: the user's function.
-        avals: shape and dtype of each array leaf of the arguments.
-        donated: whether the user gives each leaf's memory away.
-        arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
-        in_tree: the structure of ``(dynamic args, kwargs)``.
-        static: static positional arguments, by position.
-    """
-
-    fn: Callable[..., Any]
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    donated: tuple[bool, ...]
-    arg_names: tuple[str, ...]
-    in_tree: Any
-    static: tuple[tuple[int, Any], ...]
-
-    def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The array leaves of a call's arguments, which must fit the structure."""
-        for position, value in self.static:
-            got = args[position] if position < len(args) else None
-            if type(got) is not type(value) or got != value:
-                raise PlanMismatch(
-                    f"Static argument {position} was {value!r} when the step was "
-                    f"planned, and is {got!r} now. Plan again for the new value."
-                )
-        dynamic = _without_static(args, self.static)
-        leaves, tree = tree_flatten((dynamic, kwargs))
-        if tree != self.in_tree:
-            raise StepNotTraceable(
-                f"The arguments' structure changed: expected {self.in_tree}, "
-                f"got {tree}."
-            )
-        return leaves
-
-    @cached_property
-    def flat_fn(self) -> Callable[..., Any]:
-        """``fn`` as a function of flat leaves, under its own name."""
-
-        def flat(*leaves: Any) -> Any:
-            dynamic, kwargs = tree_unflatten(self.in_tree, leaves)
-            args = list(dynamic)
-            for position, value in self.static:
-                args.insert(position, value)
-            return self.fn(*args, **kwargs)
-
-        flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
-        return flat
-
-    @cached_property
-    def traced(self) -> jax.stages.Traced:
-        """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
-
-        Raises:
-            StepNotTraceable: JAX cannot trace the function.
-        """
-        try:
-            return jax.jit(self.flat_fn).trace(*self.avals)
-        except Exception as error:
-            # Whatever the user's code raises while it is traced is the user's to mend.
-            raise StepNotTraceable(
-                f"JAX could not trace {self.flat_fn.__name__!r}: "
-                f"{type(error).__name__}: {error}\n"
-                "The step must be a function that jax.jit accepts; arguments that are "
-                "not arrays belong in static_argnums."
-            ) from error
-
-
-def flatten_step(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-) -> FlatStep:
-    """Separates a call into its array leaves and everything else.
-
-    Args:
-        fn: the step function.
-        args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
-        kwargs: the same, by keyword.
-        static_argnums: positions whose values are part of the program.
-        donate_argnums: positions whose arrays the step may overwrite.
-
-    Raises:
-        StepNotTraceable: an argument leaf is neither an array nor a shape.
-    """
-    kwargs = kwargs or {}
-    count = len(args)
-    # Like jax.jit: a static argument that is left out has its default.
-    static_positions = sorted(
-        i for i in _positions(static_argnums, count) if 0 <= i < count
-    )
-    static = tuple((i, args[i]) for i in static_positions)
-    dynamic = _without_static(args, static)
-    positions = [i for i in range(count) if i not in static_positions]
-    names = _argument_names(fn, count)
-    flat, in_tree = tree_flatten_with_path((dynamic, kwargs))
-    donate_positions = _positions(donate_argnums, count)
-    beyond = [i for i in donate_positions if not 0 <= i < count]
-    if beyond:
-        raise StepNotTraceable(
-            f"donate_argnums names positions {beyond}, but the call has {count} "
-            "positional arguments."
-        )
-    avals, arg_names, donated = [], [], []
-    for path, leaf in flat:
-        if path[0].idx == 0:
-            position = positions[path[1].idx]
-            root, donate = names[position], position in donate_positions
-        else:
-            root, donate = str(path[1].key), False
-        rest = jax.tree_util.keystr(path[2:], simple=True, separator="/")
-        arg_names.append(f"{root}/{rest}" if rest else root)
-        donated.append(donate)
-        avals.append(abstract(leaf, arg_names[-1]))
-    return FlatStep(fn, tuple(avals), tuple(donated), tuple(arg_names), in_tree, static)
-
-
-def _positions(numbers: int | Sequence[int], count: int) -> set[int]:
-    """Argument positions; negative ones count from the end."""
-    wanted = [numbers] if isinstance(numbers, int) else numbers
-    return {i + count if i < 0 else i for i in wanted}
-
-
-def _without_static(
-    args: Sequence[Any], static: tuple[tuple[int, Any], ...]
-) -> tuple[Any, ...]:
-    skipped = {position for position, _ in static}
-    return tuple(a for i, a in enumerate(args) if i not in skipped)
-
-
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in kinds][:count]
-    return names + [f"arg{i}" for i in range(len(names), count)]
-
-
-def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an argument's leaf as JAX takes it.
-
-    Raises:
-        StepNotTraceable: it is no array.
-    """
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    if isinstance(leaf, jax.Array):
-        weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
-    if isinstance(leaf, np.ndarray | np.generic):
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    if isinstance(leaf, bool | int | float | complex):
-        dtype = jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
-        return jax.ShapeDtypeStruct((), dtype, weak_type=True)
-    raise StepNotTraceable(
-        f"Argument {name!r} is a {type(leaf).__name__}, which is not an array. "
-        "Pass arrays or jax.ShapeDtypeStruct, or name the argument's position in "
-        "static_argnums."
-    )
+from cfp.program.step import FlatStep
 
 
 def planning_mesh(mesh: Mesh) -> Mesh:
@@ -210,6 +38,12 @@ def planning_mesh(mesh: Mesh) -> Mesh:
         )
     axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+_ORDERED = (
+    "Leave out ordered=True (of jax.debug.print, jax.debug.callback, io_callback): cfp "
+    "shards only what may happen in any order."
+)
 
 
 @dataclass(frozen=True)
@@ -241,7 +75,8 @@ def lower_step(
         out_shardings: one for all outputs, or a sequence with one for each leaf.
 
     Raises:
-        StepNotTraceable: JAX cannot trace the function.
+        StepNotTraceable: JAX cannot trace the function, or not lower it for several
+            devices.
     """
     out_avals, out_tree = tree_flatten(step.traced.out_info)
     if isinstance(out_shardings, list | tuple):
@@ -261,9 +96,21 @@ def lower_step(
         donate_argnums=tuple(i for i, d in enumerate(step.donated) if d),
         keep_unused=True,
     )
-    lowered = jitted.lower(*step.avals)
+    try:
+        lowered = jitted.lower(*step.avals)
+    except Exception as error:
+        # Ops and libraries refuse platforms with errors that have no type in common.
+        advice = (
+            _ORDERED if "ordered" in str(error) else "Plain jax.jit does not, either."
+        )
+        raise StepNotTraceable(
+            f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
+            f"{type(error).__name__}: {error}\n{advice}"
+        ) from error
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
+    if shardy.argument_count(module) > len(step.avals):  # tokens that keep the order
+        raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, tuple(out_avals), erased)
 

@@ -7,7 +7,8 @@ import pytest
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.blocks import scope_path
 from cfp.analysis.flow import passes
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on
 

@@ -38,7 +38,8 @@ from cfp.analysis.strategies import NONE, block_strategies, describe
 from cfp.models import build
 from cfp.profiling.hlo import collectives_in
 from cfp.program.graft import cut_part, lower_part
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 
 MODELS = ("gpt", "moe", "bert", "llama")

@@ -6,7 +6,8 @@ import pytest
 
 from cfp.analysis.contractions import find_members, is_contraction
 from cfp.analysis.numbering import number_values
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 

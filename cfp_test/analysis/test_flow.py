@@ -3,7 +3,8 @@ import jax.numpy as jnp
 
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))

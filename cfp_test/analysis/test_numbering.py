@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 
 from cfp.analysis.numbering import integers, number_values, squeeze
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))

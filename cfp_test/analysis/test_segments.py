@@ -7,7 +7,8 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.strategies import block_strategies, describe
 from cfp.models import registry
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares, training

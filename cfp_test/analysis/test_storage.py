@@ -7,7 +7,8 @@ import pytest
 
 from cfp.analysis.pairing import pair_outputs
 from cfp.analysis.storage import find_storage
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS

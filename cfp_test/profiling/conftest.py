@@ -15,7 +15,8 @@ from cfp.profiling.runner import TimingOptions
 from cfp.profiling.store import ProfileStore
 from cfp.program.graft import Constraints, Part, Spec, cut_part
 from cfp.program.graph import Program
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 
 QUICK = TimingOptions(
     warmup_seconds=0.0,

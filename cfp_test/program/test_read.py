@@ -5,7 +5,8 @@ from jax.extend.mlir import ir
 
 from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS
 
@@ -165,6 +166,7 @@ def test_fingerprint_is_blind_to_names_and_shardings():
         ("ui8", 1),
         ("bf16", 2),
         ("f8E4M3FN", 1),
+        ("f4E2M1FN", 1),
         ("i64", 8),
         ("complex<f32>", 8),
         ("tf32", 4),

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain
-from cfp.program.trace import flatten_step, lower_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step, planning_mesh, trace
 from cfp_test.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,26 @@ def cond_with_contractions_step():
         return squares(x @ p["c"])
 
     return training(loss, params, {"x": normal(3, 16, 16), "flag": jnp.bool_(True)})
+
+
+def empty_branches_step():
+    """Branches and a loop that hand on what they are given, and compute nothing."""
+
+    def train_step(online, target, count, batch):
+        def loss(p):
+            best = (batch["next"] @ target["w"]).max(axis=1)
+            return squares((batch["x"] @ p["w"]).max(axis=1), 0.9 * best)
+
+        online = jax.tree.map(lambda p, g: p - g, online, jax.grad(loss)(online))
+        target = optax.periodic_update(online, target, count, 2)
+        turns = jax.lax.while_loop(
+            lambda c: c[0], lambda c: (c[1], c[0]), (True, False)
+        )
+        return online, target, count + 1, turns
+
+    batch = {"x": normal(2, 8, 16), "next": normal(3, 8, 16)}
+    online, target = {"w": normal(0, 16, 8)}, {"w": normal(1, 16, 8)}
+    return train_step, (online, target, jnp.int32(1), batch)
 
 
 def while_step():

@@ -23,7 +23,8 @@ import jax
 
 from cfp.analysis.analyze import analyze
 from cfp.models import registry
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 
 MESHES = {"x=4": ((4,), ("x",)), "x=2,y=2": ((2, 2), ("x", "y"))}
 

@@ -10,7 +10,8 @@ from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.rates import Rates
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp.search.candidates import best_candidates, segment_candidate
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import estimate_kinds, leading_classics

@@ -1,0 +1,148 @@
+"""Plans an example as its user would, runs it twice, and checks every result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cfp
+from cfp.trial import ROUNDING_MARGIN
+from cfp_test.checking import MeshSizes, make_mesh
+
+STEPS = 2
+# One strategy of each kind of segment is measured beside the classics; no race.
+QUICK = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+RACED = cfp.PlannerSettings(per_kind=1, in_context=False)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How a program did on a mesh.
+
+    Attributes:
+        winner: what the plan is called.
+        worst: the leaf that is furthest from one device's, with its step.
+        relative_l2: how far that is.
+        failed: leaves, with their step, further off than they may be.
+        seconds: of planning, compiling and running.
+    """
+
+    name: str
+    mesh: str
+    winner: str
+    worst: str
+    relative_l2: float
+    failed: Mapping[str, float]
+    seconds: float
+
+
+def check_program(
+    name: str,
+    make: Callable[[], Any],
+    sizes: MeshSizes,
+    cache: Path,
+    settings: cfp.PlannerSettings = QUICK,
+) -> Checked:
+    """Plans a program, runs it twice, and compares with one device.
+
+    What has an argument's structure takes its place in the second step. A leaf may be
+    off by 1e-5, or what the program says, or by what rounding explains: see
+    ``cfp.trial``.
+
+    Raises:
+        CfpError: it cannot be planned or run.
+    """
+    started = time.perf_counter()
+    fn, args, *rest = make()
+    options = dict(rest[0]) if rest else {}
+    tolerance = options.pop("tolerance", 1e-5)
+    kwargs = options.pop("kwargs", {})
+    static = options.get("static_argnums", ())
+    plan = cfp.plan(
+        fn,
+        *args,
+        mesh=make_mesh(sizes),
+        cache_dir=cache,
+        settings=settings,
+        **options,
+        **kwargs,
+    )
+    planned, alone = plan.apply(fn), jax.jit(fn, static_argnums=static)
+    state = _copy(args, static)
+    expected_state = _copy(args, static)
+    nudged_state = [
+        arg if i in static else jax.tree.map(_nudge, arg)
+        for i, arg in enumerate(expected_state)
+    ]
+    distances, failed = {}, {}
+    for number in range(STEPS):
+        expected = alone(*expected_state, **kwargs)
+        nudged = alone(*nudged_state, **kwargs)
+        found = planned(*state, **kwargs)
+        rounding = _distances(nudged, expected)
+        for leaf, distance in _distances(found, expected).items():
+            distances[f"{number}: {leaf}"] = distance
+            if not distance <= max(tolerance, ROUNDING_MARGIN * rounding[leaf]):
+                failed[f"{number}: {leaf}"] = distance
+        state = _successors(args, found)
+        expected_state = _successors(args, expected)
+        nudged_state = _successors(nudged_state, nudged)
+    worst = max(distances, key=distances.__getitem__, default="")
+    return Checked(
+        name=name,
+        mesh=",".join(f"{axis}={size}" for axis, size in sizes),
+        winner=plan.winner,
+        worst=worst,
+        relative_l2=distances.get(worst, 0.0),
+        failed=failed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _copy(args: Sequence[Any], static: int | Sequence[int] = ()) -> list[Any]:
+    """Arrays of their own, for what is donated is gone."""
+    kept = (static,) if isinstance(static, int) else static
+    return [a if i in kept else jax.tree.map(_fresh, a) for i, a in enumerate(args)]
+
+
+def _fresh(x: Any) -> Any:
+    return jnp.copy(x) if isinstance(x, jax.Array) else x
+
+
+def _successors(args: Sequence[Any], result: Any) -> list[Any]:
+    """The next step's arguments: what came back in their structure, or they again."""
+    parts = list(result) if isinstance(result, tuple | list) else []
+    parts.append(result)
+    types = [_types(part) for part in parts]
+    following = []
+    for arg in args:
+        wanted = _types(arg)
+        # A lone array of the same shape need not be the same thing.
+        fits = len(wanted[1]) > 1 and wanted in types
+        following.append(parts[types.index(wanted)] if fits else _copy([arg])[0])
+    return following
+
+
+def _types(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(x), getattr(x, "dtype", None)) for x in leaves]
+
+
+@jax.jit
+def _nudge(x: jax.Array) -> jax.Array:
+    """Every other number one bit up or down."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    signs = 1 - 2 * (jnp.arange(x.size) % 2).reshape(x.shape)
+    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+
+
+def _distances(found: Any, expected: Any) -> dict[str, float]:
+    return {d.path: d.relative_l2 for d in cfp.compare(found, expected)}

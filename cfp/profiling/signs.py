@@ -49,7 +49,7 @@ def _sources(op: Op, v: int) -> tuple[int, ...]:
     """The operands that the sign of a result follows from."""
     if op.kind in _BARRIERS or _is_square(op):
         return ()
-    if not op.body:
+    if not op.has_regions:
         return op.operands
     each = len(op.results)
     place = op.results.index(v)

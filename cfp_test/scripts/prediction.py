@@ -74,6 +74,13 @@ def high_water() -> int:
     return int(stats.get("peak_bytes_in_use", 0))
 
 
+def command() -> str:
+    """How this was called, but for where files lie."""
+    words = iter(sys.argv[1:])
+    kept = [w for w in words if w not in ("--workdir", "--json") or not next(words)]
+    return " ".join(["cfp_test/scripts/prediction.py", *kept])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
@@ -189,7 +196,7 @@ def main() -> None:
             json.dumps(
                 {
                     "target": [options.target, *rest],
-                    "command": sys.argv,
+                    "command": command(),
                     "date": date.today().isoformat(),
                     "environment": environment_parts,
                     "mesh": dict(mesh.shape),

@@ -14,7 +14,8 @@ from cfp.errors import CfpError
 from cfp.models import build
 from cfp.presets import presets
 from cfp.profiling.rates import KINDS, Rates
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

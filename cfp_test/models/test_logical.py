@@ -6,7 +6,8 @@ from jax.sharding import PartitionSpec
 
 from cfp.models import MODELS, build, logical_names
 from cfp.models.logical import constrain, mesh_spec, sharded_by
-from cfp.program.trace import flatten_step, planning_mesh, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
 from cfp_test.models.tiny import TINY
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from cfp.analysis.analyze import analyze
-from cfp.program.trace import flatten_step, trace
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp.search.kept import kept_values
 from cfp.search.measure import turning_point
 from cfp_test.checking import make_mesh

@@ -213,7 +213,7 @@ class _Reference:
             for i, a in enumerate(args)
         ]
         self._nudged = [
-            a if i in self._static else jax.tree.map(_nudge, a)
+            a if i in self._static else jax.tree.map(nudge, a)
             for i, a in enumerate(self._args)
         ]
 
@@ -229,7 +229,7 @@ class _Reference:
 
 
 @jax.jit
-def _nudge(x: jax.Array) -> jax.Array:
+def nudge(x: jax.Array) -> jax.Array:
     """Every other number one bit up or down."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.trial import ROUNDING_MARGIN
+from cfp.trial import ROUNDING_MARGIN, nudge
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2
@@ -78,7 +78,7 @@ def check_program(
     state = _copy(args, static)
     expected_state = _copy(args, static)
     nudged_state = [
-        arg if i in static else jax.tree.map(_nudge, arg)
+        arg if i in static else jax.tree.map(nudge, arg)
         for i, arg in enumerate(expected_state)
     ]
     distances, failed = {}, {}
@@ -133,15 +133,6 @@ def _successors(args: Sequence[Any], result: Any) -> list[Any]:
 def _types(tree: Any) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(np.shape(x), getattr(x, "dtype", None)) for x in leaves]
-
-
-@jax.jit
-def _nudge(x: jax.Array) -> jax.Array:
-    """Every other number one bit up or down."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    signs = 1 - 2 * (jnp.arange(x.size) % 2).reshape(x.shape)
-    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
 
 
 def _distances(found: Any, expected: Any) -> dict[str, float]:

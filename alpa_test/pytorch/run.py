@@ -175,12 +175,16 @@ def _row(
             row["peak_bytes"] = torch.cuda.max_memory_allocated()
     except torch.OutOfMemoryError as error:
         row |= {"status": "out_of_memory", "reason": str(error).splitlines()[0]}
-    except NotImplementedError as error:
+    except Unsupported as error:
         row |= {"status": "unsupported", "reason": str(error)}
     except Exception as error:  # Whatever a strategy raises is a row like any other.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         row |= {"status": "crashed", "reason": reason[:500]}
     return row
+
+
+class Unsupported(Exception):
+    """A strategy that a model has no form of here."""
 
 
 class Trainer:
@@ -202,7 +206,7 @@ class Trainer:
         model = Model(shape).to(device)
         problem = unsupported(name, model)
         if problem:
-            raise NotImplementedError(problem)
+            raise Unsupported(problem)
         self.model = model
         self.wrapped = STRATEGIES[name](model, mesh, self.dtype)
         if with_compile:

@@ -7,13 +7,14 @@ segments i and i+1::
     subject to  sum_o x[i,o] = 1                                  for each i   (one)
                 sum_p y[i,o,p] = x[i,o]                         for each i,o  (leave)
                 sum_o y[i,o,p] = x[i+1,p]                       for each i,p  (enter)
-                r[i] = r[i-1] + sum_o residual[i,o] x[i,o]        for each i   (keep)
-                r[i] + sum_o temp[i,o] x[i,o] <= t                for each i   (peak)
-                fixed + sum_io state[i,o] x[i,o] + t <= budget                 (fit)
+                fixed + sum_jo state[j,o] x[j,o] + sum_{j<=i},o residual[j,o] x[j,o]
+                    + sum_o temp[i,o] x[i,o] <= budget          for each i   (fit)
 
-r[i] is what forward passes have kept by the time segment i runs, there and back, and t
-the most that is needed at any time besides state. With x binary, y may be continuous in
-[0, 1]: (leave) and (enter) then force it to the product of its x.
+(fit) is the memory while segment i runs, there or back: all state, what forward passes
+have kept by then, and what it needs besides. With x binary, y may be continuous in
+[0, 1]: (leave) and (enter) then force it to the product of its x. Memory is written in
+x alone, though variables for the running sums would take fewer coefficients: with them
+HiGHS 1.12 to 1.15 presolves some problems to a worse choice, or to none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
         _edges(model, problem, i, x, cost)
     if problem.budget_bytes is not None:
         room = (problem.budget_bytes - problem.fixed_bytes) / _MIB
-        model.addConstraint(_memory(model, problem, x) <= room, "fit")
+        for i, peak in enumerate(_peaks(problem, x)):
+            model.addConstraint(peak <= room, f"fit_{i}")
     model.setObjective(pulp.lpSum(cost))
     solver = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0)
     model.solve(solver)
@@ -55,7 +57,10 @@ def smallest_budget(problem: Problem, *, time_limit_s: float = 60.0) -> int:
     """
     model = pulp.LpProblem("memory", pulp.LpMinimize)
     x = [_one(model, problem, i, []) for i in range(len(problem.kinds))]
-    model.setObjective(_memory(model, problem, x))
+    most = model.add_variable("most", lowBound=0)
+    for i, peak in enumerate(_peaks(problem, x)):
+        model.addConstraint(peak <= most, f"fit_{i}")
+    model.setObjective(most)
     model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
     assert pulp.LpStatus[model.status] in ("Optimal", "Not Solved"), "a choice exists"
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
@@ -93,22 +98,18 @@ def _edges(
         model.addConstraint(entering == x[i + 1][p], f"enter_{i}_{p}")
 
 
-def _memory(
-    model: pulp.LpProblem, problem: Problem, x: list[list]
-) -> pulp.LpAffineExpression:
-    """The peak of a choice, in MiB, without what every choice needs."""
-    peak = model.add_variable("t", lowBound=0)
-    state = []
-    before = None
-    for i, row in enumerate(x):
-        options = problem.options[problem.kinds[i]]
-        kept = model.add_variable(f"r_{i}", lowBound=0)
-        grown = [o.residual_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
-        if before is not None:
-            grown.append(before)
-        model.addConstraint(kept == pulp.lpSum(grown), f"keep_{i}")
-        temps = [o.temp_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
-        model.addConstraint(peak >= kept + pulp.lpSum(temps), f"peak_{i}")
-        state += [o.state_bytes / _MIB * v for o, v in zip(options, row, strict=True)]
-        before = kept
-    return pulp.lpSum(state) + peak
+def _peaks(problem: Problem, x: list[list]) -> list[pulp.LpAffineExpression]:
+    """What is in memory while each segment runs, in MiB, without the fixed part."""
+    options = [problem.options[kind] for kind in problem.kinds]
+    state = [
+        option.state_bytes / _MIB * pick
+        for choices, row in zip(options, x, strict=True)
+        for option, pick in zip(choices, row, strict=True)
+    ]
+    kept: list = []
+    peaks = []
+    for choices, row in zip(options, x, strict=True):
+        kept += [o.residual_bytes / _MIB * v for o, v in zip(choices, row, strict=True)]
+        temps = [o.temp_bytes / _MIB * v for o, v in zip(choices, row, strict=True)]
+        peaks.append(pulp.lpSum(state + kept + temps))
+    return peaks

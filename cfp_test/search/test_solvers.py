@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
@@ -70,8 +70,37 @@ def check_solvers(problem):
             assert found.cost_ms == pytest.approx(best.cost_ms, rel=1e-6)
 
 
+def one_segment(*options, fixed_bytes, budget_bytes):
+    """A problem of one segment."""
+    return Problem(
+        kinds=(0,),
+        options=(options,),
+        edge_ms={},
+        fixed_bytes=fixed_bytes * MIB,
+        budget_bytes=budget_bytes * MIB,
+    )
+
+
 @settings(max_examples=300, deadline=None)
 @given(problems())
+@example(  # HiGHS gave the third, with variables for running sums of memory
+    one_segment(
+        option(1.0, 0, 0, 0),
+        option(1.0, 1, 1, 0),
+        option(2.0, 0, 1, 1),
+        fixed_bytes=0,
+        budget_bytes=3,
+    )
+)
+@example(  # and none here
+    one_segment(
+        option(1.0, 0, 0, 0),
+        option(1.0, 0, 1, 1),
+        option(1.0, 1, 3, 0),
+        fixed_bytes=5,
+        budget_bytes=10,
+    )
+)
 def test_solvers_agree_with_the_oracle(problem):
     check_solvers(problem)
 

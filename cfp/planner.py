@@ -13,6 +13,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
 from cfp.errors import CfpError
+from cfp.looker import Looker
 from cfp.plan import Plan
 from cfp.plan_parts import type_text
 from cfp.planner_parts import (
@@ -26,29 +27,21 @@ from cfp.planner_parts import (
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
-from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.tuning import tune_kernels
 from cfp.program.graft import aval
-from cfp.search.assemble import (
-    best_solutions,
-    build_problem,
-    over_budget,
-    whole_choice,
-)
+from cfp.search.assemble import best_solutions, over_budget, whole_choice
 from cfp.search.candidates import segment_candidate
 from cfp.search.compiler import variants
-from cfp.search.ilp import solve_ilp
+from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
 from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import Wanted, tuning_jobs, wanted_again, wanted_profiles
+from cfp.search.wanted import WantedMaker, tuning_jobs
 
 # How many of the fastest are raced with other compiler options, too.
 _LEADERS = 2
-# Of the budget: predicted memory beyond this may turn out not to fit.
-_SAFE_SHARE = 0.9
 
 
 class Planner:
@@ -76,6 +69,7 @@ class Planner:
         self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
         self.winner: Decision | None = None
+        self.interrupted = False
 
     def __enter__(self) -> Planner:
         return self
@@ -93,26 +87,19 @@ class Planner:
         return Decision(name, self.classics[name])
 
     def profile(self) -> Profiles:
-        """Measures the candidates of every kind of segment."""
+        """Measures candidates of every kind of segment, as the search asks for them.
+
+        Interrupted, once every kind has some, it makes do with what was measured.
+        """
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, **self._manner)
-        classics, wanted = self.wanted(rates)
-        jobs = [job for item in wanted for job in item.jobs]
-        known = self.store.get_many({job.key.digest for job in jobs})
-        cached = sum(item.job.key.digest in known for item in wanted)
-        records = known
-        if self.settings.measure:
-            program = self.analysis.frame.program
-            if not known.keys() >= {job.key.digest for job in jobs}:
-                tuned = tuning_jobs(self.analysis, classics, self.environment)
-                tune_kernels(program, self.mesh, tuned, self.store, **self._manner)
-            found = profile(program, self.mesh, jobs, self.store, **self._manner)
-            records = found.records
-        done = [records.get(item.job.key.digest) for item in wanted]
+        classics, found, looker = self.explore(rates, self.settings.measure)
+        self.interrupted = looker.interrupted
+        done = [found.records.get(item.job.key.digest) for item in found.wanted]
+        cached = sum(item.job.key.digest in looker.known for item in found.wanted)
         return Profiles(
             classics,
-            wanted,
-            records,
+            found,
             rates,
             measured=sum(r is not None for r in done) - cached,
             cached=cached,
@@ -120,21 +107,39 @@ class Planner:
             seconds=time.perf_counter() - started,
         )
 
-    def wanted(self, rates: Rates) -> tuple[dict[str, Choice], list[Wanted]]:
-        """The classics that are worth it, and all that is to be measured.
+    def explore(
+        self, rates: Rates, measure: bool
+    ) -> tuple[dict[str, Choice], Explored, Looker]:
+        """The classics that are worth it, all that is wanted, and who looked.
 
-        Uses no device.
+        Args:
+            rates: the devices' rates.
+            measure: whether to measure; otherwise no device is used.
         """
-        estimates = estimate_kinds(self.analysis, rates)
-        classics = leading_classics(self.analysis, estimates, self.classics)
-        return classics, wanted_profiles(
-            self.analysis,
-            classics,
-            estimates,
-            self.environment,
-            self.settings.per_kind,
-            self.settings.in_context,
+        analysis, settings = self.analysis, self.settings
+        estimates = estimate_kinds(analysis, rates)
+        classics = leading_classics(analysis, estimates, self.classics)
+        looker = Looker(
+            analysis.frame.program,
+            self.mesh,
+            self.store,
+            lambda: tuning_jobs(analysis, classics, self.environment),
+            measure,
+            self._manner,
         )
+        end = time.monotonic() + settings.seconds
+        found = explore(
+            estimates,
+            WantedMaker(
+                analysis, classics, estimates, self.environment, settings.in_context
+            ),
+            Costs(analysis, rates),
+            effort=Effort(per_kind=settings.per_kind, tolerance=settings.tolerance),
+            budget_bytes=self.budget_bytes,
+            look=looker,
+            is_over=lambda: looker.interrupted or time.monotonic() > end,
+        )
+        return classics, found, looker
 
     def search(self, profiles: Profiles) -> Decision:
         """The fastest measured choice that fits in memory.
@@ -145,9 +150,7 @@ class Planner:
         started = time.perf_counter()
         problems = self._problems(profiles)
         classics = profiles.classics
-        if self._is_tight(problems[0]):
-            profiles = self._with_remat(profiles)
-            problems = self._problems(profiles)
+        if profiles.found.tight:
             again = [
                 s.index
                 for s in self.analysis.segments
@@ -172,6 +175,7 @@ class Planner:
             "strategies_cached": profiles.cached,
             "strategies_failed": profiles.failed,
             "profile_seconds": profiles.seconds,
+            "gap": profiles.found.gap,
             "search_seconds": time.perf_counter() - started,
         }
         (choice, predicted_ms), *others = found.items()
@@ -199,7 +203,8 @@ class Planner:
             DeviceError: none of them runs.
         """
         self.winner = decision
-        if not self.settings.race or not self.settings.measure:
+        races = self.settings.race and self.settings.measure
+        if not races or self.interrupted:
             return self._plan(decision, decision, [])
         started = time.perf_counter()
         entries = self._entries(decision)
@@ -285,51 +290,16 @@ class Planner:
 
     def _problems(self, profiles: Profiles) -> list[Problem]:
         """The search problem with times in context, and with times alone."""
+        found = profiles.found
+        costs = Costs(self.analysis, profiles.rates)
         return [
             build_problem(
-                self.analysis,
-                profiles.wanted,
-                profiles.records,
-                profiles.rates,
+                costs,
+                measured_options(costs, found.wanted, found.records, alone),
                 self.budget_bytes,
-                alone=alone,
             )
             for alone in (False, True)
         ]
-
-    def _is_tight(self, problem: Problem) -> bool:
-        """Whether the fastest choice does not safely fit in memory."""
-        fastest = solve_ilp(replace(problem, budget_bytes=None))
-        budget = self.budget_bytes
-        return (
-            budget is not None
-            and fastest is not None
-            and fastest.memory_bytes > _SAFE_SHARE * budget
-        )
-
-    def _with_remat(self, profiles: Profiles) -> Profiles:
-        """The profiles, and those of candidates that compute forward passes again."""
-        more = wanted_again(
-            self.analysis,
-            profiles.wanted,
-            profiles.records,
-            self.environment,
-            self.settings.per_kind,
-        )
-        jobs = [item.job for item in more]
-        records = self.store.get_many({job.key.digest for job in jobs})
-        known = len(records)
-        if self.settings.measure:
-            program = self.analysis.frame.program
-            found = profile(program, self.mesh, jobs, self.store, **self._manner)
-            records = found.records
-        return replace(
-            profiles,
-            wanted=[*profiles.wanted, *more],
-            records={**profiles.records, **records},
-            measured=profiles.measured + len(records) - known,
-            cached=profiles.cached + known,
-        )
 
     @property
     def _manner(self) -> dict[str, Any]:

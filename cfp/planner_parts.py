@@ -12,12 +12,11 @@ from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan_parts import RaceRow
 from cfp.profiling.collectives import Rates
 from cfp.profiling.marks import Limits
-from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Progress
+from cfp.search.guided import Explored
 from cfp.search.measure import Told
 from cfp.search.problem import Problem
 from cfp.search.race import RaceResult
-from cfp.search.wanted import Wanted
 from cfp.units import format_bytes
 
 
@@ -26,7 +25,10 @@ class PlannerSettings:
     """How much to measure, and who is told.
 
     Attributes:
-        per_kind: how many strategies to measure for each kind of segment.
+        per_kind: how many strategies to measure for each kind of segment, at most.
+        tolerance: measuring ends when no other plan can be faster by more than this
+            share of the step.
+        seconds: measuring ends after the round in which this much time is over.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, take part
@@ -48,6 +50,8 @@ class PlannerSettings:
     """
 
     per_kind: int = 16
+    tolerance: float = 0.01
+    seconds: float = float("inf")
     in_context: bool = True
     plans: int | None = None
     extents: tuple[Told, ...] | None = None
@@ -65,16 +69,14 @@ class Profiles:
 
     Attributes:
         classics: those classics that are worth measuring.
-        wanted: the candidates of every kind of segment, with their jobs.
-        records: what was measured, by key.
+        found: the candidates of every kind of segment, and what they take.
         rates: the devices' rates.
         measured, cached, failed: counts of strategies.
         seconds: how long the pass took.
     """
 
     classics: Mapping[str, Choice]
-    wanted: list[Wanted]
-    records: Mapping[str, ProfileRecord]
+    found: Explored
     rates: Rates
     measured: int
     cached: int

@@ -90,14 +90,13 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
 
 def test_where_memory_is_tight_the_classics_race_recomputed_too(plan, monkeypatch):
     """What counts as tight is lowered: small programs need all their memory at once."""
-    monkeypatch.setattr("cfp.planner._SAFE_SHARE", 0.0)
+    monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
     made = plan(memory_budget="1GiB")
     again = {n: row for n, row in rows(made).items() if n.endswith(", recomputed")}
     assert {name.removesuffix(", recomputed") for name in again} == {
         name for name in rows(made) if name in PRESETS
     }
     assert all(row.time_ms is not None for row in again.values())
-    assert made.search["strategies_measured"] > 0
     check_step(made)
 
 

@@ -33,8 +33,6 @@ from cfp.errors import CfpError
 from cfp.models import find
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
-from cfp.profiling.collectives import measure_rates
-from cfp.profiling.runner import profile
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.tables import plan_text
@@ -160,49 +158,41 @@ def _analysis(session: Session, args: argparse.Namespace) -> None:
 def _profile(session: Session, args: argparse.Namespace) -> None:
     analysis = session.analysis
     frame = analysis.frame
-    seconds = 0.0
     talks = _talkative() or args.mode != "all"
     if talks:
         print(f"NUM SEGMENT is {len(analysis.representatives)}")
-    settings = _settings(args)
-    with Planner(analysis, session.mesh, args.workdir, settings=settings) as planner:
-        with Display() as display:
-            rates = measure_rates(session.mesh, planner.store, progress=display.tell)
-        _, wanted = planner.wanted(rates)
-        for kind, index in enumerate(analysis.representatives):
-            segment = analysis.segments[index]
-            mine = [item for item in wanted if item.kind == kind]
-            run = f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n"
-            print(run if talks else "Profiling...", flush=True)
-            if _talkative():
-                space = search_space(analysis, segment)
-                print(f"segment PB search space: {space}", flush=True)
-            with Display() as display:
-                summary = profile(
-                    frame.program,
-                    session.mesh,
-                    [job for item in mine for job in item.jobs],
-                    planner.store,
-                    progress=display.tell,
-                )
-            seconds += summary.wall_seconds
-            found = [
-                _profile_data(session, kind, item, summary.records) for item in mine
-            ]
-            if _talkative():
-                _print_lines(map(_profile_line, found))
-            write_files(
-                args.workdir / f"debug_segment_{kind}_analysis_segment",
-                {
-                    "strategy_map.txt": "\n".join(
-                        line
-                        for b in segment.blocks
-                        for line in strategy_map(frame, frame.blocks[b])
-                    ),
-                    "profiles.json": json.dumps(found, indent=1),
-                },
-            )
-    print(f"overlapped_profiling overall time {seconds}")
+    else:
+        print("Profiling...", flush=True)
+    with Display() as display:
+        settings = replace(_settings(args), progress=display.tell)
+        with Planner(
+            analysis, session.mesh, args.workdir, settings=settings
+        ) as planner:
+            made = planner.profile()
+    for kind, index in enumerate(analysis.representatives):
+        segment = analysis.segments[index]
+        found = [
+            _profile_data(session, kind, item, made.found.records)
+            for item in made.found.wanted
+            if item.kind == kind
+        ]
+        if talks:
+            print(f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n")
+        if _talkative():
+            print(f"segment PB search space: {search_space(analysis, segment)}")
+            _print_lines(map(_profile_line, found))
+        write_files(
+            args.workdir / f"debug_segment_{kind}_analysis_segment",
+            {
+                "strategy_map.txt": "\n".join(
+                    line
+                    for b in segment.blocks
+                    for line in strategy_map(frame, frame.blocks[b])
+                ),
+                "profiles.json": json.dumps(found, indent=1),
+            },
+        )
+    print(f"overlapped_profiling overall time {made.seconds}")
 
 
 def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:

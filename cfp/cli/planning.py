@@ -280,8 +280,10 @@ def search_stored(
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:
-    wanted = {job.key.digest: job for item in profiles.wanted for job in item.jobs}
-    missing = [job for key, job in wanted.items() if key not in profiles.records]
+    found = profiles.found
+    first = found.wanted[: found.required]
+    wanted = {job.key.digest: job for item in first for job in item.jobs}
+    missing = [job for key, job in wanted.items() if key not in found.records]
     if missing:
         raise _profile_first(
             f"{len(missing)} of {len(wanted)} things to measure have not been "

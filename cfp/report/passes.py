@@ -161,8 +161,10 @@ def profiles_view(
     )
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
-        keys = [w.job.key.digest for w in profiles.wanted if w.kind == kind]
-        records = [profiles.records[k] for k in keys if k in profiles.records]
+        keys = [w.job.key.digest for w in profiles.found.wanted if w.kind == kind]
+        records = [
+            profiles.found.records[k] for k in keys if k in profiles.found.records
+        ]
         times = [r.time_ms for r in records if r.ok]
         table.add_row(
             str(kind),
@@ -182,9 +184,9 @@ def profiles_view(
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     """All records as plain data; strategies are numbers in each block's own list."""
     found = []
-    for wanted in profiles.wanted:
+    for wanted in profiles.found.wanted:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
-        record = profiles.records.get(wanted.job.key.digest)
+        record = profiles.found.records.get(wanted.job.key.digest)
         numbers = strategy_numbers(analysis, segment, wanted.candidate.strategies)
         found.append(
             {

@@ -53,8 +53,8 @@ def find_misses(planner: Planner) -> Misses:
     rates_known = len(answered) == len(probes)
     rates = measure_rates(mesh, store) if rates_known else Rates.default(mesh)
     asked = {key.digest: (label, key) for label, key in probes.items()}
-    _, wanted = planner.wanted(rates)
-    for item in wanted:
+    _, found, _ = planner.explore(rates, measure=False)
+    for item in found.wanted:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))
     answered = store.get_many(asked)

@@ -1,128 +1,16 @@
-"""The search problem that the profiles make up, and what its solutions mean."""
+"""What the solutions of a search mean for the whole program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
-from math import ceil
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Storage, lay_out
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
-from cfp.errors import DeviceError, MemoryBudgetError
-from cfp.presets import preset
-from cfp.profiling.collectives import Rates
-from cfp.profiling.record import ProfileRecord
-from cfp.search.estimate import Estimator
+from cfp.errors import MemoryBudgetError
 from cfp.search.ilp import smallest_budget, solve_ilp
-from cfp.search.measure import segment_bytes, segment_layout
-from cfp.search.problem import Option, Problem, Solution, solution
-from cfp.search.wanted import Wanted, between, handover_ms, layout_of
+from cfp.search.problem import Problem, Solution, solution
 from cfp.units import format_bytes
-
-
-def build_problem(
-    analysis: Analysis,
-    wanted: list[Wanted],
-    records: Mapping[str, ProfileRecord],
-    rates: Rates,
-    budget_bytes: int | None,
-    alone: bool = False,
-) -> Problem:
-    """The search problem over everything that was measured.
-
-    Args:
-        analysis: the program's analysis.
-        wanted: what was to be measured.
-        records: what was measured.
-        rates: the devices' rates, for resharding between segments.
-        budget_bytes: memory of one device, or None.
-        alone: take what segments take alone for what they cost.
-
-    Raises:
-        DeviceError: no candidate of some segment could be measured.
-    """
-    frame, segments = analysis.frame, analysis.segments
-    options: list[list[Option]] = [[] for _ in analysis.representatives]
-    reasons: dict[int, str] = {}
-    for item in wanted:
-        record = records.get(item.job.key.digest)
-        if record is None:
-            continue
-        if not record.ok:
-            reasons[item.kind] = f"{record.status}: {record.reason}"
-            continue
-        index = analysis.representatives[item.kind]
-        layout = segment_layout(frame, segments, index, item.candidate)
-        remat = item.candidate.remat
-        kept = segment_bytes(frame, segments[index], layout, remat)
-        residual = item.kept_bytes(records, kept.residual_bytes)
-        options[item.kind].append(
-            Option(
-                candidate=item.candidate,
-                time_ms=record.time_ms if alone else item.time_ms(records),
-                state_bytes=kept.state_bytes,
-                residual_bytes=residual,
-                temp_bytes=max(0, record.temp_bytes - residual),
-            )
-        )
-    for kind, found in enumerate(options):
-        if not found:
-            raise DeviceError(
-                f"No strategy of segment kind {kind} could be measured "
-                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
-                "use more devices, or a smaller batch."
-            )
-    return Problem(
-        kinds=tuple(s.kind for s in segments),
-        options=tuple(tuple(found) for found in options),
-        edge_ms=_edges(analysis, options, rates),
-        fixed_bytes=_fixed_bytes(analysis),
-        budget_bytes=budget_bytes,
-    )
-
-
-def _fixed_bytes(analysis: Analysis) -> int:
-    """Arguments that are no state, such as a batch, as data parallelism has them."""
-    frame = analysis.frame
-    roles = ("data",) * len(frame.mesh)
-    layout = lay_out(frame, preset(frame, roles, Storage.USED))
-    return sum(
-        ceil(
-            frame.program.values[value].size_bytes
-            / spec_ways(layout.arg_spec(position), frame.mesh)
-        )
-        for position, value in enumerate(frame.program.args)
-        if position not in frame.group_of_arg
-    )
-
-
-def _edges(
-    analysis: Analysis, options: list[list[Option]], rates: Rates
-) -> dict[tuple[int, int], list[list[float]]]:
-    """Resharding between neighbours, from the first pair of each two kinds."""
-    frame, segments = analysis.frame, analysis.segments
-    estimator = Estimator(frame, rates)
-    edges: dict[tuple[int, int], list[list[float]]] = {}
-    for left, right in pairwise(segments):
-        pair = (left.kind, right.kind)
-        if pair in edges:
-            continue
-        before, after = options[left.kind], options[right.kind]
-        lefts = [layout_of(analysis, left.index, o.candidate) for o in before]
-        rights = [layout_of(analysis, right.index, o.candidate) for o in after]
-        ahead = between(analysis, left.index, right.index)
-        back = between(analysis, right.index, left.index)
-        edges[pair] = [
-            [
-                handover_ms(estimator, a, b, ahead) + handover_ms(estimator, b, a, back)
-                for b in rights
-            ]
-            for a in lefts
-        ]
-    return edges
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:

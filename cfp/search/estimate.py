@@ -9,7 +9,7 @@ The estimate ranks choices; only what is worth measuring is then measured.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class SegmentEstimate:
         edge_ms: for each pair of blocks (positions in the segment, the first not
             behind the second) a matrix over their strategies. Pairs of a block with
             itself hold what moves between a block and its twin in the next segment.
+        parts_ms: like ``node_ms``, what these are the sums of: ``[strategy][part]``,
+            contractions, other ops, and what moves.
         node_bytes: like ``node_ms``, bytes of state on each device.
         numbers: for each of its blocks the number in ``strategies`` of every strategy
             of the block; those that shard all ops alike share one.
@@ -42,18 +44,51 @@ class SegmentEstimate:
     strategies: tuple[tuple[Strategy, ...], ...]
     node_ms: Mapping[Storage, Sequence[np.ndarray]]
     edge_ms: Mapping[tuple[int, int], np.ndarray]
+    parts_ms: Mapping[Storage, Sequence[np.ndarray]]
     node_bytes: Mapping[Storage, Sequence[np.ndarray]]
     numbers: tuple[Mapping[Strategy, int], ...]
 
     def total_ms(self, candidate: Candidate) -> float:
         """The estimated time of one candidate."""
-        pairs = zip(self.numbers, candidate.strategies, strict=True)
-        picks = [numbers[strategy] for numbers, strategy in pairs]
+        picks = self._picks(candidate)
         nodes = self.node_ms[candidate.storage]
         total = sum(float(row[pick]) for row, pick in zip(nodes, picks, strict=True))
-        for (a, b), matrix in self.edge_ms.items():
-            total += float(matrix[picks[a], picks[b]])
-        return total
+        return total + self._edges(picks)
+
+    def parts(self, candidate: Candidate) -> np.ndarray:
+        """What the estimated time of one candidate is the sum of; see `parts_ms`."""
+        picks = self._picks(candidate)
+        nodes = self.parts_ms[candidate.storage]
+        found = sum(
+            (row[pick] for row, pick in zip(nodes, picks, strict=True)), np.zeros(3)
+        )
+        return found + np.array([0.0, 0.0, self._edges(picks)])
+
+    def weighed(self, weights: np.ndarray) -> SegmentEstimate:
+        """The estimate with each part multiplied by a weight."""
+        parts = {
+            mode: [rows * weights for rows in blocks]
+            for mode, blocks in self.parts_ms.items()
+        }
+        return replace(
+            self,
+            node_ms={mode: _sums(blocks) for mode, blocks in parts.items()},
+            parts_ms=parts,
+            edge_ms={pair: m * weights[2] for pair, m in self.edge_ms.items()},
+        )
+
+    def _picks(self, candidate: Candidate) -> list[int]:
+        pairs = zip(self.numbers, candidate.strategies, strict=True)
+        return [numbers[strategy] for numbers, strategy in pairs]
+
+    def _edges(self, picks: Sequence[int]) -> float:
+        return sum(
+            float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
+        )
+
+
+def _sums(blocks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [rows.sum(axis=1) for rows in blocks]
 
 
 class Estimator:
@@ -78,20 +113,29 @@ class Estimator:
             for b, options in zip(segment.blocks, strategies, strict=True)
         ]
         owned = self.terms.owned_groups(segment.groups, [row[0] for row in terms])
-        node_ms, node_bytes = {}, {}
+        inside = [[self.terms.inside_ms(t) for t in options] for options in terms]
+        parts, node_bytes = {}, {}
         for mode in Storage:
-            times, sizes = [], []
+            parts[mode], node_bytes[mode] = [], []
             for place, options in enumerate(terms):
                 state = [self.terms.state(owned[place], t, mode) for t in options]
-                moved = [t.compute_ms + self.terms.inside_ms(t) for t in options]
-                times.append(np.array(moved) + [ms for ms, _ in state])
-                sizes.append(np.array([size for _, size in state]))
-            node_ms[mode], node_bytes[mode] = times, sizes
+                rows = [
+                    (t.matmul_ms, t.memory_ms + s.memory_ms, moved + s.moves_ms)
+                    for t, s, moved in zip(options, state, inside[place], strict=True)
+                ]
+                parts[mode].append(np.array(rows))
+                node_bytes[mode].append(np.array([s.held_bytes for s in state]))
         edges = self._edges(terms)
         if twin is not None:
             self._add_twin_edges(edges, segment, twin, strategies, terms)
         return SegmentEstimate(
-            segment, strategies, node_ms, edges, node_bytes, tuple(numbers)
+            segment,
+            strategies,
+            {mode: _sums(blocks) for mode, blocks in parts.items()},
+            edges,
+            parts,
+            node_bytes,
+            tuple(numbers),
         )
 
     def _number(self, block: int) -> dict[Strategy, int]:

@@ -35,21 +35,39 @@ class BlockTerms:
     """One block under one strategy.
 
     Attributes:
-        compute_ms: time of its ops on one device.
+        matmul_ms: time of its contractions on one device.
+        memory_ms: time of its other ops, as what they move to and from memory takes.
         makes: how its values come, by value.
         reads: the shardings that values are read with, by value.
     """
 
-    compute_ms: float
+    matmul_ms: float
+    memory_ms: float
     makes: Mapping[int, Made]
     reads: Mapping[int, tuple[Spec, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTerms:
+    """Parameters and optimizer state under a strategy and a storage mode.
+
+    Attributes:
+        memory_ms: of the update.
+        moves_ms: of gathering parameters and scattering gradients.
+        held_bytes: on each device.
+    """
+
+    memory_ms: float
+    moves_ms: float
+    held_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class _OpTerms:
     """One op under one sharding."""
 
-    compute_ms: float
+    matmul_ms: float
+    memory_ms: float
     makes: Sequence[tuple[int, Made]]
     reads: Sequence[tuple[int, Spec]]
 
@@ -75,18 +93,20 @@ class Terms:
 
     def block(self, block: int, strategy: Strategy) -> BlockTerms:
         """What a block computes, makes and reads under a strategy."""
-        compute = 0.0
+        matmul = memory = 0.0
         makes: dict[int, Made] = {}
         reads: dict[int, dict[Spec, None]] = {}
         for key in self.frame.shardings[block].factor_axes(strategy).items():
             terms = self._ops.get(key)
             if terms is None:
                 terms = self._ops[key] = self._op_terms(*key)
-            compute += terms.compute_ms
+            matmul += terms.matmul_ms
+            memory += terms.memory_ms
             makes.update(terms.makes)
             for operand, spec in terms.reads:
                 reads.setdefault(operand, {})[spec] = None
-        return BlockTerms(compute, makes, {v: tuple(s) for v, s in reads.items()})
+        read = {v: tuple(specs) for v, specs in reads.items()}
+        return BlockTerms(matmul, memory, makes, read)
 
     def _op_terms(self, op_id: int, axes: FactorAxes) -> _OpTerms:
         program = self.frame.program
@@ -95,7 +115,7 @@ class Terms:
         assert rule is not None
         partial = reduced_axes(rule, axes)
         return _OpTerms(
-            self._compute_ms(op, axes),
+            *self._compute_ms(op, axes),
             [
                 (self.same(result), (tensor_spec(rule, dims, axes), partial))
                 for dims, result in zip(rule.results, op.results, strict=False)
@@ -108,7 +128,8 @@ class Terms:
             ],
         )
 
-    def _compute_ms(self, op: Op, axes: FactorAxes) -> float:
+    def _compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
+        """Time as a contraction, and as anything else."""
         rule, program = op.rule, self.frame.program
         assert rule is not None
         share = 1.0  # of the op's work that one device does, padding included
@@ -118,11 +139,11 @@ class Terms:
         if is_contraction(op):
             flops = 2.0 * prod(rule.sizes)
             dtype = program.values[op.operands[0]].dtype
-            return op.repeat * self.rates.matmul_ms(flops * share, dtype)
+            return op.repeat * self.rates.matmul_ms(flops * share, dtype), 0.0
         # An update in place touches what it writes, not all of what it is part of.
         written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
         moved = sum(program.values[v].size_bytes for v in written)
-        return op.repeat * self.rates.memory_ms(moved * share)
+        return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
     def inside_ms(self, terms: BlockTerms) -> float:
         """What moves between the ops of one block."""
@@ -160,10 +181,10 @@ class Terms:
 
     def state(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
-    ) -> tuple[float, float]:
-        """(ms, bytes) of storing, gathering and updating some groups."""
+    ) -> StateTerms:
+        """What storing, gathering and updating some groups takes."""
         frame, program = self.frame, self.frame.program
-        total, held = 0.0, 0.0
+        moves = memory = held = 0.0
         for index in groups:
             group = frame.groups[index]
             main = program.args[group.args[0]]
@@ -179,19 +200,19 @@ class Terms:
             if mode is Storage.SHARDED:
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    total += self.moves.cost_ms(read, wide, (), want)
+                    moves += self.moves.cost_ms(read, wide, (), want)
             elif mode is Storage.OPTIMIZER:
-                total += self.moves.cost_ms(size, wide, (), used)
+                moves += self.moves.cost_ms(size, wide, (), used)
             for v in group.gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None and len(made[0]) == len(wide):
                     grad_bytes = program.values[v].size_bytes
-                    total += self.moves.cost_ms(grad_bytes, *made, wide)
+                    moves += self.moves.cost_ms(grad_bytes, *made, wide)
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
-            total += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
+            memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
             held += size / spec_ways(stored, frame.mesh)
             held += (state - size) / spec_ways(wide, frame.mesh)
-        return total, held
+        return StateTerms(memory, moves, held)
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

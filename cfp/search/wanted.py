@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
@@ -12,7 +12,7 @@ from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.estimate import Estimator
-from cfp.search.measure import can_recompute, pair_job, segment_job, segment_layout
+from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
 
@@ -95,76 +95,115 @@ class Wanted:
         return carrier, pair
 
 
-def wanted_profiles(
-    analysis: Analysis,
-    classics: Mapping[str, Choice],
-    estimates: Estimates,
-    environment: Parts,
-    per_kind: int,
-    in_context: bool = True,
-) -> list[Wanted]:
-    """What to measure: for each kind of segment the classics and the best by estimate.
+class WantedMaker:
+    """Makes candidates of segments into things to measure.
 
     Args:
         analysis: the program's analysis.
-        classics: choices whose part in every segment must be among the candidates.
+        classics: choices whose parts are measured in any case.
         estimates: of every kind of segment.
         environment: what else a profile depends on.
-        per_kind: how many candidates to measure for each kind.
         in_context: whether segments are measured with a neighbour, too.
     """
-    frame, segments = analysis.frame, analysis.segments
-    estimator = estimates.estimator
-    chosen: list[list[Candidate]] = []
-    family: dict[tuple[int, tuple], str] = {}
-    for kind, index in enumerate(analysis.representatives):
-        required: dict[tuple, Candidate] = {}
-        for name, choice in classics.items():
-            member = segment_candidate(analysis, index, choice)
-            required.setdefault(member.key, member)
-            family.setdefault((kind, member.key), name)
-        chosen.append(
-            choose_candidates(estimates.kinds[kind], list(required.values()), per_kind)
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        classics: Mapping[str, Choice],
+        estimates: Estimates,
+        environment: Parts,
+        in_context: bool = True,
+    ) -> None:
+        self._analysis = analysis
+        self._classics = classics
+        self._estimates = estimates
+        self._environment = environment
+        self._in_context = in_context
+        self._family: dict[tuple[int, tuple], str] = {}
+        self._required: list[dict[tuple, Candidate]] = []
+        for kind, index in enumerate(analysis.representatives):
+            parts: dict[tuple, Candidate] = {}
+            for name, choice in classics.items():
+                member = segment_candidate(analysis, index, choice)
+                parts.setdefault(member.key, member)
+                self._family.setdefault((kind, member.key), name)
+            self._required.append(parts)
+
+    def first(self, per_kind: int, others: int) -> list[Wanted]:
+        """For each kind the parts of the classics, and the best others by estimate.
+
+        Args:
+            per_kind: how many in all, unless the classics have more parts.
+            others: how many besides those of the classics, at most.
+        """
+        found = []
+        for kind, estimate in enumerate(self._estimates.kinds):
+            required = list(self._required[kind].values())
+            count = min(per_kind, len(required) + others)
+            for candidate in choose_candidates(estimate, required, count):
+                found.append(self.make(kind, candidate))
+        return found
+
+    def make(self, kind: int, candidate: Candidate) -> Wanted:
+        """What tells the cost of a candidate that computes nothing again."""
+        analysis = self._analysis
+        index = analysis.representatives[kind]
+        label = f"a strategy of segment {kind}"
+        job = self._alone(index, candidate, label)
+        near = _neighbour(analysis, index) if self._in_context else None
+        if near is None:
+            return Wanted(kind, candidate, job)
+        carrier, handover = self._carrier(index, candidate, near)
+        carrier_index = analysis.representatives[analysis.segments[near].kind]
+        together = pair_job(
+            analysis.frame,
+            analysis.segments,
+            {index: candidate, near: carrier},
+            self._environment,
+            f"{label}, in context",
         )
-    found = []
-    for kind, index in enumerate(analysis.representatives):
-        for number, candidate in enumerate(chosen[kind]):
-            label = f"segment {kind}: {number + 1} of {len(chosen[kind])}"
-            job = segment_job(frame, segments, index, candidate, environment, label)
-            near = _neighbour(analysis, index) if in_context else None
-            if near is None:
-                found.append(Wanted(kind, candidate, job))
-                continue
-            relative = family.get((kind, candidate.key))
-            carrier, handover = _carrier(
-                analysis,
-                estimator,
-                (index, candidate),
-                near,
-                chosen[segments[near].kind]
-                if relative is None
-                else [segment_candidate(analysis, near, classics[relative])],
-            )
-            carrier_index = analysis.representatives[segments[near].kind]
-            found.append(
-                Wanted(
-                    kind,
-                    candidate,
-                    job,
-                    segment_job(
-                        frame, segments, carrier_index, carrier, environment, label
-                    ),
-                    pair_job(
-                        frame,
-                        segments,
-                        {index: candidate, near: carrier},
-                        environment,
-                        f"{label}, in context",
-                    ),
-                    handover,
-                )
-            )
-    return found
+        alone = self._alone(carrier_index, carrier, label)
+        return Wanted(kind, candidate, job, alone, together, handover)
+
+    def again(self, base: Wanted) -> Wanted:
+        """The same candidate, with its forward pass computed again."""
+        candidate = replace(base.candidate, remat=True)
+        index = self._analysis.representatives[base.kind]
+        label = f"a strategy of segment {base.kind}, computed again"
+        return Wanted(
+            base.kind, candidate, self._alone(index, candidate, label), base=base
+        )
+
+    def _alone(self, index: int, candidate: Candidate, label: str) -> Job:
+        frame, segments = self._analysis.frame, self._analysis.segments
+        return segment_job(frame, segments, index, candidate, self._environment, label)
+
+    def _carrier(
+        self, index: int, candidate: Candidate, near: int
+    ) -> tuple[Candidate, float]:
+        """The neighbour's choice that goes best with a candidate, and the handover.
+
+        A twin chooses alike. The neighbour of a classic's part is the same classic's,
+        and any other's the part of the classic that goes best with it.
+        """
+        analysis = self._analysis
+        kind, other = analysis.segments[index].kind, analysis.segments[near].kind
+        relative = self._family.get((kind, candidate.key))
+        options = list(self._required[other].values())
+        if other == kind:
+            options = [candidate]
+        elif relative is not None:
+            options = [segment_candidate(analysis, near, self._classics[relative])]
+        estimator = self._estimates.estimator
+        layout = layout_of(analysis, index, candidate)
+        out, back = between(analysis, index, near), between(analysis, near, index)
+        costs = []
+        for option in options:
+            there = layout_of(analysis, near, option)
+            cost = handover_ms(estimator, layout, there, out)
+            costs.append(cost + handover_ms(estimator, there, layout, back))
+        best = min(range(len(options)), key=lambda i: (costs[i], i))
+        return options[best], costs[best]
 
 
 def tuning_jobs(
@@ -190,75 +229,12 @@ def tuning_jobs(
     ]
 
 
-def wanted_again(
-    analysis: Analysis,
-    wanted: Sequence[Wanted],
-    records: Mapping[str, ProfileRecord],
-    environment: Parts,
-    per_kind: int,
-) -> list[Wanted]:
-    """Candidates that compute their forward pass again: the fastest of every kind.
-
-    Args:
-        analysis: the program's analysis.
-        wanted: what was measured already.
-        records: with this outcome.
-        environment: what else a profile depends on.
-        per_kind: how many to measure for each kind.
-    """
-    found = []
-    for kind, index in enumerate(analysis.representatives):
-        if not can_recompute(analysis.frame, analysis.segments[index]):
-            continue
-        good = [
-            item
-            for item in wanted
-            if item.kind == kind
-            and (record := records.get(item.job.key.digest)) is not None
-            and record.ok
-        ]
-        good.sort(key=lambda item: item.time_ms(records))
-        for number, item in enumerate(good[:per_kind]):
-            candidate = replace(item.candidate, remat=True)
-            label = f"segment {kind} computed again: {number + 1} of {per_kind}"
-            job = segment_job(
-                analysis.frame, analysis.segments, index, candidate, environment, label
-            )
-            found.append(Wanted(kind, candidate, job, base=item))
-    return found
-
-
 def _neighbour(analysis: Analysis, index: int) -> int | None:
     """The segment that a segment is measured together with: a twin, or any."""
     segments = analysis.segments
     near = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
     twins = [i for i in near if segments[i].kind == segments[index].kind]
     return (twins or near or [None])[0]
-
-
-def _carrier(
-    analysis: Analysis,
-    estimator: Estimator,
-    mine: tuple[int, Candidate],
-    near: int,
-    options: list[Candidate],
-) -> tuple[Candidate, float]:
-    """The neighbour's choice that goes best with a candidate, and the handover.
-
-    A twin chooses alike. The neighbour of a classic's part is the same classic's.
-    """
-    index, candidate = mine
-    if analysis.segments[near].kind == analysis.segments[index].kind:
-        options = [candidate]
-    layout = layout_of(analysis, index, candidate)
-    out, back = between(analysis, index, near), between(analysis, near, index)
-    costs = []
-    for option in options:
-        other = layout_of(analysis, near, option)
-        cost = handover_ms(estimator, layout, other, out)
-        costs.append(cost + handover_ms(estimator, other, layout, back))
-    best = min(range(len(options)), key=lambda i: (costs[i], i))
-    return options[best], costs[best]
 
 
 def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:

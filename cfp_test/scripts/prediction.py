@@ -107,8 +107,8 @@ def main() -> None:
         begun = time.perf_counter()
         profiles = planner.profile()
         profile_seconds = time.perf_counter() - begun
-        jobs = {j.key.digest for item in profiles.wanted for j in item.jobs}
-        known = [profiles.records[digest] for digest in jobs]
+        jobs = {j.key.digest for item in profiles.found.wanted for j in item.jobs}
+        known = [profiles.found.records[digest] for digest in jobs]
         begun = time.perf_counter()
         again = planner.profile()
         again_seconds = time.perf_counter() - begun
@@ -164,7 +164,7 @@ def main() -> None:
                 record = run(outcome, job, frame.program, mesh, timing=_TURN)
                 row.setdefault("samples_ms", []).extend(record.samples_ms)
         counts = {
-            "strategies": len(profiles.wanted),
+            "strategies": len(profiles.found.wanted),
             "jobs": len(jobs),
             "failed": profiles.failed,
             "build_seconds": sum(r.build_seconds for r in known),

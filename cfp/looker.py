@@ -1,0 +1,75 @@
+"""Answers what jobs take: from the store, or by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.profiling.builder import Job
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import profile
+from cfp.profiling.store import ProfileStore
+from cfp.profiling.tuning import tune_kernels
+from cfp.program.graph import Program
+
+
+class Looker:
+    """Looks jobs up, and measures those that the store does not know.
+
+    Args:
+        program: the program that the jobs are parts of.
+        mesh: the devices.
+        store: where records are kept.
+        tuning: gives jobs that are built first, one by one, for their kernels.
+        measure: whether devices may be used.
+        manner: how to measure; see :func:`cfp.profiling.runner.profile`.
+
+    Attributes:
+        known: keys of what the store knew before it was asked for.
+        interrupted: whether the user has ended the measuring.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        store: ProfileStore,
+        tuning: Callable[[], list[Job]],
+        measure: bool,
+        manner: Mapping[str, Any],
+    ) -> None:
+        self._program = program
+        self._mesh = mesh
+        self._store = store
+        self._tuning: Callable[[], list[Job]] | None = tuning
+        self._measure = measure
+        self._manner = manner
+        self._asked = 0
+        self.known: set[str] = set()
+        self.interrupted = False
+
+    def __call__(self, jobs: Sequence[Job]) -> Mapping[str, ProfileRecord]:
+        """Records by key; what may not be measured and is not known has none.
+
+        Raises:
+            KeyboardInterrupt: the user interrupts before anything can be chosen from.
+        """
+        digests = {job.key.digest for job in jobs}
+        known = self._store.get_many(digests)
+        self.known |= known.keys()
+        self._asked += 1
+        if not self._measure:
+            return known
+        where = (self._program, self._mesh)
+        try:
+            if self._tuning is not None and not known.keys() >= digests:
+                tune_kernels(*where, self._tuning(), self._store, **self._manner)
+                self._tuning = None
+            return profile(*where, jobs, self._store, **self._manner).records
+        except KeyboardInterrupt:
+            if self._asked == 1:
+                raise
+            self.interrupted = True
+            return self._store.get_many(digests)

@@ -1,0 +1,172 @@
+"""What the options of a search cost, and the problem that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import ceil
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Layout, Storage, lay_out
+from cfp.analysis.specs import spec_ways
+from cfp.errors import DeviceError
+from cfp.presets import preset
+from cfp.profiling.collectives import Rates
+from cfp.profiling.record import ProfileRecord
+from cfp.search.estimate import Estimator
+from cfp.search.measure import SegmentBytes, segment_bytes
+from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.wanted import Wanted, between, handover_ms, layout_of
+
+
+class Costs:
+    """What segments keep in memory and what moves between them, remembered.
+
+    Args:
+        analysis: the program's analysis.
+        rates: the devices' rates.
+    """
+
+    def __init__(self, analysis: Analysis, rates: Rates) -> None:
+        self.analysis = analysis
+        self._estimator = Estimator(analysis.frame, rates)
+        self._values: dict[tuple[int, int], list[int]] = {}
+        self._layouts: dict[tuple, Layout] = {}
+        self._least: dict[tuple, SegmentBytes] = {}
+        self._handovers: dict[tuple, float] = {}
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Arguments that are no state, such as a batch, as data parallelism has them.
+
+        On each device.
+        """
+        frame = self.analysis.frame
+        roles = ("data",) * len(frame.mesh)
+        layout = lay_out(frame, preset(frame, roles, Storage.USED))
+        return sum(
+            ceil(
+                frame.program.values[value].size_bytes
+                / spec_ways(layout.arg_spec(position), frame.mesh)
+            )
+            for position, value in enumerate(frame.program.args)
+            if position not in frame.group_of_arg
+        )
+
+    def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
+        """What a segment of a kind keeps at least under a candidate."""
+        key = (kind, *candidate.key)
+        if key not in self._least:
+            index = self.analysis.representatives[kind]
+            self._least[key] = segment_bytes(
+                self.analysis.frame,
+                self.analysis.segments[index],
+                self._layout(index, candidate),
+                candidate.remat,
+            )
+        return self._least[key]
+
+    def handovers(
+        self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]
+    ) -> list[list[float]]:
+        """``[option][option]`` milliseconds between two segments, there and back."""
+        return [
+            [self._handover_ms(left, right, a.candidate, b.candidate) for b in after]
+            for a in before
+        ]
+
+    def _handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
+        key = (left, right, a.key[:2], b.key[:2])
+        if key not in self._handovers:
+            here, there = self._layout(left, a), self._layout(right, b)
+            ahead = handover_ms(
+                self._estimator, here, there, self._between(left, right)
+            )
+            back = handover_ms(self._estimator, there, here, self._between(right, left))
+            self._handovers[key] = ahead + back
+        return self._handovers[key]
+
+    def _layout(self, index: int, candidate: Candidate) -> Layout:
+        key = (index, *candidate.key[:2])
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(self.analysis, index, candidate)
+        return self._layouts[key]
+
+    def _between(self, maker: int, reader: int) -> list[int]:
+        if (maker, reader) not in self._values:
+            self._values[maker, reader] = between(self.analysis, maker, reader)
+        return self._values[maker, reader]
+
+
+def build_problem(
+    costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
+) -> Problem:
+    """The search problem over some options of every kind of segment.
+
+    Args:
+        costs: of the program's segments.
+        options: for each kind what may be chosen.
+        budget_bytes: memory of one device, or None.
+    """
+    segments = costs.analysis.segments
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    for left, right in pairwise(segments):
+        pairs.setdefault((left.kind, right.kind), (left.index, right.index))
+    return Problem(
+        kinds=tuple(s.kind for s in segments),
+        options=tuple(map(tuple, options)),
+        edge_ms={
+            (a, b): costs.handovers(*pair, options[a], options[b])
+            for (a, b), pair in pairs.items()
+        },
+        fixed_bytes=costs.fixed_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def measured_options(
+    costs: Costs,
+    wanted: Iterable[Wanted],
+    records: Mapping[str, ProfileRecord],
+    alone: bool = False,
+) -> list[list[Option]]:
+    """For each kind of segment the candidates that were measured.
+
+    Args:
+        costs: of the program's segments.
+        wanted: what was to be measured.
+        records: what was measured.
+        alone: take what segments take alone for what they cost.
+
+    Raises:
+        DeviceError: no candidate of some segment could be measured.
+    """
+    options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
+    reasons: dict[int, str] = {}
+    for item in wanted:
+        record = records.get(item.job.key.digest)
+        if record is None:
+            continue
+        if not record.ok:
+            reasons[item.kind] = f"{record.status}: {record.reason}"
+            continue
+        least = costs.least_bytes(item.kind, item.candidate)
+        residual = item.kept_bytes(records, least.residual_bytes)
+        options[item.kind].append(
+            Option(
+                candidate=item.candidate,
+                time_ms=record.time_ms if alone else item.time_ms(records),
+                state_bytes=least.state_bytes,
+                residual_bytes=residual,
+                temp_bytes=max(0, record.temp_bytes - residual),
+            )
+        )
+    for kind, found in enumerate(options):
+        if not found:
+            raise DeviceError(
+                f"No strategy of segment kind {kind} could be measured "
+                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
+                "use more devices, or a smaller batch."
+            )
+    return options

@@ -1,0 +1,291 @@
+"""Search-guided profiling: only what could be part of the fastest plan is measured.
+
+The classics come first, and the best by estimate. Then, in rounds: what is not measured
+enters the search with a lower bound on its time (:mod:`cfp.search.bounds`) and on its
+memory, and what the search picks of it is measured. That ends when no unmeasured choice
+can beat the best measured plan by more than a tolerance, or when enough was measured.
+What is left is the *gap*, as of an integer program: by how much the fastest plan could
+still be faster than the best one that is known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Storage
+from cfp.profiling.builder import Job
+from cfp.profiling.record import ProfileRecord
+from cfp.search.bounds import MARGIN, fit_weights
+from cfp.search.candidates import best_candidates
+from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.ilp import solve_ilp
+from cfp.search.measure import can_recompute
+from cfp.search.problem import Candidate, Option, Problem, Solution
+from cfp.search.shortlist import Estimates
+from cfp.search.wanted import Wanted, WantedMaker
+
+Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
+
+# Of the budget: predicted memory beyond this may turn out not to fit.
+_SAFE_SHARE = 0.9
+# How many of the best by estimate are measured at once with the classics.
+_AT_FIRST = 2
+# Computing a forward pass again takes longer than not to, if only by this.
+_AGAIN = 1.001
+# How many unmeasured candidates of a kind take part in a search at once.
+_IN_SIGHT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """When to stop.
+
+    Attributes:
+        per_kind: how many candidates of each kind of segment to measure.
+        tolerance: the gap that is small enough.
+        batch: how many candidates to measure in a round.
+    """
+
+    per_kind: int
+    tolerance: float = 0.01
+    batch: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What was measured, and what that leaves open.
+
+    Attributes:
+        wanted: what was asked for, in order.
+        records: what is known of it, by key.
+        required: how many of ``wanted`` were asked for before any search.
+        rounds: how many searches asked for more.
+        gap: the share of the best plan's predicted time that an unmeasured choice
+            could save at most; 1 if no measured plan fits in memory.
+        tight: whether memory decides, so that forward passes may be computed again.
+    """
+
+    wanted: list[Wanted]
+    records: Mapping[str, ProfileRecord]
+    required: int
+    rounds: int
+    gap: float
+    tight: bool
+
+
+def explore(
+    estimates: Estimates,
+    maker: WantedMaker,
+    costs: Costs,
+    *,
+    effort: Effort,
+    budget_bytes: int | None,
+    look: Look,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Explored:
+    """Measures until nothing else could be much better.
+
+    Args:
+        estimates: of every kind of segment.
+        maker: makes candidates into things to measure.
+        costs: of the program's segments.
+        effort: when to stop.
+        budget_bytes: memory of one device, or None.
+        look: measures jobs, or looks them up; what it has no record of stays unknown.
+        is_over: whether to stop after a round.
+
+    Raises:
+        DeviceError: no candidate of some segment could be measured.
+    """
+    wanted = maker.first(effort.per_kind, _AT_FIRST)
+    required = len(wanted)
+    records = dict(look(_jobs(wanted)))
+    rounds = 0
+    if not _all_known(wanted, records):
+        return Explored(
+            wanted=wanted,
+            records=records,
+            required=required,
+            rounds=0,
+            gap=1.0,
+            tight=False,
+        )
+    view = _View(costs.analysis, estimates, maker, costs, effort, budget_bytes)
+    while True:
+        view.see(wanted, records)
+        asked = view.ask()
+        if not asked or is_over():
+            break
+        rounds += 1
+        wanted = [*wanted, *asked]
+        records.update(look(_jobs(asked)))
+        if not _all_known(asked, records):
+            break  # What would be asked for next depends on what is not known.
+    return Explored(
+        wanted=wanted,
+        records=records,
+        required=required,
+        rounds=rounds,
+        gap=view.gap,
+        tight=view.tight,
+    )
+
+
+def _jobs(wanted: Sequence[Wanted]) -> list[Job]:
+    return [job for item in wanted for job in item.jobs]
+
+
+def _all_known(wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]) -> bool:
+    return records.keys() >= {job.key.digest for job in _jobs(wanted)}
+
+
+@dataclass
+class _View:
+    """The search over what is measured and what is not, after some measurements."""
+
+    analysis: Analysis
+    estimates: Estimates
+    maker: WantedMaker
+    costs: Costs
+    effort: Effort
+    budget_bytes: int | None
+    gap: float = 1.0
+    tight: bool = False
+    _measured: list[list[Option]] = field(default_factory=list)
+    _best_ms: float = float("inf")
+    _bases: dict[tuple, Wanted] = field(default_factory=dict)
+    _asked: list[set[tuple]] = field(default_factory=list)
+    _times: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def see(
+        self, wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]
+    ) -> None:
+        """Takes in all that was measured so far."""
+        kinds = range(len(self.analysis.representatives))
+        self._measured = measured_options(self.costs, wanted, records)
+        self._asked = [{w.candidate.key for w in wanted if w.kind == k} for k in kinds]
+        self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
+        self._times = [
+            self._parts_and_times(kind, options)
+            for kind, options in enumerate(self._measured)
+        ]
+        problem = self._problem(self._measured)
+        budget = self.budget_bytes
+        fastest = solve_dynamically(replace(problem, budget_bytes=None))
+        assert fastest is not None, "without a budget everything fits"
+        self.tight = self.tight or (
+            budget is not None and fastest.memory_bytes > _SAFE_SHARE * budget
+        )
+        best = self._solve(problem)
+        self._best_ms = best.cost_ms if best is not None else float("inf")
+
+    def ask(self) -> list[Wanted]:
+        """What to measure next; nothing if nothing can be gained by it.
+
+        Sets the gap.
+        """
+        kinds = range(len(self._measured))
+        unseen = [self._unseen(kind) for kind in kinds]
+        lowest = self._solve(self._problem(self._joined(unseen)))
+        self.gap = self._gap(lowest)
+        unseen = [u if self._may_ask(k) else [] for k, u in enumerate(unseen)]
+        goal = (1.0 - self.effort.tolerance) * self._best_ms
+        found: list[Wanted] = []
+        while len(found) < self.effort.batch:
+            problem = self._problem(self._joined(unseen))
+            lowest = self._solve(problem)
+            if lowest is None or lowest.cost_ms >= goal:
+                break
+            new = {
+                (kind, pick - len(self._measured[kind]))
+                for kind, pick in zip(problem.kinds, lowest.picks, strict=True)
+                if pick >= len(self._measured[kind])
+            }
+            if not new:
+                break
+            for kind, place in sorted(new, reverse=True):
+                found += self._wanted(kind, unseen[kind].pop(place).candidate)
+        return found
+
+    def _joined(self, unseen: Sequence[Sequence[Option]]) -> list[list[Option]]:
+        return [[*m, *u] for m, u in zip(self._measured, unseen, strict=True)]
+
+    def _may_ask(self, kind: int) -> bool:
+        plain = {key[:2] for key in self._asked[kind]}
+        return self.tight or len(plain) < self.effort.per_kind
+
+    def _gap(self, lowest: Solution | None) -> float:
+        if lowest is None:
+            return 0.0  # Nothing fits, measured or not.
+        if self._best_ms == float("inf"):
+            return 1.0
+        return max(0.0, 1.0 - lowest.cost_ms / max(self._best_ms, 1e-9))
+
+    def _parts_and_times(
+        self, kind: int, options: Sequence[Option]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        own = [o for o in options if not o.candidate.remat]
+        estimate = self.estimates.kinds[kind]
+        return (
+            np.array([estimate.parts(o.candidate) for o in own]),
+            np.array([o.time_ms for o in own]),
+        )
+
+    def _unseen(self, kind: int) -> list[Option]:
+        """Unmeasured candidates of a kind that may be asked for, with lower bounds."""
+        asked = self._asked[kind]
+        weights = MARGIN * fit_weights(*self._times[kind])
+        weighed = self.estimates.kinds[kind].weighed(weights)
+        ranked = [
+            best_candidates(weighed, mode, _IN_SIGHT + len(asked)) for mode in Storage
+        ]
+        merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+        fresh = (c for c in merged if c.key not in asked)
+        found = [self._option(kind, c, c.estimate_ms) for c in islice(fresh, _IN_SIGHT)]
+        index = self.analysis.representatives[kind]
+        segment = self.analysis.segments[index]
+        if not self.tight or not can_recompute(self.analysis.frame, segment):
+            return found
+        again = [
+            self._option(kind, replace(o.candidate, remat=True), _AGAIN * o.time_ms)
+            for o in (*self._measured[kind], *found)
+            if not o.candidate.remat
+        ]
+        return [*found, *(o for o in again if o.candidate.key not in asked)]
+
+    def _option(self, kind: int, candidate: Candidate, bound_ms: float) -> Option:
+        least = self.costs.least_bytes(kind, candidate)
+        return Option(
+            candidate=candidate,
+            time_ms=bound_ms,
+            state_bytes=least.state_bytes,
+            residual_bytes=least.residual_bytes,
+            temp_bytes=0,
+        )
+
+    def _wanted(self, kind: int, candidate: Candidate) -> list[Wanted]:
+        """What tells the cost of a candidate: itself, and what it is based on."""
+        plain = replace(candidate, remat=False)
+        base = self._bases.get((kind, *plain.key))
+        found = []
+        if base is None:
+            estimate_ms = self.estimates.kinds[kind].total_ms(plain)
+            base = self.maker.make(kind, replace(plain, estimate_ms=estimate_ms))
+            self._bases[kind, *plain.key] = base
+            found.append(base)
+        return [*found, self.maker.again(base)] if candidate.remat else found
+
+    def _problem(self, options: Sequence[Sequence[Option]]) -> Problem:
+        return build_problem(self.costs, options, self.budget_bytes)
+
+    def _solve(self, problem: Problem) -> Solution | None:
+        if self.tight:
+            return solve_ilp(problem)
+        return solve_dynamically(replace(problem, budget_bytes=None))

@@ -1,0 +1,273 @@
+"""Search-guided profiling, with devices that are made up: against all there is."""
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfp.analysis.layout import Storage
+from cfp.errors import DeviceError
+from cfp.models import registry
+from cfp.presets import presets
+from cfp.profiling.record import ProfileRecord
+from cfp.search.bounds import fit_weights
+from cfp.search.candidates import best_candidates
+from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.guided import Effort, explore
+from cfp.search.ilp import smallest_budget, solve_ilp
+from cfp.search.problem import Candidate, Option
+from cfp.search.shortlist import leading_classics
+from cfp.search.wanted import WantedMaker
+from cfp_test.models.tiny import TINY
+from cfp_test.programs.registry import PROGRAMS
+from cfp_test.search.test_estimate import estimated, rates_of
+
+SIZES = (("x", 4),)
+# What parts of an estimate count on the made-up devices: contractions in full, other
+# ops half, since they fuse, and moves mostly, since some hide behind contractions.
+TRUTH = np.array([1.0, 0.5, 0.8])
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Large enough that moves are not all latency; nothing of it is ever built."""
+    sizes = {"hidden": 2048, "heads": 16, "seq": 512, "vocab": 8192, "batch": 16}
+    return estimated(*registry.build("gpt", **{**TINY["gpt"], **sizes}), SIZES)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A program whose whole space can be looked at."""
+    return estimated(*PROGRAMS["mlp"]()[:2], SIZES)
+
+
+class Devices(WantedMaker):
+    """Makes candidates into jobs, and knows what they would take.
+
+    Args:
+        noise: how much longer than by the truth things take at most, as a share.
+        broken: says of what a candidate cannot be run.
+    """
+
+    def __init__(self, analysis, estimates, noise=0.0, broken=lambda _: False):
+        classics = leading_classics(analysis, estimates, presets(analysis.frame))
+        super().__init__(analysis, classics, estimates, (), in_context=False)
+        self.analysis = analysis
+        self.estimates = estimates
+        self.costs = Costs(analysis, rates_of(SIZES))
+        self.noise = noise
+        self.broken = broken
+        self.runs = 0
+        self._of = {}
+
+    def make(self, kind, candidate):
+        made = super().make(kind, candidate)
+        self._of[made.job.key.digest] = kind, candidate
+        return made
+
+    def again(self, base):
+        made = super().again(base)
+        self._of[made.job.key.digest] = base.kind, made.candidate
+        return made
+
+    def time_ms(self, kind, candidate):
+        seed = repr((kind, candidate.strategies, candidate.storage)).encode()
+        luck = hashlib.sha256(seed).digest()[0] / 255
+        parts = self.estimates.kinds[kind].parts(candidate)
+        again = 1.3 if candidate.remat else 1.0
+        return float(parts @ TRUTH) * (1 + self.noise * luck) * again
+
+    def look(self, jobs):
+        self.runs += len(jobs)
+        return {job.key.digest: self._record(job) for job in jobs}
+
+    def _record(self, job):
+        kind, candidate = self._of[job.key.digest]
+        if self.broken(candidate):
+            return ProfileRecord(
+                key=job.key.digest, parts=(), status="crashed", reason="broken"
+            )
+        least = self.costs.least_bytes(kind, candidate)
+        return ProfileRecord(
+            key=job.key.digest,
+            parts=(),
+            status="ok",
+            samples_ms=(self.time_ms(kind, candidate),),
+            temp_bytes=least.residual_bytes,
+        )
+
+    def explore(self, budget_bytes=None, **effort):
+        return explore(
+            self.estimates,
+            self,
+            self.costs,
+            effort=Effort(**{"per_kind": 100, **effort}),
+            budget_bytes=budget_bytes,
+            look=self.look,
+        )
+
+    def best(self, found, budget_bytes=None):
+        """The best plan of what was measured."""
+        options = measured_options(self.costs, found.wanted, found.records)
+        return solve_ilp(build_problem(self.costs, options, budget_bytes))
+
+    def everything(self, budget_bytes=None, remat=(False,)):
+        """The problem over the whole space, for programs whose space is small."""
+        options = []
+        for kind, estimate in enumerate(self.estimates.kinds):
+            every = itertools.product(*estimate.strategies)
+            options.append(
+                [
+                    self._option(kind, Candidate(picks, mode, remat=again))
+                    for picks in every
+                    for mode in Storage
+                    for again in remat
+                ]
+            )
+        return build_problem(self.costs, options, budget_bytes)
+
+    def _option(self, kind, candidate):
+        least = self.costs.least_bytes(kind, candidate)
+        return Option(
+            candidate=candidate,
+            time_ms=self.time_ms(kind, candidate),
+            state_bytes=least.state_bytes,
+            residual_bytes=least.residual_bytes,
+            temp_bytes=0,
+        )
+
+
+def test_the_best_of_the_whole_space_is_found(model):
+    """With the truth known, a wide beam looks at the whole space."""
+    analysis, estimates = model
+    devices = Devices(analysis, estimates)
+    found = devices.explore()
+    assert found.gap <= 0.01
+    times = {}
+    for kind, estimate in enumerate(estimates.kinds):
+        true = estimate.weighed(TRUTH)
+        every = [best_candidates(true, mode, 1, beam_width=4096)[0] for mode in Storage]
+        times[kind] = min(c.estimate_ms for c in every)
+        mine = [w.candidate for w in found.wanted if w.kind == kind]
+        best = min(devices.time_ms(kind, c) for c in mine)
+        assert best <= times[kind] * 1.01 + 1e-9
+    space = [3 * np.prod([len(s) for s in e.strategies]) for e in estimates.kinds]
+    assert devices.runs < sum(space) / 5
+
+
+def test_with_luck_too_what_is_found_is_what_all_there_is_gives(small):
+    analysis, estimates = small
+    devices = Devices(analysis, estimates, noise=0.05)
+    found = devices.explore()
+    everything = solve_dynamically(devices.everything())
+    best = devices.best(found)
+    assert best.cost_ms <= everything.cost_ms * 1.011
+    # The gap is a promise about everything.
+    assert everything.cost_ms >= best.cost_ms * (1 - found.gap) - 1e-9
+    assert devices.runs < sum(map(len, devices.everything().options)) / 2
+
+
+def test_memory_is_searched_too(small):
+    """Between the least that anything needs and what the fastest plan needs."""
+    analysis, estimates = small
+    devices = Devices(analysis, estimates)
+    every = devices.everything(remat=(False, True))
+    least = smallest_budget(every)
+    most = solve_dynamically(every).memory_bytes
+    assert least < most
+    for share in (0.0, 0.3, 0.7, 1.0):
+        budget = int(least + share * (most - least))
+        devices = Devices(analysis, estimates)
+        found = devices.explore(budget_bytes=budget)
+        assert found.tight
+        best = devices.best(found, budget)
+        true = solve_dynamically(devices.everything(budget, remat=(False, True)))
+        assert best is not None and best.memory_bytes <= budget
+        assert best.cost_ms <= true.cost_ms * 1.011
+        assert found.gap <= 0.01
+
+
+def test_no_more_is_measured_than_allowed(model):
+    analysis, estimates = model
+    few = Devices(analysis, estimates, noise=5.0).explore(per_kind=1)
+    assert len(few.wanted) == few.required and few.rounds == 0
+    some = Devices(analysis, estimates, noise=5.0).explore(per_kind=9, batch=2)
+    for kind in range(len(estimates.kinds)):
+        mine = [w for w in some.wanted if w.kind == kind]
+        first = [w for w in some.wanted[: some.required] if w.kind == kind]
+        assert len(mine) <= max(9 + 1, len(first))
+    assert 0.0 <= some.gap <= few.gap <= 1.0
+
+
+def test_the_same_records_ask_for_the_same_things(model):
+    """So that what is stored answers all of a second run."""
+    analysis, estimates = model
+    first, second = (
+        [
+            (w.kind, w.candidate.key)
+            for w in Devices(analysis, estimates, noise=5.0).explore(per_kind=16).wanted
+        ]
+        for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) == len(first)
+
+
+def test_what_is_not_known_ends_the_search(model):
+    analysis, estimates = model
+    whole = Devices(analysis, estimates, noise=1.0).explore(per_kind=16)
+    assert whole.rounds > 0
+    devices = Devices(analysis, estimates, noise=1.0)
+    known = {w.job.key.digest for w in whole.wanted[: whole.required]}
+
+    def stored_only(jobs):
+        found = Devices.look(devices, jobs)
+        return {key: found[key] for key in found.keys() & known}
+
+    devices.look = stored_only
+    found = devices.explore()
+    assert found.rounds == 1
+    assert found.records.keys() == known
+    assert found.gap > 0.0
+
+
+def test_what_fails_is_not_asked_for_again(model):
+    analysis, estimates = model
+    devices = Devices(
+        analysis, estimates, broken=lambda c: c.storage is Storage.SHARDED
+    )
+    found = devices.explore()
+    assert devices.runs == len(found.wanted)
+    assert devices.best(found) is not None
+    nothing = Devices(analysis, estimates, broken=lambda _: True)
+    with pytest.raises(DeviceError, match="broken"):
+        nothing.explore()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            *[st.just(0.0) | st.floats(0.01, 100.0)] * 3,
+            st.floats(0.01, 200.0),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_weighed_parts_bound_all_that_was_measured(rows):
+    found = np.array(rows)
+    parts, times = found[:, :3], found[:, 3]
+    weights = fit_weights(parts, times)
+    assert np.all(weights >= 0) and np.all(weights <= 1)
+    assert np.all(parts @ weights <= times * (1 + 1e-6) + 1e-6)
+    # No single weight could be larger.
+    for i in range(3):
+        more = weights.copy()
+        more[i] += 1e-3
+        beyond = np.any(parts @ more > times) or more[i] > 1
+        assert beyond or not parts[:, i].any()

@@ -13,7 +13,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
 from cfp.errors import CfpError
-from cfp.looker import Looker
 from cfp.plan import Plan
 from cfp.plan_parts import type_text
 from cfp.planner_parts import (
@@ -27,6 +26,7 @@ from cfp.planner_parts import (
 from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
+from cfp.profiling.looker import Looker
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import best_solutions, over_budget, whole_choice

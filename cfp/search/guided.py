@@ -195,7 +195,10 @@ class _View:
         unseen = [self._unseen(kind) for kind in kinds]
         lowest = self._solve(self._problem(self._joined(unseen)))
         self.gap = self._gap(lowest)
-        unseen = [u if self._may_ask(k) else [] for k, u in enumerate(unseen)]
+        unseen = [
+            [u for u in options if self._may_ask(kind, u.candidate)]
+            for kind, options in enumerate(unseen)
+        ]
         goal = (1.0 - self.effort.tolerance) * self._best_ms
         found: list[Wanted] = []
         while len(found) < self.effort.batch:
@@ -217,9 +220,16 @@ class _View:
     def _joined(self, unseen: Sequence[Sequence[Option]]) -> list[list[Option]]:
         return [[*m, *u] for m, u in zip(self._measured, unseen, strict=True)]
 
-    def _may_ask(self, kind: int) -> bool:
-        plain = {key[:2] for key in self._asked[kind]}
-        return self.tight or len(plain) < self.effort.per_kind
+    def _may_ask(self, kind: int, candidate: Candidate) -> bool:
+        """Whether there is room for a candidate among what may be measured."""
+        plain = {key for key in self._asked[kind] if not key[2]}
+        again = len(self._asked[kind]) - len(plain)
+        if not candidate.remat:
+            return len(plain) < self.effort.per_kind
+        has_base = (*candidate.key[:2], False) in plain
+        return again < self.effort.per_kind and (
+            has_base or len(plain) < self.effort.per_kind
+        )
 
     def _gap(self, lowest: Solution | None) -> float:
         if lowest is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -121,6 +122,7 @@ class WantedMaker:
         self._in_context = in_context
         self._family: dict[tuple[int, tuple], str] = {}
         self._required: list[dict[tuple, Candidate]] = []
+        self._made: Counter[int] = Counter()
         for kind, index in enumerate(analysis.representatives):
             parts: dict[tuple, Candidate] = {}
             for name, choice in classics.items():
@@ -148,7 +150,7 @@ class WantedMaker:
         """What tells the cost of a candidate that computes nothing again."""
         analysis = self._analysis
         index = analysis.representatives[kind]
-        label = f"a strategy of segment {kind}"
+        label = self._label(kind)
         job = self._alone(index, candidate, label)
         near = _neighbour(analysis, index) if self._in_context else None
         if near is None:
@@ -169,10 +171,14 @@ class WantedMaker:
         """The same candidate, with its forward pass computed again."""
         candidate = replace(base.candidate, remat=True)
         index = self._analysis.representatives[base.kind]
-        label = f"a strategy of segment {base.kind}, computed again"
+        label = f"{self._label(base.kind)}, computed again"
         return Wanted(
             base.kind, candidate, self._alone(index, candidate, label), base=base
         )
+
+    def _label(self, kind: int) -> str:
+        self._made[kind] += 1
+        return f"segment {kind}: {self._made[kind]}"
 
     def _alone(self, index: int, candidate: Candidate, label: str) -> Job:
         frame, segments = self._analysis.frame, self._analysis.segments

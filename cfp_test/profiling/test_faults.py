@@ -165,11 +165,11 @@ def test_killed_twenty_times_from_an_empty_store(undisturbed, tmp_path):
 
 def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path):
     faults = {
-        "segment 0: 2 of 6": "abort",
-        "segment 0: 3 of 6": "kill",
-        "segment 0: 4 of 6": "hang",
-        "segment 0: 5 of 6": "memory",
-        "segment 0: 6 of 6": "exit",
+        "segment 0: 2": "abort",
+        "segment 0: 3": "kill",
+        "segment 0: 4": "hang",
+        "segment 0: 5": "memory",
+        "segment 0: 6": "exit",
     }
     folder = with_rates(undisturbed, tmp_path)
     command = ("plan", TOY, *ON_CPU, *FEW, "--run-timeout", "5")
@@ -241,7 +241,7 @@ def test_a_flipped_bit_costs_one_record(undisturbed, tmp_path):
 
 
 def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
-    faults = {"segment 0: 1 of 6": "sleep"}
+    faults = {"segment 0: 1": "sleep"}
     folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
     parent = begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults)
 
@@ -262,7 +262,7 @@ def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
 @pytest.mark.parametrize("twice", [False, True])
 def test_interrupting_the_parent(undisturbed, tmp_path, twice):
     # Nothing in the process that hangs can be interrupted.
-    faults = {"segment 0: 3 of 6": "hang" if twice else "sleep"}
+    faults = {"segment 0: 3": "hang" if twice else "sleep"}
     folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
     parent = begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults)
 

@@ -10,6 +10,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
+from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp_test.program.test_recompute import stack_step
@@ -35,7 +36,9 @@ def plan(mesh, tmp_path_factory):
             mesh=mesh,
             memory_budget=memory_budget,
             cache_dir=folder,
-            settings=PlannerSettings(per_kind=5, in_context=False, **settings),
+            settings=PlannerSettings(
+                **{"per_kind": 5, "in_context": False, **settings}
+            ),
         )
 
     return make
@@ -98,6 +101,40 @@ def test_where_memory_is_tight_the_classics_race_recomputed_too(plan, monkeypatc
     }
     assert all(row.time_ms is not None for row in again.values())
     check_step(made)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
+    plan, monkeypatch, at, tmp_path
+):
+    """From the second round on; before that there is nothing to choose from."""
+    rounds = []
+
+    def interrupted(*args, **options):
+        rounds.append(args)
+        if len(rounds) == at:
+            raise KeyboardInterrupt
+        return profile(*args, **options)
+
+    monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
+    # Nothing is known of what was not measured: there is a second round.
+    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    if at == 1:
+        with pytest.raises(KeyboardInterrupt):
+            plan(per_kind=12)
+        return
+    made = plan(per_kind=12)
+    assert len(rounds) == 2
+    assert made.winner == "planned" and not made.race
+    assert made.search["gap"] > 0.5
+    check_step(made)
+
+
+def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
+    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    made = plan(per_kind=12, seconds=0.0, race=False)
+    assert made.search["strategies_measured"] == 0
+    assert made.search["gap"] > 0.5
 
 
 def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):

@@ -94,7 +94,28 @@ Budget = Annotated[
 PerKind = Annotated[
     int,
     typer.Option(
-        metavar="N", help="Strategies to measure for each kind of segment.", min=1
+        metavar="N",
+        help="Strategies to measure for each kind of segment, at most.",
+        min=1,
+    ),
+]
+Gap = Annotated[
+    float,
+    typer.Option(
+        metavar="SHARE",
+        help="Measuring ends when no other plan can be faster by more than this share "
+        "of the step.",
+        min=0,
+        max=1,
+    ),
+]
+TimeBudget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Measuring ends after the round in which this much time is over. Ctrl-C "
+        "ends it at once, and gives the best plan of what was measured.",
+        min=0,
     ),
 ]
 Preset = Annotated[
@@ -210,6 +231,10 @@ def settings(
     """How much to measure, and who is told; the rest from a command's options."""
     given = ctx.params if ctx is not None else {}
     made = PlannerSettings(per_kind=per_kind, race=race, progress=progress)
+    if given.get("time_budget") is not None:
+        made = replace(made, seconds=given["time_budget"])
+    if "gap" in given:
+        made = replace(made, tolerance=given["gap"])
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True

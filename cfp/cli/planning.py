@@ -29,6 +29,7 @@ from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+_GAP = PlannerSettings().tolerance
 _LIMITS = Limits()
 _Why = Annotated[
     bool,
@@ -58,6 +59,8 @@ def plan(
     preset: o.Preset = None,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
+    gap: o.Gap = _GAP,
+    time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
     retry_failures: o.RetryFailures = False,
@@ -140,10 +143,13 @@ def profile(
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     platform: o.Platform = None,
+    memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
+    gap: o.Gap = _GAP,
+    time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
@@ -160,6 +166,7 @@ def profile(
 
     Example: cfp profile gpt --layers 4 --platform cpu --workdir work
     """
+    budget = parse_bytes(memory_budget)
     pins = o.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
@@ -168,7 +175,7 @@ def profile(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
             with Planner(
-                session.analysis, session.mesh, workdir, settings=settings
+                session.analysis, session.mesh, workdir, budget, settings
             ) as planner:
                 misses = find_misses(planner) if why else None
                 found = planner.profile() if misses is None else None
@@ -206,6 +213,8 @@ def search(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
+    gap: o.Gap = _GAP,
+    time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
     retry_failures: o.RetryFailures = False,
@@ -294,8 +303,7 @@ def _check_complete(planner: Planner, profiles: Profiles) -> None:
 def _profile_first(problem: str) -> CfpError:
     return CfpError(
         f"{problem}\nRun the profile pass (cfp profile) first, with the same target, "
-        "mesh, --per-kind, --quick, --pin and --workdir; or cfp plan, which does all "
-        "of it."
+        "mesh, --quick, --pin and --workdir; or cfp plan, which does all of it."
     )
 
 

@@ -20,7 +20,7 @@ from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.describe import block_collectives, op_text
 from cfp.planner_parts import Profiles
-from cfp.report.tables import PLAIN_WIDTH
+from cfp.report.tables import PLAIN_WIDTH, gap_text
 from cfp.units import format_bytes
 
 _MOST_OPAQUE = 5
@@ -176,7 +176,8 @@ def profiles_view(
         )
     line = (
         f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
-        f"{profiles.failed} failed; {profiles.seconds:.1f} s"
+        f"{profiles.failed} failed, {gap_text(profiles.found.gap)}; "
+        f"{profiles.seconds:.1f} s"
     )
     return Group(table, Text(), Text(line))
 
@@ -206,6 +207,8 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
         "cached": profiles.cached,
         "failed": profiles.failed,
         "seconds": profiles.seconds,
+        "rounds": profiles.found.rounds,
+        "gap": profiles.found.gap,
         "profiles": found,
     }
 

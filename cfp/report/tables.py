@@ -261,6 +261,8 @@ def summary_line(plan: Plan) -> str:
         if search.get("strategies_failed"):
             counts += f", {search['strategies_failed']:.0f} failed"
         parts.append(counts)
+    if "gap" in search:
+        parts.append(gap_text(search["gap"]))
     seconds = [
         f"{name.removesuffix('_seconds')} {value:.1f} s"
         for name, value in search.items()
@@ -270,6 +272,11 @@ def summary_line(plan: Plan) -> str:
         cached = ", from the cache" if search.get("race_cached") else ""
         parts.append(", ".join(seconds) + cached)
     return "; ".join(parts)
+
+
+def gap_text(gap: float) -> str:
+    """By how much something that was not measured could be faster."""
+    return f"gap {100 * gap:.1f}%"
 
 
 # ----------------------------------------------------------------------- the whole

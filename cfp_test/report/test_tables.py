@@ -54,6 +54,7 @@ def make_plan(rows: list[PlanRow], race: list[RaceRow]) -> Plan:
             "strategies_measured": 12,
             "strategies_cached": 3,
             "strategies_failed": 1,
+            "gap": 0.0341,
             "profile_seconds": 20.04,
             "search_seconds": 0.5,
             "race_seconds": 7.0,
@@ -121,8 +122,8 @@ def test_the_table_of_a_known_plan():
     assert "the same program as zero1" in text
     assert "out_of_memory: needs 9 bytes" in text
     assert lines[-1] == (
-        "12 strategies measured, 3 from the cache, 1 failed; profile 20.0 s, "
-        "search 0.5 s, race 7.0 s"
+        "12 strategies measured, 3 from the cache, 1 failed; gap 3.4%; "
+        "profile 20.0 s, search 0.5 s, race 7.0 s"
     )
 
 

@@ -36,7 +36,7 @@ _EXAMPLE = (
     "        return train_step, (shape, shape)"
 )
 
-MakeArgs = Callable[[Sequence[Any]], tuple[Any, ...]]
+MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Target:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
         make_args: makes real arguments; takes the shardings of those that are not
-            static, one pytree for each.
+            static, one pytree for each, and a seed for what is random.
     """
 
     name: str
@@ -125,8 +125,8 @@ def model_target(name: str, options: dict[str, Scalar]) -> Target:
             f"{name} cannot be built: {error}. Change these options."
         ) from error
 
-    def make_args(shardings: Sequence[Any]) -> tuple[Any, ...]:
-        state_key, batch_key = jax.random.split(jax.random.key(0))
+    def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
+        state_key, batch_key = jax.random.split(jax.random.key(seed))
         state = jax.jit(init_fn, out_shardings=shardings[0])(state_key)
         batch = jax.jit(make_batch, out_shardings=shardings[1])(batch_key)
         return state, batch
@@ -257,9 +257,9 @@ def _function_target(
             )
     dynamic = [a for i, a in enumerate(args) if i not in static]
 
-    def make_args(shardings: Sequence[Any]) -> tuple[Any, ...]:
+    def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
         made = iter(
-            _make(arg, place, i)
+            _make(arg, place, jax.random.fold_in(jax.random.key(seed), i))
             for i, (arg, place) in enumerate(zip(dynamic, shardings, strict=True))
         )
         return tuple(a if i in static else next(made) for i, a in enumerate(args))
@@ -354,10 +354,9 @@ def _type_text(value: Any) -> str:
     return f"something of type {type(value).__name__}"
 
 
-def _make(arg: Any, shardings: Any, number: int) -> Any:
+def _make(arg: Any, shardings: Any, key: jax.Array) -> Any:
     """An argument on the devices; where only its shape is known, of small numbers."""
     leaves, tree = tree_flatten(arg)
-    key = jax.random.fold_in(jax.random.key(0), number)
     made = []
     for i, (leaf, sharding) in enumerate(
         zip(leaves, tree_leaves(shardings), strict=True)

@@ -105,6 +105,7 @@ def run_trial(
     steps: int,
     check: bool = False,
     tolerance: float | None = None,
+    seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Trial:
     """Runs a target under a plan.
@@ -121,6 +122,7 @@ def run_trial(
         tolerance: relative L2 distance that always passes; by default 1e-5, and
             1e-2 where the program computes in less than float32. More passes only
             where rounding explains it.
+        seed: of random arguments.
         progress: told what is being done.
 
     Raises:
@@ -150,7 +152,7 @@ def run_trial(
         else:
             compiled = bound.compile(target.step, *target.args)
         tell("making the arguments")
-        args = list(target.make_args(bound.in_shardings))
+        args = list(target.make_args(bound.in_shardings, seed))
         if reference is not None:
             reference.start(args)
         results = []

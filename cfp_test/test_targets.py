@@ -52,15 +52,18 @@ def test_a_function_is_a_target(where):
 
 def test_arguments_are_made_where_only_shapes_are_known():
     target = resolve(f"{FILE}:toy")
-    weights, x, y = target.make_args([single(arg) for arg in target.args])
+    weights, x, y = target.make_args([single(arg) for arg in target.args], 0)
     assert weights["up"].shape == (32, 64)
     assert not np.array_equal(x, y)
+    places = [single(arg) for arg in target.args]
+    for seed, same in ((0, True), (1, False)):
+        assert np.array_equal(target.make_args(places, seed)[1], x) == same
     assert np.isfinite(np.sqrt(x)).all()  # What may be a variance is not negative.
 
 
 def test_concrete_and_static_arguments_stay_what_they_are():
     target = resolve(f"{FILE}:with_static", static=[1])
-    weights, layers, x = target.make_args([single(target.args[i]) for i in (0, 2)])
+    weights, layers, x = target.make_args([single(target.args[i]) for i in (0, 2)], 0)
     assert layers == 2
     np.testing.assert_array_equal(weights, np.eye(32))
     assert isinstance(x, jax.Array) and x.dtype == jnp.float32

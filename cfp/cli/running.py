@@ -51,6 +51,7 @@ def run(
             "float32, if not given."
         ),
     ] = None,
+    seed: Annotated[int, typer.Option(help="Where random arguments start from.")] = 0,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     platform_name: Annotated[
@@ -108,6 +109,7 @@ def run(
                 steps=steps,
                 check=check,
                 tolerance=tolerance,
+                seed=seed,
                 progress=display.tell,
             )
         if as_json:

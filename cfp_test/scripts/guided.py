@@ -1,0 +1,157 @@
+"""Compares search-guided profiling with measuring all there is, on real devices.
+
+    python cfp_test/scripts/guided.py TARGET [TARGET'S OPTIONS] --json FILE
+        [--mesh x=4] [--pool 40] [--per-kind 8] [--workdir DIR]
+
+All there is: for each kind of segment the parts of the classics and the best ``--pool``
+choices of every storage mode by estimate; the space itself has more than anybody can
+measure. Both best plans are then run whole, in turns. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cfp import platform
+from cfp.analysis.layout import Choice, Storage
+from cfp.cli.session import analyse, open_target
+from cfp.planner import Planner
+from cfp.planner_parts import PlannerSettings
+from cfp.profiling.collectives import Rates
+from cfp.profiling.runner import profile
+from cfp.search.assemble import whole_choice
+from cfp.search.bounds import MARGIN, fit_weights
+from cfp.search.candidates import best_candidates
+from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.measure import whole_job
+from cfp.search.problem import Option
+from cfp.search.race import Finalist, race
+from cfp.search.shortlist import estimate_kinds
+from cfp.search.wanted import Wanted, WantedMaker
+
+
+def enumerate_pool(
+    planner: Planner, guided: list[Wanted], rates: Rates, pool: int
+) -> list[Wanted]:
+    """What guided profiling measured, and all the rest of the pool."""
+    settings = planner.settings
+    estimates = estimate_kinds(planner.analysis, rates)
+    maker = WantedMaker(
+        planner.analysis,
+        planner.classics,
+        estimates,
+        planner.environment,
+        settings.in_context,
+    )
+    found = {(w.kind, w.candidate.key): w for w in guided}
+    for kind, estimate in enumerate(estimates.kinds):
+        for mode in Storage:
+            for candidate in best_candidates(estimate, mode, pool):
+                if (kind, candidate.key) not in found:
+                    made = maker.make(kind, candidate)
+                    found[kind, candidate.key] = made
+    return list(found.values())
+
+
+def left_out(
+    planner: Planner, rates: Rates, options: list[list[Option]]
+) -> dict[str, float]:
+    """How far bounds hold that were fitted without what they bound."""
+    estimates = estimate_kinds(planner.analysis, rates)
+    ratios = []
+    for estimate, found in zip(estimates.kinds, options, strict=True):
+        parts = [estimate.parts(o.candidate) for o in found]
+        for i, option in enumerate(found):
+            others = [p for j, p in enumerate(parts) if j != i]
+            times = [o.time_ms for j, o in enumerate(found) if j != i]
+            if others:
+                weights = MARGIN * fit_weights(np.array(others), np.array(times))
+                ratios.append(float(parts[i] @ weights) / option.time_ms)
+    return {
+        "count": len(ratios),
+        "violated": sum(r > 1 for r in ratios),
+        "largest": max(ratios),
+        "median": statistics.median(ratios),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("target")
+    parser.add_argument("--mesh")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--platform")
+    parser.add_argument("--pool", type=int, default=40)
+    parser.add_argument("--per-kind", type=int, default=8)
+    parser.add_argument("--in-context", action="store_true")
+    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args()
+    axes = platform.parse_mesh(options.devices, options.mesh)
+    target, mesh = open_target(
+        options.target, rest, axes=axes, platform_name=options.platform
+    )
+    session = analyse(target, mesh)
+    analysis = session.analysis
+    settings = PlannerSettings(
+        per_kind=options.per_kind, in_context=options.in_context, plans=1
+    )
+    with Planner(analysis, mesh, options.workdir, None, settings) as planner:
+        profiles = planner.profile()
+        costs = Costs(analysis, profiles.rates)
+        guided = profiles.found.wanted
+        every = enumerate_pool(planner, guided, profiles.rates, options.pool)
+        begun = time.perf_counter()
+        jobs = [job for item in every for job in item.jobs]
+        summary = profile(analysis.frame.program, mesh, jobs, planner.store)
+        seconds = time.perf_counter() - begun
+        finalists: list[Finalist] = []
+        rows: dict[str, dict] = {}
+        known = None
+        for name, wanted in (("guided", guided), ("everything", every)):
+            known = measured_options(costs, wanted, summary.records)
+            problem = build_problem(costs, known, None)
+            best = solve_dynamically(problem)
+            assert best is not None
+            choice: Choice = whole_choice(analysis, problem, best)
+            rows[name] = {
+                "strategies": len(wanted),
+                "predicted_ms": best.cost_ms,
+            }
+            job = whole_job(
+                analysis.frame, analysis.segments, choice, planner.environment, name
+            )
+            finalists.append(Finalist(name=name, job=job, predicted_ms=best.cost_ms))
+        assert known is not None
+        results = race(analysis.frame.program, mesh, finalists, planner.store, rounds=6)
+        for result in results:
+            rows[result.name] |= {
+                "median_ms": result.time_ms,
+                "samples_ms": result.record.samples_ms,
+            }
+        row = {
+            "target": [options.target, *rest],
+            "gap": profiles.found.gap,
+            "rounds": profiles.found.rounds,
+            "guided_seconds": profiles.seconds,
+            "remaining_seconds": seconds,
+            "share": len(guided) / len(every),
+            "same_plan": finalists[0].job.key == finalists[1].job.key,
+            "bounds": left_out(planner, profiles.rates, known),
+            **rows,
+        }
+    text = json.dumps(row)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

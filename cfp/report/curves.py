@@ -81,7 +81,7 @@ def curves_table(rates: Rates, link_gb_per_s: float | None) -> Table:
             point.kind,
             ",".join(point.axes),
             format_bytes(point.size_bytes),
-            f"{point.time_ms:.3f}",
+            f"{point.time_ms:.4f}",
             f"{point.sent_gb_per_s:.1f}",
         ]
         if link_gb_per_s:

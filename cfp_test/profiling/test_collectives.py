@@ -1,24 +1,33 @@
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from cfp.errors import DeviceError
 from cfp.profiling import collectives
+from cfp.profiling.builder import Built
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.inputs import make_inputs
+from cfp.profiling.probes import Sizes, probes
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 
-SIZES = collectives._Sizes(
+SIZES = Sizes(
     collective_bytes=(1 << 10, 1 << 13),
+    chain_bytes=1 << 14,
+    longest_chain=8,
     matmul_width={"float32": 32, "bfloat16": 32},
     memory_bytes=1 << 12,
+    memory_passes=4,
 )
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, quick):
-    monkeypatch.setattr(collectives, "_SMALL", SIZES)
-    monkeypatch.setattr(collectives, "_TIMING", quick)
+    monkeypatch.setattr(collectives, "SMALL", SIZES)
+    monkeypatch.setattr(collectives, "_CPU_TIMING", quick)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +41,13 @@ def measured(square, tmp_path_factory):
     path = tmp_path_factory.mktemp("rates") / "profiles.sqlite"
     events = []
     with pytest.MonkeyPatch.context() as patch, ProfileStore(path) as store:
-        patch.setattr(collectives, "_SMALL", SIZES)
+        patch.setattr(collectives, "SMALL", SIZES)
         rates = measure_rates(square, store, progress=events.append)
         yield rates, events, store
+
+
+def size_of(parts):
+    return int(parts["bytes"])
 
 
 def test_every_kind_is_measured_on_every_group_of_axes(measured):
@@ -54,26 +67,112 @@ def test_the_programs_do_what_their_names_say(measured):
     _, _, store = measured
     for record in store.records():
         parts = dict(record.parts)
+        # The result is written over an argument: nothing is allocated.
+        assert record.alias_bytes == record.output_bytes
         if parts["what"] != "collective":
             assert record.collectives == ()
             continue
         sizes = {"x": 2, "y": 4, "x,y": 8}
+        # All of the chain, none of them merged with another.
         [found] = record.collectives
         ways = sizes[parts["axes"]]
         assert (found.kind, found.group_size) == (parts["kind"], ways)
+        assert found.count == int(parts["chain"]) == {1024: 8, 8192: 2}[size_of(parts)]
         # An all-to-all's pieces, otherwise the whole tensor of a group.
         share = ways if found.kind == "all-to-all" else 1
-        assert found.bytes == int(parts["bytes"]) // share
-        # The result is written over an argument: nothing is allocated.
-        assert record.alias_bytes == record.output_bytes
+        assert found.bytes == size_of(parts) // share
+
+
+@pytest.mark.parametrize("longest", [2, 16, 64])
+def test_chains_of_any_length_stay_whole(square, longest):
+    sizes = dataclasses.replace(SIZES, chain_bytes=1 << 30, longest_chain=longest)
+    mesh, by_key = collectives._probes_by_key(square)
+    for probe in probes(mesh, dataclasses.replace(sizes, collective_bytes=(1 << 10,))):
+        if dict(probe.parts)["what"] == "collective":
+            built = collectives._build(next(iter(by_key)), probe, mesh)
+            assert isinstance(built, Built), built.reason
+            assert [c.count for c in built.collectives] == [longest]
+
+
+def test_every_link_of_a_chain_needs_the_one_before(square):
+    """What the chains compute, against what as many collectives in a row do."""
+    mesh, by_key = collectives._probes_by_key(square)
+    for key, probe in by_key.items():
+        parts = dict(probe.parts)
+        if parts["what"] != "collective" or parts["axes"] != "x,y":
+            continue
+        [given] = make_inputs(probe.inputs, mesh)
+        before = np.asarray(given, np.float64).reshape(8, -1)
+        built = collectives._build(key, probe, mesh)
+        assert isinstance(built, Built)
+        [made] = built.compiled(given)
+        after = np.asarray(made).reshape(8, -1)
+        wanted = before.copy()
+        for _ in range(probe.count):
+            if parts["kind"] == "all-reduce":
+                wanted[:] = wanted.sum(0)
+            elif parts["kind"] == "all-to-all":
+                wanted = np.stack(np.split(wanted, 8, 1), 1).reshape(8, 8, -1)
+                wanted = np.stack([np.concatenate(rows) for rows in wanted])
+            elif parts["kind"] == "all-gather":
+                wanted[:, 0] = wanted[-1, -1]
+            else:
+                last = np.stack(np.split(wanted.sum(0), 8))[:, -1]
+                wanted[:, 0] = last
+        # Sums of many numbers may be near zero.
+        close = 1e-6 * np.abs(wanted).max()
+        np.testing.assert_allclose(after, wanted, rtol=1e-4, atol=close)
+
+
+def test_times_are_of_one_link_without_what_is_between(square):
+    """Records as if everything took known times: the rates are those."""
+    mesh, by_key = collectives._probes_by_key(square)
+    write_ms, matmul_ms, memory_ms = 0.25, 2.0, 0.5
+
+    def one_ms(probe):
+        parts = dict(probe.parts)
+        if parts["what"] == "collective":
+            return 1.0 + size_of(parts) / 1024 + write_ms * probe.writes
+        return {"write": write_ms, "matmul": matmul_ms, "memory": memory_ms}[
+            parts["what"]
+        ]
+
+    rates = collectives._rates(
+        mesh,
+        [
+            (
+                probe,
+                Built(key=key, compiled=None).record(
+                    "ok", samples_ms=[one_ms(probe) * probe.count]
+                ),
+            )
+            for key, probe in by_key.items()
+        ],
+    )
+    for curve in rates.curves.values():
+        assert curve == ((1 << 10, 2.0), (1 << 13, 9.0))
+    assert set(rates.matmul_flops_per_ms.values()) == {2 * 32**3 / matmul_ms}
+    assert rates.memory_bytes_per_ms == 2 * SIZES.memory_bytes / memory_ms
+
+
+def test_a_program_that_the_compiler_made_something_else_of_is_a_failure(
+    square,
+):
+    mesh, by_key = collectives._probes_by_key(square)
+    key, probe = next(iter(by_key.items()))
+    shorter = dataclasses.replace(probe, count=probe.count + 1)
+    record = collectives._build(key, shorter, mesh)
+    assert not isinstance(record, Built)
+    assert record.status == "compile_error"
+    assert "{'all-reduce': 9}" in record.reason and "{'all-reduce': 8}" in record.reason
 
 
 def test_the_second_time_nothing_runs(measured, square):
     rates, events, store = measured
-    assert events[-1].total == len(store) == 4 * 3 * 2 + 3
+    assert events[-1].total == len(store) == 4 * 3 * 2 + 4
     again = []
     assert measure_rates(square, store, progress=again.append) == rates
-    assert [event.cached for event in again] == [27]
+    assert [event.cached for event in again] == [28]
 
 
 def test_keys_say_what_and_where(measured):

@@ -20,12 +20,16 @@ PROGRAM = textwrap.dedent("""\
 
     from cfp.profiling import collectives
     from cfp.profiling.collectives import measure_rates
+    from cfp.profiling.probes import Sizes
     from cfp.profiling.store import ProfileStore
 
-    collectives._SMALL = collectives._Sizes(
+    collectives.SMALL = Sizes(
         collective_bytes=(1 << 10, 1 << 13),
+        chain_bytes=1 << 12,
+        longest_chain=4,
         matmul_width={"float32": 32, "bfloat16": 32},
         memory_bytes=1 << 12,
+        memory_passes=2,
     )
     mesh = jax.make_mesh((4,), ("x",))
     with ProfileStore(folder / f"{place}.sqlite") as store:

@@ -43,7 +43,8 @@ def main() -> None:
     lines = [
         "# What collectives take",
         "",
-        "Measured with `cfp profile curves`. Bytes are those of the whole tensor of a "
+        "Measured with `cfp profile curves`, as one of a chain: without the launch "
+        "of a program. Bytes are those of the whole tensor of a "
         "group; what a device sends is by a ring's account"
         + (f"; the link sends {options.link:g} GB/s." if options.link else "."),
         "",
@@ -68,7 +69,7 @@ def main() -> None:
             share = f"{p.sent_gb_per_s / options.link:.0%}" if options.link else "-"
             lines.append(
                 f"| {p.kind} | {','.join(p.axes)} | {p.size_bytes / 2**20:.2f} | "
-                f"{p.time_ms:.3f} | {p.sent_gb_per_s:.1f} | {share} |"
+                f"{p.time_ms:.4f} | {p.sent_gb_per_s:.1f} | {share} |"
             )
         lines.append("")
     options.page.write_text("\n".join(lines))

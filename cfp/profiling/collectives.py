@@ -7,19 +7,14 @@ second time nothing runs.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from cfp.errors import DeviceError, compose
-from cfp.profiling.builder import Built, build_failure, compile_lowered
-from cfp.profiling.inputs import generator
+from cfp.profiling.builder import Built
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import (
@@ -29,15 +24,17 @@ from cfp.profiling.pipeline import (
     overlaps,
     run_tasks,
 )
+from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import LARGE, SMALL, Probe, probes
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import Rates, rising
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import ProfileStore
-from cfp.program.graft import partition_spec
+from cfp.program.trace import planning_mesh
 
 __all__ = ["Rates", "measure_rates", "rate_keys"]
+
 
 _TIMING = TimingOptions(
     warmup_seconds=0.02,
@@ -85,7 +82,7 @@ def measure_rates(
             Task(
                 key=key,
                 label=probe.label,
-                build=partial(_build, key, probe, mesh),
+                build=partial(build_probe, key, probe, mesh),
                 run=partial(_run, probe, mesh),
             )
             for key, probe in by_key.items()
@@ -110,9 +107,7 @@ def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
 
 def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, Probe]]:
     """The probes, and the mesh that they run on."""
-    mesh = Mesh(
-        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
-    )
+    mesh = planning_mesh(mesh)
     platform = mesh.devices.flat[0].platform
     sizes = LARGE if platform in (*GPU_PLATFORMS, "tpu") else SMALL
     where = (
@@ -133,59 +128,10 @@ def _processes(mesh: Mesh) -> Parts:
     return (("process_of_device", ",".join(owners)),)
 
 
-# -------------------------------------------------------------------- build and run
-
-
-def _build(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRecord:
-    started = time.perf_counter()
-    sharding = NamedSharding(mesh, partition_spec(probe.kind.spec))
-    local = jax.shard_map(
-        probe.function,
-        mesh=mesh,
-        in_specs=sharding.spec,
-        out_specs=sharding.spec,
-        # Nobody is told that what was reduced is equal everywhere: each device's
-        # copy counts as a piece.
-        check_vma=False,
-    )
-
-    def program(*inputs: jax.Array) -> tuple[jax.Array]:
-        return (local(inputs[0]),)
-
-    avals = [jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for k in probe.inputs]
-    try:
-        lowered = jax.jit(
-            program,
-            in_shardings=(sharding,) * len(avals),
-            out_shardings=(sharding,),
-            donate_argnums=(len(avals) - 1,),
-            keep_unused=True,
-        ).lower(*avals)
-        built = compile_lowered(key, lowered, {}, started=started)
-        generator(probe.kind, mesh)
-    except jax.errors.JaxRuntimeError as error:
-        seconds = time.perf_counter() - started
-        return build_failure(key, error, build_seconds=seconds)
-    parts = dict(probe.parts)
-    wanted = {parts["kind"]: probe.count} if parts["what"] == "collective" else {}
-    found = Counter[str]()
-    for collective in built.collectives:
-        found[collective.kind] += collective.count
-    if found != wanted:
-        # Its time would be that of something else.
-        reason = f"expected {wanted} in the program, the compiler made {dict(found)}"
-        return built.record("compile_error", reason=reason)
-    return built
-
-
 def _run(probe: Probe, mesh: Mesh, built: Built) -> ProfileRecord:
-    # The result is written over the last input, and is that in the next run: nothing
-    # is allocated while the clock runs. Fresh memory costs a CPU more than a
-    # collective does.
-    feedback = ((len(probe.inputs) - 1, 0),)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     timing = _CPU_TIMING if is_cpu else _TIMING
-    return execute(built, probe.inputs, mesh, feedback=feedback, timing=timing)
+    return execute(built, probe.inputs, mesh, feedback=probe.feedback, timing=timing)
 
 
 # ------------------------------------------------------------------------ the outcome

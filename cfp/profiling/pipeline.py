@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
@@ -30,6 +30,7 @@ from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.repeated import Repeated
 from cfp.profiling.store import ProfileStore
 
 Phase = Literal["look up", "build", "run", "wait", "done"]
@@ -37,6 +38,7 @@ Phase = Literal["look up", "build", "run", "wait", "done"]
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
 _MOST_THREADS = 12
+_RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
 _X64_SETTING = "jax_enable_x64"
 
@@ -143,6 +145,7 @@ def run_tasks(
     progress: ProgressCallback | None = None,
     agreement: Agreement | None = None,
     limits: Limits | None = None,
+    reference: Task | None = None,
 ) -> ProfileSummary:
     """Measures what the store does not know.
 
@@ -162,6 +165,8 @@ def run_tasks(
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
       limits: what counts as hung.
+      reference: runs before the first task, after some more and after the last; a
+        record keeps what it took before and after.
     """
     by_key: dict[str, Task] = {}
     for task in tasks:
@@ -169,16 +174,20 @@ def run_tasks(
     # By how processes died before, something may be in the store by now.
     bury(store)
     with Marks(store.path, limits) as marks:
+        agreement = agreement or Agreement(alone=True)
         state = _State(
             tasks=by_key,
             store=store,
             marks=marks,
             retry_failures=retry_failures,
             progress=progress,
-            agreement=agreement or Agreement(alone=True),
+            agreement=agreement,
+            reference=Repeated(reference, store, marks, agreement),
         )
         state.look_up()
         _measure(state, threads, overlap)
+        if state.since_reference:
+            state.run_reference()
         return state.summary()
 
 
@@ -237,6 +246,8 @@ class _State:
     retry_failures: bool | datetime
     progress: ProgressCallback | None
     agreement: Agreement
+    reference: Repeated
+    since_reference: list[str] = field(default_factory=list)
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
@@ -303,6 +314,10 @@ class _State:
         [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
             if ready:
+                if len(self.since_reference) >= _RUNS_BY_REFERENCE or (
+                    self.reference.last_ms is None
+                ):
+                    self.run_reference()
                 self.tell(task.label, "run")
                 with self.marks.doing(
                     task.key, task.label, "run", task.expected_ms, then_wait=True
@@ -315,6 +330,7 @@ class _State:
         self.marks.release(task.key)
         self.records[task.key.digest] = outcome
         if outcome.ok:
+            self.since_reference.append(task.key.digest)
             self.measured += 1
         else:
             self.failed += 1
@@ -322,6 +338,18 @@ class _State:
         self.build_seconds += outcome.build_seconds
         self.run_seconds += outcome.run_seconds
         self.tell(task.label, "done")
+
+    def run_reference(self) -> None:
+        """Runs the reference again, and tells the records since the last time."""
+        before = self.reference.last_ms
+        self.reference.run()
+        after = self.reference.last_ms
+        if before is not None and after is not None:
+            for digest in self.since_reference:
+                record = replace(self.records[digest], reference_ms=(before, after))
+                self.records[digest] = record
+                self.store.put(record, replace=True)
+        self.since_reference.clear()
 
     def keep(self, record: ProfileRecord) -> None:
         # A newer failure takes the place of the older one that was tried again.

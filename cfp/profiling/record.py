@@ -50,6 +50,8 @@ class ProfileRecord:
       status: "ok" means built, run and timed.
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken.
+      reference_ms: what the same small program took shortly before and after; see
+        `cfp.profiling.drift`. Empty where it did not run.
       argument_bytes: of the arguments, as the four below on one device and as
         the compiler states it.
       output_bytes: of the results.
@@ -70,6 +72,7 @@ class ProfileRecord:
     status: Status
     reason: str = ""
     samples_ms: tuple[float, ...] = ()
+    reference_ms: tuple[float, ...] = ()
     argument_bytes: int = 0
     output_bytes: int = 0
     alias_bytes: int = 0
@@ -85,7 +88,12 @@ class ProfileRecord:
             raise ValueError(f"status: expected one of {STATUSES}, got {self.status!r}")
         if self.ok and not self.samples_ms:
             raise ValueError("samples_ms: expected at least one where status is 'ok'")
-        times = (*self.samples_ms, self.build_seconds, self.run_seconds)
+        times = (
+            *self.samples_ms,
+            *self.reference_ms,
+            self.build_seconds,
+            self.run_seconds,
+        )
         if not all(math.isfinite(value) and value >= 0 for value in times):
             raise ValueError(f"expected finite times of 0 or more, got {times}")
         try:
@@ -120,16 +128,19 @@ class ProfileRecord:
         Raises:
           ValueError: on a missing or unknown field, or one of the wrong type.
         """
-        data = _fields(cls, json.loads(text), "record")
+        data = json.loads(text)
+        if isinstance(data, dict):
+            # Records from before there was one say nothing of it.
+            data.setdefault("reference_ms", [])
+        data = _fields(cls, data, "record")
         return cls(
             key=_string(data, "key"),
             parts=tuple(_part(item) for item in _list(data, "parts")),
             # __post_init__ refuses what is not a Status.
             status=_string(data, "status"),  # pyright: ignore[reportArgumentType]
             reason=_string(data, "reason"),
-            samples_ms=tuple(
-                _number(value, "samples_ms") for value in _list(data, "samples_ms")
-            ),
+            samples_ms=_numbers(data, "samples_ms"),
+            reference_ms=_numbers(data, "reference_ms"),
             argument_bytes=_count(data, "argument_bytes"),
             output_bytes=_count(data, "output_bytes"),
             alias_bytes=_count(data, "alias_bytes"),
@@ -174,6 +185,10 @@ def _number(value: Any, name: str) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{name}: expected a number, got {value!r}")
     return float(value)
+
+
+def _numbers(data: dict[str, Any], name: str) -> tuple[float, ...]:
+    return tuple(_number(value, name) for value in _list(data, name))
 
 
 def _list(data: dict[str, Any], name: str) -> list[Any]:

@@ -13,6 +13,7 @@ from cfp.analysis.specs import spec_ways
 from cfp.errors import DeviceError
 from cfp.presets import preset
 from cfp.profiling.collectives import Rates
+from cfp.profiling.drift import at_one_clock
 from cfp.profiling.record import ProfileRecord
 from cfp.search.estimate import Estimator
 from cfp.search.measure import SegmentBytes, segment_bytes
@@ -142,6 +143,7 @@ def measured_options(
     Raises:
         DeviceError: no candidate of some segment could be measured.
     """
+    records = at_one_clock(records)
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
     for item in wanted:

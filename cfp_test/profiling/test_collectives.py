@@ -10,6 +10,7 @@ from cfp.profiling import collectives
 from cfp.profiling.builder import Built
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.inputs import make_inputs
+from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import Sizes, probes
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
@@ -89,7 +90,7 @@ def test_chains_of_any_length_stay_whole(square, longest):
     mesh, by_key = collectives._probes_by_key(square)
     for probe in probes(mesh, dataclasses.replace(sizes, collective_bytes=(1 << 10,))):
         if dict(probe.parts)["what"] == "collective":
-            built = collectives._build(next(iter(by_key)), probe, mesh)
+            built = build_probe(next(iter(by_key)), probe, mesh)
             assert isinstance(built, Built), built.reason
             assert [c.count for c in built.collectives] == [longest]
 
@@ -103,7 +104,7 @@ def test_every_link_of_a_chain_needs_the_one_before(square):
             continue
         [given] = make_inputs(probe.inputs, mesh)
         before = np.asarray(given, np.float64).reshape(8, -1)
-        built = collectives._build(key, probe, mesh)
+        built = build_probe(key, probe, mesh)
         assert isinstance(built, Built)
         [made] = built.compiled(given)
         after = np.asarray(made).reshape(8, -1)
@@ -161,7 +162,7 @@ def test_a_program_that_the_compiler_made_something_else_of_is_a_failure(
     mesh, by_key = collectives._probes_by_key(square)
     key, probe = next(iter(by_key.items()))
     shorter = dataclasses.replace(probe, count=probe.count + 1)
-    record = collectives._build(key, shorter, mesh)
+    record = build_probe(key, shorter, mesh)
     assert not isinstance(record, Built)
     assert record.status == "compile_error"
     assert "{'all-reduce': 9}" in record.reason and "{'all-reduce': 8}" in record.reason

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError
+from cfp.errors import CfpError, DeviceError
 from cfp.plan import Plan
 from cfp.plan_parts import type_text
 from cfp.planner_parts import (
@@ -27,6 +27,7 @@ from cfp.presets import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
+from cfp.profiling.moves import Move
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
@@ -37,6 +38,7 @@ from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, race
+from cfp.search.reshard import moves_worth_measuring
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
@@ -94,6 +96,7 @@ class Planner:
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, **self._manner)
         classics, found, looker = self.explore(rates, self.settings.measure)
+        moved_ms = looker.moves(self._moves(rates, found), self.environment)
         self.interrupted = looker.interrupted
         done = [found.records.get(item.job.key.digest) for item in found.wanted]
         cached = sum(item.job.key.digest in looker.known for item in found.wanted)
@@ -105,6 +108,7 @@ class Planner:
             cached=cached,
             failed=sum(r is not None and not r.ok for r in done),
             seconds=time.perf_counter() - started,
+            moved_ms=moved_ms,
         )
 
     def explore(
@@ -291,7 +295,7 @@ class Planner:
     def _problems(self, profiles: Profiles) -> list[Problem]:
         """The search problem with times in context, and with times alone."""
         found = profiles.found
-        costs = Costs(self.analysis, profiles.rates)
+        costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
         return [
             build_problem(
                 costs,
@@ -300,6 +304,15 @@ class Planner:
             )
             for alone in (False, True)
         ]
+
+    def _moves(self, rates: Rates, found: Explored) -> list[Move]:
+        """What else to measure: resharding between segments."""
+        costs = Costs(self.analysis, rates)
+        try:
+            options = measured_options(costs, found.wanted, found.records)
+        except DeviceError:
+            return []  # There is nothing to choose from, as the search will say.
+        return moves_worth_measuring(costs, options)
 
     @property
     def _manner(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan_parts import RaceRow
 from cfp.profiling.collectives import Rates
 from cfp.profiling.marks import Limits
+from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
 from cfp.search.guided import Explored
 from cfp.search.measure import Told
@@ -73,6 +74,7 @@ class Profiles:
         rates: the devices' rates.
         measured, cached, failed: counts of strategies.
         seconds: how long the pass took.
+        moved_ms: what resharding between segments takes, where it was measured.
     """
 
     classics: Mapping[str, Choice]
@@ -82,6 +84,7 @@ class Profiles:
     cached: int
     failed: int
     seconds: float
+    moved_ms: Mapping[Move, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import Job
+from cfp.profiling.key import Parts
+from cfp.profiling.moves import Move, known_moves, measure_moves
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
@@ -73,3 +75,14 @@ class Looker:
                 raise
             self.interrupted = True
             return self._store.get_many(digests)
+
+    def moves(self, moves: Sequence[Move], environment: Parts) -> dict[Move, float]:
+        """Milliseconds of moves, as far as they are known or may be measured."""
+        if self._measure and not self.interrupted:
+            try:
+                return measure_moves(
+                    moves, self._mesh, self._store, environment, **self._manner
+                )
+            except KeyboardInterrupt:
+                self.interrupted = True
+        return known_moves(moves, self._mesh, self._store, environment)

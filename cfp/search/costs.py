@@ -9,16 +9,17 @@ from math import ceil
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Layout, Storage, lay_out
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.specs import even_spec, spec_ways
 from cfp.errors import DeviceError
 from cfp.presets import preset
 from cfp.profiling.collectives import Rates
 from cfp.profiling.drift import at_one_clock
+from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.estimate import Estimator
 from cfp.search.measure import SegmentBytes, segment_bytes
 from cfp.search.problem import Candidate, Option, Problem
-from cfp.search.wanted import Wanted, between, handover_ms, layout_of
+from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
 
 
 class Costs:
@@ -27,10 +28,17 @@ class Costs:
     Args:
         analysis: the program's analysis.
         rates: the devices' rates.
+        moved_ms: what moves between segments take that were measured.
     """
 
-    def __init__(self, analysis: Analysis, rates: Rates) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        rates: Rates,
+        moved_ms: Mapping[Move, float] | None = None,
+    ) -> None:
         self.analysis = analysis
+        self.moved_ms = moved_ms or {}
         self._estimator = Estimator(analysis.frame, rates)
         self._values: dict[tuple[int, int], list[int]] = {}
         self._layouts: dict[tuple, Layout] = {}
@@ -77,15 +85,29 @@ class Costs:
             for a in before
         ]
 
+    def handover(
+        self, left: int, right: int, a: Candidate, b: Candidate
+    ) -> tuple[tuple[Move, float], ...]:
+        """What moves between two segments, there and back, and estimated ms."""
+        here, there = self._layout(left, a), self._layout(right, b)
+        estimator = self._estimator
+        return (
+            *handover(estimator, here, there, self._between(left, right)),
+            *handover(estimator, there, here, self._between(right, left)),
+        )
+
+    def can_measure(self, move: Move) -> bool:
+        """Whether a move can stand alone: arguments may not be padded."""
+        return all(
+            even_spec(spec, move.shape, self.analysis.frame.mesh) == spec
+            for spec in (move.have, move.want)
+        )
+
     def _handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
         key = (left, right, a.key[:2], b.key[:2])
         if key not in self._handovers:
-            here, there = self._layout(left, a), self._layout(right, b)
-            ahead = handover_ms(
-                self._estimator, here, there, self._between(left, right)
-            )
-            back = handover_ms(self._estimator, there, here, self._between(right, left))
-            self._handovers[key] = ahead + back
+            moves = self.handover(left, right, a, b)
+            self._handovers[key] = total_ms(moves, self.moved_ms)
         return self._handovers[key]
 
     def _layout(self, index: int, candidate: Candidate) -> Layout:
@@ -158,7 +180,9 @@ def measured_options(
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
-                time_ms=record.time_ms if alone else item.time_ms(records),
+                time_ms=record.time_ms
+                if alone
+                else item.time_ms(records, costs.moved_ms),
                 state_bytes=least.state_bytes,
                 residual_bytes=residual,
                 temp_bytes=max(0, record.temp_bytes - residual),

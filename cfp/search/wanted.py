@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
+from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
+from cfp.program.graft import numpy_dtype
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.estimate import Estimator
 from cfp.search.measure import pair_job, segment_job, segment_layout
@@ -34,8 +36,8 @@ class Wanted:
         job: the segment alone.
         carrier_job: the neighbour alone, or None where there is no neighbour.
         pair_job: both.
-        handover_ms: estimated resharding between the two, which the search adds by
-            itself.
+        handover: what moves between the two, and estimated milliseconds; the search
+            adds them by itself.
         base: for a candidate that is computed again the same without that, whose
             time in context it shares; or None.
     """
@@ -45,7 +47,7 @@ class Wanted:
     job: Job
     carrier_job: Job | None = None
     pair_job: Job | None = None
-    handover_ms: float = 0.0
+    handover: tuple[tuple[Move, float], ...] = ()
     base: Wanted | None = None
 
     @property
@@ -54,17 +56,26 @@ class Wanted:
         found = (self.job, self.carrier_job, self.pair_job)
         return [job for job in found if job is not None]
 
-    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What the segment adds to a step."""
+    def time_ms(
+        self,
+        records: Mapping[str, ProfileRecord],
+        moved_ms: Mapping[Move, float] | None = None,
+    ) -> float:
+        """What the segment adds to a step.
+
+        Args:
+            records: what was measured.
+            moved_ms: what moves take that were measured, too.
+        """
         alone = records[self.job.key.digest].time_ms
         if self.base is not None:
             less = records[self.base.job.key.digest].time_ms
-            return self.base.time_ms(records) + max(0.0, alone - less)
+            return self.base.time_ms(records, moved_ms) + max(0.0, alone - less)
         context = self._context(records)
         if context is None:
             return alone
         carrier, pair = context
-        added = pair.time_ms - carrier.time_ms - self.handover_ms
+        added = pair.time_ms - carrier.time_ms - total_ms(self.handover, moved_ms)
         # The noise of two large numbers can make a small segment look free.
         return max(added, _LEAST_SHARE * alone)
 
@@ -155,7 +166,7 @@ class WantedMaker:
         near = _neighbour(analysis, index) if self._in_context else None
         if near is None:
             return Wanted(kind, candidate, job)
-        carrier, handover = self._carrier(index, candidate, near)
+        carrier, moves = self._carrier(index, candidate, near)
         carrier_index = analysis.representatives[analysis.segments[near].kind]
         together = pair_job(
             analysis.frame,
@@ -165,7 +176,7 @@ class WantedMaker:
             f"{label}, in context",
         )
         alone = self._alone(carrier_index, carrier, label)
-        return Wanted(kind, candidate, job, alone, together, handover)
+        return Wanted(kind, candidate, job, alone, together, moves)
 
     def again(self, base: Wanted) -> Wanted:
         """The same candidate, with its forward pass computed again."""
@@ -186,7 +197,7 @@ class WantedMaker:
 
     def _carrier(
         self, index: int, candidate: Candidate, near: int
-    ) -> tuple[Candidate, float]:
+    ) -> tuple[Candidate, tuple[tuple[Move, float], ...]]:
         """The neighbour's choice that goes best with a candidate, and the handover.
 
         A twin chooses alike. The neighbour of a classic's part is the same classic's,
@@ -203,13 +214,12 @@ class WantedMaker:
         estimator = self._estimates.estimator
         layout = layout_of(analysis, index, candidate)
         out, back = between(analysis, index, near), between(analysis, near, index)
-        costs = []
+        ways = []
         for option in options:
             there = layout_of(analysis, near, option)
-            cost = handover_ms(estimator, layout, there, out)
-            costs.append(cost + handover_ms(estimator, there, layout, back))
-        best = min(range(len(options)), key=lambda i: (costs[i], i))
-        return options[best], costs[best]
+            ahead = handover(estimator, layout, there, out)
+            ways.append((option, (*ahead, *handover(estimator, there, layout, back))))
+        return min(ways, key=lambda way: total_ms(way[1]))
 
 
 def tuning_jobs(
@@ -263,13 +273,25 @@ def between(analysis: Analysis, maker: int, reader: int) -> list[int]:
     return found
 
 
-def handover_ms(
+def handover(
     estimator: Estimator, maker: Layout, reader: Layout, values: list[int]
-) -> float:
-    total = 0.0
+) -> tuple[tuple[Move, float], ...]:
+    """What moves where one segment reads another's values, and estimated ms."""
+    program = maker.frame.program
+    found = []
     for v in values:
         have, want = maker.spec(v), reader.read_spec(v)
-        if have is not None and want is not None:
-            size = maker.frame.program.values[v].size_bytes
-            total += estimator.terms.moves.cost_ms(size, have, (), want)
-    return total
+        if have is None or want is None or have == want:
+            continue
+        value = program.values[v]
+        price = estimator.terms.moves.cost_ms(value.size_bytes, have, (), want)
+        dtype = str(numpy_dtype(value.dtype))
+        found.append((Move(value.shape, dtype, have, want), price))
+    return tuple(found)
+
+
+def total_ms(
+    moves: Iterable[tuple[Move, float]], moved_ms: Mapping[Move, float] | None = None
+) -> float:
+    """The time of moves: as measured, or as estimated where they were not."""
+    return sum((moved_ms or {}).get(move, price) for move, price in moves)

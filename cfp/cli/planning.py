@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from cfp import api
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
+from cfp.cli.output import save, show, suggest
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.errors import CfpError
@@ -110,12 +110,12 @@ def plan(
                     progress=display.tell,
                 ),
             )
-        _save(made, output, say=not as_json)
+        save(made, output, say=not as_json)
         if as_json:
             print_json(made.to_json())
         else:
             print_plan(made, Console())
-            _suggest(output)
+            suggest(output)
 
 
 @o.command
@@ -143,7 +143,7 @@ def analyze(
             found = passes.analysis_data(session.analysis, session.seconds)
             print_json(json.dumps(found, indent=1))
             return
-        _show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
+        show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
         if folder is not None:
             print(f"Details: {folder}")
 
@@ -200,7 +200,7 @@ def profile(
             data = passes.profiles_data(session.analysis, found)
             print_json(json.dumps(data, indent=1))
             return
-        _show(lambda b: passes.profiles_view(session.analysis, found, b))
+        show(lambda b: passes.profiles_view(session.analysis, found, b))
         print(f"Kept in {kept}")
 
 
@@ -259,15 +259,15 @@ def search(
                 display.tell("Asking what other choices would cost")
             why = explain_choice(session, found) if explain_why else None
         made = found.plan
-        _save(made, output, say=not as_json)
+        save(made, output, say=not as_json)
         if as_json:
             print_json(_plan_json(session, found, why))
             return
         print_plan(made, Console())
         if why is not None:
             print()
-            _show(lambda b: explanation_view(session.analysis, found.problem, why, b))
-        _suggest(output)
+            show(lambda b: explanation_view(session.analysis, found.problem, why, b))
+        suggest(output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,30 +371,7 @@ def presets(
         if as_json:
             print_json(json.dumps(found, indent=1))
             return
-        _show(lambda b: passes.presets_view(found, b))
-
-
-def _show(view: Callable[[box.Box], RenderableType]) -> None:
-    console, border = passes.console_and_border(Console())
-    console.print(view(border))
-
-
-def _save(made: Plan, output: Path | None, *, say: bool) -> None:
-    if output is None:
-        return
-    try:
-        made.save(output)
-    except OSError as error:
-        raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
-    if say:
-        print(f"Saved {output}")
-
-
-def _suggest(output: Path | None) -> None:
-    if output is None:
-        print(
-            "Save a plan with -o plan.json; then run it with cfp run --plan plan.json"
-        )
+        show(lambda b: passes.presets_view(found, b))
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from cfp.budgets import measure_all_budgets
 from cfp.cli import options as o
+from cfp.cli.output import show
 from cfp.cli.progress import Display
-from cfp.cli.session import Session, analyse, target_of
-from cfp.planner import Planner
+from cfp.cli.session import analyse, target_of
 from cfp.planner_parts import PlannerSettings, device_memory
 from cfp.profiling.marks import Limits
-from cfp.report.passes import console_and_border
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
-from cfp.search.priced import unlimited
-from cfp.search.problem import Problem
 from cfp.search.tradeoff import trade_off
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+_GAP = PlannerSettings().tolerance
 _LIMITS = Limits()
-# More than any device has: nothing has to be computed again for it.
-_PLENTY_BYTES = 2**62
 
 
 @o.measuring
@@ -47,6 +43,8 @@ def tradeoff(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
+    gap: o.Gap = _GAP,
+    time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
@@ -57,8 +55,8 @@ def tradeoff(
 ) -> None:
     """Show how fast a step can be in how much memory, and what changes on the way.
 
-    Measures what cfp plan would, and segments computed again in the backward pass;
-    what is known is not measured again. All times and sizes are predicted.
+    Measures what cfp plan would with plenty of memory, and the fastest strategies also
+    computed again in the backward pass. All times and sizes are predicted.
 
     Example: cfp tradeoff gpt --layers 4 --platform cpu --devices 4 --plot curve.png
     """
@@ -72,7 +70,9 @@ def tradeoff(
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
-            problem = widest_problem(session, workdir, settings)
+            problem = measure_all_budgets(
+                session.analysis, session.mesh, workdir, settings
+            )
             display.tell("Solving under one budget after another")
             found = trade_off(problem, points)
         if plot is not None:
@@ -81,26 +81,6 @@ def tradeoff(
             data = trade_off_data(session.analysis, problem, found, budget)
             print_json(json.dumps(data, indent=1))
             return
-        console, border = console_and_border(Console())
-        console.print(trade_off_view(session.analysis, problem, found, budget, border))
+        show(lambda b: trade_off_view(session.analysis, problem, found, budget, b))
         if plot is not None:
             print(f"Saved {plot}")
-
-
-def widest_problem(
-    session: Session, workdir: Path | None, settings: PlannerSettings
-) -> Problem:
-    """The search problem with all choices: those for tight memory, too.
-
-    A search has what is computed again measured where the fastest choice hardly fits.
-    So it is asked a second time, for just as much memory as that needs.
-    """
-    budget = _PLENTY_BYTES
-    for _ in range(2):
-        with Planner(
-            session.analysis, session.mesh, workdir, budget, settings
-        ) as planner:
-            problem = planner.search(planner.profile()).problem
-        assert problem is not None, "a search has a problem"
-        budget = unlimited(problem).memory_bytes
-    return problem

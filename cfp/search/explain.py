@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.search.priced import holding_least, least_cost_ms, memory_price, unlimited
 from cfp.search.candidates import segment_candidate
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.ilp import smallest_budget
+from cfp.search.priced import holding_least, least_cost_ms, memory_price, unlimited
 from cfp.search.problem import Problem, Solution, solution
 
 GIB = 2**30

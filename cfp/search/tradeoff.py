@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 
-from cfp.search.priced import unlimited
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.ilp import smallest_budget
+from cfp.search.priced import unlimited
 from cfp.search.problem import Problem, Solution
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.

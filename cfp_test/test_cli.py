@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp import __version__
+from cfp import Plan, __version__
 from cfp_test.cli_runner import Outcome, environment, run_batch, run_one
 
 TOYS = str(Path(__file__).with_name("toy_targets.py"))
@@ -92,6 +92,7 @@ def test_mistakes_end_in_one_message(outcomes, number):
 def test_version_and_help(folder):
     lines = [["--version"], ["--help"]]
     commands = ["plan", "analyze", "profile", "search", "run", "presets", "show"]
+    commands += ["tradeoff"]
     commands += ["profile export", "profile import"]
     lines += [[*command.split(), "--help"] for command in commands]
     version, overview, *details = run_batch(lines, folder)
@@ -186,6 +187,46 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert missing.code == 2
     assert "have not been measured" in missing.err
     assert "shardings" in missing.err
+
+
+def test_a_plan_is_explained(planned, folder):
+    wanted = ["search", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x", "--no-race"]
+    shown, told = run_batch(
+        [[*wanted, "--explain"], [*wanted, "--explain", "--json"]], folder
+    )
+    assert "Why this plan" in shown.out
+    assert "Memory: there is no budget." in shown.out
+    (folder / "explained.json").write_text(told.out)
+    plan = Plan.load(folder / "explained.json")
+    found = json.loads(told.out)["explanation"]
+    assert found["plan"] == found["best"]
+    assert found["best"]["step_ms"] == plan.predicted_ms
+    (kind,) = found["kinds"]
+    (chosen,) = kind["chosen"]
+    assert chosen["taken"] == len(kind["segments"]) == 1
+    assert chosen["step_ms"] == plan.predicted_ms
+    times = [other["step_ms"] for other in kind["runners_up"]]
+    assert times and times == sorted(times) and times[0] >= plan.predicted_ms
+    assert found["memory"]["binds"] is False
+
+
+def test_time_is_traded_for_memory(planned, folder):
+    wanted = ["tradeoff", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
+    wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
+    shown, told, bad = run_batch(
+        [wanted, [*wanted, "--json"], [*wanted, "--plot", "curve.abc"]], folder
+    )
+    assert shown.code == 0, shown.err
+    assert "* the fastest within the budget of 1.00 GiB" in shown.out
+    assert (folder / "curve.svg").read_text().startswith("<?xml")
+    points = json.loads(told.out)["points"]
+    memory = [point["memory_bytes"] for point in points]
+    times = [point["step_ms"] for point in points]
+    assert memory == sorted(set(memory))
+    assert times == sorted(set(times), reverse=True)
+    assert [point["within_budget"] for point in points][-1] is True
+    assert bad.code == 2
+    assert "Cannot draw curve.abc" in bad.err
 
 
 def test_measurements_travel_and_misses_are_explained(planned, folder):

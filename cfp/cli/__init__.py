@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import bench, planning, records, running
+from cfp.cli import bench, planning, records, running, tradeoff
 from cfp.cli.options import INTERRUPTED, PASS_ON
 from cfp.cli.supervise import Supervision
 
@@ -39,6 +39,7 @@ for _name, _function in planning.COMMANDS.items():
     app.command(_name, context_settings=PASS_ON)(_function)
 for _name, _function in records.COMMANDS.items():
     app.command(_name)(_function)
+app.command("tradeoff", context_settings=PASS_ON)(tradeoff.tradeoff)
 app.command("run", context_settings=PASS_ON)(running.run)
 app.command("show")(running.show)
 app.command("bench", context_settings=PASS_ON)(bench.bench)

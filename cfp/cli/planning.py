@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from cfp import api
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
+from cfp.cli.output import save, show, suggest
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.errors import CfpError
@@ -24,8 +24,11 @@ from cfp.planner_parts import PlannerSettings, Profiles
 from cfp.presets import presets as classic_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
+from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines
+from cfp.search.explain import Explanation, explain, picks_of
+from cfp.search.problem import Problem
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
@@ -42,6 +45,15 @@ _Why = Annotated[
 _Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
+]
+
+_Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Say why this plan: for each kind of segment what other choices would "
+        "cost, and what memory has to do with it.",
+    ),
 ]
 
 
@@ -98,12 +110,12 @@ def plan(
                     progress=display.tell,
                 ),
             )
-        _save(made, output, say=not as_json)
+        save(made, output, say=not as_json)
         if as_json:
             print_json(made.to_json())
         else:
             print_plan(made, Console())
-            _suggest(output)
+            suggest(output)
 
 
 @o.command
@@ -131,7 +143,7 @@ def analyze(
             found = passes.analysis_data(session.analysis, session.seconds)
             print_json(json.dumps(found, indent=1))
             return
-        _show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
+        show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
         if folder is not None:
             print(f"Details: {folder}")
 
@@ -188,7 +200,7 @@ def profile(
             data = passes.profiles_data(session.analysis, found)
             print_json(json.dumps(data, indent=1))
             return
-        _show(lambda b: passes.profiles_view(session.analysis, found, b))
+        show(lambda b: passes.profiles_view(session.analysis, found, b))
         print(f"Kept in {kept}")
 
 
@@ -217,6 +229,7 @@ def search(
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
+    explain_why: _Explain = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
     build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
@@ -226,7 +239,7 @@ def search(
 ) -> None:
     """Find the fastest plan from what cfp profile stored, then race it.
 
-    Example: cfp search gpt --layers 4 --platform cpu --workdir work -o plan.json
+    Example: cfp search gpt --layers 4 --platform cpu --workdir work --explain
     """
     budget = parse_bytes(memory_budget)
     pins = o.parse_pins(pin)
@@ -241,13 +254,20 @@ def search(
                 race=not no_race,
                 progress=display.tell,
             )
-            made = search_stored(session, workdir, budget, settings).plan
-        _save(made, output, say=not as_json)
+            found = search_stored(session, workdir, budget, settings)
+            if explain_why:
+                display.tell("Asking what other choices would cost")
+            why = explain_choice(session, found) if explain_why else None
+        made = found.plan
+        save(made, output, say=not as_json)
         if as_json:
-            print_json(made.to_json())
-        else:
-            print_plan(made, Console())
-            _suggest(output)
+            print_json(_plan_json(session, found, why))
+            return
+        print_plan(made, Console())
+        if why is not None:
+            print()
+            show(lambda b: explanation_view(session.analysis, found.problem, why, b))
+        suggest(output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,10 +277,12 @@ class Searched:
     Attributes:
         plan: the plan.
         choice: what it chose for every block and parameter.
+        problem: what was searched.
     """
 
     plan: Plan
     choice: Choice
+    problem: Problem
 
 
 def search_stored(
@@ -282,10 +304,28 @@ def search_stored(
         profiles = planner.profile()
         _check_complete(planner, profiles)
         decision = planner.search(profiles)
+    assert decision.problem is not None, "a search has a problem"
     with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
         made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
         assert planner.winner is not None, "a race has a winner"
-        return Searched(plan=made, choice=planner.winner.choice)
+        return Searched(
+            plan=made, choice=planner.winner.choice, problem=decision.problem
+        )
+
+
+def explain_choice(session: Session, found: Searched) -> Explanation:
+    """Why a plan: of what the search says, if part of the plan was not measured."""
+    picks = picks_of(session.analysis, found.problem, found.choice)
+    return explain(found.problem, picks)
+
+
+def _plan_json(session: Session, found: Searched, why: Explanation | None) -> str:
+    """The plan, which can be loaded from it; the explanation is one more entry."""
+    if why is None:
+        return found.plan.to_json()
+    data = json.loads(found.plan.to_json())
+    explained = explanation_data(session.analysis, found.problem, why)
+    return json.dumps({**data, "explanation": explained}, indent=1)
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:
@@ -331,30 +371,7 @@ def presets(
         if as_json:
             print_json(json.dumps(found, indent=1))
             return
-        _show(lambda b: passes.presets_view(found, b))
-
-
-def _show(view: Callable[[box.Box], RenderableType]) -> None:
-    console, border = passes.console_and_border(Console())
-    console.print(view(border))
-
-
-def _save(made: Plan, output: Path | None, *, say: bool) -> None:
-    if output is None:
-        return
-    try:
-        made.save(output)
-    except OSError as error:
-        raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
-    if say:
-        print(f"Saved {output}")
-
-
-def _suggest(output: Path | None) -> None:
-    if output is None:
-        print(
-            "Save a plan with -o plan.json; then run it with cfp run --plan plan.json"
-        )
+        show(lambda b: passes.presets_view(found, b))
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

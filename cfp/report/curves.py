@@ -11,8 +11,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from cfp.errors import CfpError
 from cfp.profiling.rates import Rates, sent_share
+from cfp.report.plots import figure
 from cfp.units import format_bytes
 
 
@@ -103,36 +103,24 @@ def plot_curves(
     Raises:
         CfpError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise CfpError(
-            "A plot needs matplotlib. Install it: pip install 'cfp[report]'."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (times, speeds) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for style, (name, rates) in zip(("-", "--", ":", "-."), curves, strict=False):
-        points = curve_points(rates)
-        lines = list(dict.fromkeys((p.kind, p.axes) for p in points))
-        for number, (kind, axes) in enumerate(lines):
-            mine = [p for p in points if (p.kind, p.axes) == (kind, axes)]
-            sizes = [p.size_bytes / 2**20 for p in mine]
-            label = ", ".join(filter(None, (f"{kind} over {','.join(axes)}", name)))
-            how = {"color": f"C{number % 10}", "linestyle": style, "marker": "."}
-            times.plot(sizes, [p.time_ms for p in mine], label=label, **how)
-            speeds.plot(sizes, [p.sent_gb_per_s for p in mine], **how)
-    for axis, title in ((times, "ms"), (speeds, "GB/s sent by each device")):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("MiB of the whole tensor")
-        axis.set_ylabel(title)
-        axis.grid(alpha=0.3)
-    if link_gb_per_s:
-        speeds.axhline(link_gb_per_s, color="black", linewidth=0.8)
-        speeds.annotate("link", (1, link_gb_per_s), va="bottom")
-    times.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+    with figure(file, 2, figsize=(11, 4.2)) as (times, speeds):
+        for style, (name, rates) in zip(("-", "--", ":", "-."), curves, strict=False):
+            points = curve_points(rates)
+            lines = list(dict.fromkeys((p.kind, p.axes) for p in points))
+            for number, (kind, axes) in enumerate(lines):
+                mine = [p for p in points if (p.kind, p.axes) == (kind, axes)]
+                sizes = [p.size_bytes / 2**20 for p in mine]
+                label = ", ".join(filter(None, (f"{kind} over {','.join(axes)}", name)))
+                how = {"color": f"C{number % 10}", "linestyle": style, "marker": "."}
+                times.plot(sizes, [p.time_ms for p in mine], label=label, **how)
+                speeds.plot(sizes, [p.sent_gb_per_s for p in mine], **how)
+        for axis, title in ((times, "ms"), (speeds, "GB/s sent by each device")):
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xlabel("MiB of the whole tensor")
+            axis.set_ylabel(title)
+            axis.grid(alpha=0.3)
+        if link_gb_per_s:
+            speeds.axhline(link_gb_per_s, color="black", linewidth=0.8)
+            speeds.annotate("link", (1, link_gb_per_s), va="bottom")
+        times.legend(fontsize=7)

@@ -24,7 +24,7 @@ PLAIN_WIDTH = 160
 
 _NUMBER = re.compile(r"\d+")
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
-_STORAGE = {
+STORAGE_WORDS = {
     "used": "as used",
     "optimizer": "optimizer sharded",
     "sharded": "sharded",
@@ -129,7 +129,7 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
                 _segment_text(repeat, row.segment) if new_segment else "",
                 merged_name([twin.name.removeprefix(prefix) for twin in twins]),
                 row.sharded,
-                _STORAGE.get(row.storage, row.storage) if new_segment else "",
+                STORAGE_WORDS.get(row.storage, row.storage) if new_segment else "",
                 _collectives(twins),
                 _segment_time(row, repeat.count) if new_segment else "",
             )

@@ -5,89 +5,176 @@ ones is the last pick (for the resharding behind it), the cost so far, and under
 budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
 the cost alone, and has no budget). Exact; without a budget the time is linear in the
-number of segments, with one the number of partial choices that stay may grow.
+number of segments.
+
+With a budget the partial choices that stay would grow too many. So those are left out
+that cannot end below a cost, by a bound on what is still to come
+(:mod:`cfp.search.priced`). That cost is first little more than the bound for the whole
+program, and is raised until something ends below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
 from dataclasses import dataclass
 
-from cfp.search.problem import Option, Problem, Solution, solution
+import numpy as np
+
+from cfp.search.priced import (
+    at_price,
+    costs_to_go,
+    held_bytes,
+    holding_least,
+    least_cost_ms,
+    memory_price,
+    unlimited,
+)
+from cfp.search.problem import Problem, Solution, solution
+
+# How far above the bound to look first, of the bound; and how to go on.
+_FIRST_SLACK = 2e-3
+_MORE_SLACK = 4.0
+# Costs that differ by less, of the cost, are the same sum in another order.
+_ROUNDING = 1e-12
+
+
+def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | None:
+    """The cheapest choice that fits, or None if none does.
+
+    Args:
+        problem: the problem.
+        lean: whether to find, of several that cost the same, the one that needs the
+            least memory. There must be a budget then.
+    """
+    free = unlimited(problem)
+    if not lean and problem.fits(free.picks):
+        return free
+    assert problem.budget_bytes is not None
+    room = problem.budget_bytes - problem.fixed_bytes
+    if held_bytes(problem, holding_least(problem).picks) > room:
+        return None
+    price = memory_price(problem)
+    least = least_cost_ms(problem, price)
+    chain = _Chain(problem, price)
+    slack = _FIRST_SLACK * max(abs(least), free.cost_ms)
+    while True:
+        picks, is_all = chain.search(least + slack)
+        if picks is not None or is_all:
+            return None if picks is None else solution(problem, picks)
+        slack = slack * _MORE_SLACK or 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Partial:
-    """A choice for the first few segments.
+class _Partials:
+    """Choices for the first few segments, as columns.
 
     Attributes:
-        cost_ms: its time, resharding included.
-        kept_bytes: state and residuals of all.
-        peak_bytes: state of all, and the most that any needs besides while it runs.
+        cost_ms: their time, resharding included.
+        kept: state and residuals of all, in bytes.
+        peak: state of all, and the most that any needs besides while it runs.
         pick: the last pick.
-        before: the choice without the last pick, or None.
+        before: which row of those one segment shorter they go on from.
     """
 
-    cost_ms: float
-    kept_bytes: int
-    peak_bytes: int
-    pick: int
-    before: _Partial | None
+    cost_ms: np.ndarray
+    kept: np.ndarray
+    peak: np.ndarray
+    pick: np.ndarray
+    before: np.ndarray
+
+    def take(self, rows: np.ndarray) -> _Partials:
+        return _Partials(
+            self.cost_ms[rows],
+            self.kept[rows],
+            self.peak[rows],
+            self.pick[rows],
+            self.before[rows],
+        )
 
 
-def solve_dynamically(problem: Problem) -> Solution | None:
-    """The cheapest choice that fits, or None if none does."""
-    partials: list[_Partial] = []
-    for place, kind in enumerate(problem.kinds):
-        matrix = None
+class _Chain:
+    """The segments of a problem with a budget, with bounds on what is still to come."""
+
+    def __init__(self, problem: Problem, price: float) -> None:
+        assert problem.budget_bytes is not None
+        self._problem = problem
+        self._room = problem.budget_bytes - problem.fixed_bytes
+        self._price = price
+        self._free = costs_to_go(problem)
+        self._priced = costs_to_go(at_price(problem, price))
+
+    def search(self, most_ms: float) -> tuple[list[int] | None, bool]:
+        """The cheapest choice that costs no more, and whether that left nothing out."""
+        problem, is_all = self._problem, True
+        stages: list[_Partials] = []
+        none = np.zeros(1)
+        zero = np.zeros(1, np.int64)
+        now = _Partials(none, zero, zero, zero, zero)
+        for place, kind in enumerate(problem.kinds):
+            grown = self._grow(place, now)
+            grown = grown.take(np.flatnonzero(grown.peak <= self._room))
+            good = self._bound(place, grown) <= most_ms
+            is_all = is_all and bool(good.all())
+            grown = grown.take(np.flatnonzero(good))
+            kept = [
+                _unbeaten(grown, np.flatnonzero(grown.pick == pick))
+                for pick in range(len(problem.options[kind]))
+            ]
+            now = grown.take(np.concatenate(kept))
+            stages.append(now)
+        if not len(now.cost_ms):
+            return None, is_all
+        same = now.cost_ms <= now.cost_ms.min() * (1 + _ROUNDING)
+        row = int(np.where(same, now.peak, np.iinfo(np.int64).max).argmin())
+        picks = []
+        for stage in reversed(stages):
+            picks.append(int(stage.pick[row]))
+            row = int(stage.before[row])
+        return picks[::-1], is_all
+
+    def _grow(self, place: int, now: _Partials) -> _Partials:
+        """All partial choices with every option of one segment more."""
+        problem = self._problem
+        kind = problem.kinds[place]
+        options = problem.options[kind]
+        time = np.array([o.time_ms for o in options])
+        state = np.array([o.state_bytes for o in options], np.int64)
+        residual = np.array([o.residual_bytes for o in options], np.int64)
+        temp = np.array([o.temp_bytes for o in options], np.int64)
+        cost = now.cost_ms[:, None] + time
         if place:
             matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
-        grown: list[_Partial] = []
-        for pick, option in enumerate(problem.options[kind]):
-            if place == 0:
-                ways: Iterable[_Partial] = [_extend(None, pick, option, 0.0)]
-            else:
-                ways = (
-                    _extend(p, pick, option, matrix[p.pick][pick] if matrix else 0.0)
-                    for p in partials
-                )
-            grown.extend(_best(problem, ways))
-        partials = grown
-    if not problem.kinds:
-        return solution(problem, ())
-    if not partials:
-        return None
-    step: _Partial | None = min(partials, key=lambda p: p.cost_ms)
-    picks = []
-    while step is not None:
-        picks.append(step.pick)
-        step = step.before
-    return solution(problem, picks[::-1])
+            if matrix is not None:
+                cost = cost + np.asarray(matrix, float)[now.pick]
+        kept = now.kept[:, None] + state + residual
+        peak = np.maximum(now.peak[:, None] + state, kept + temp)
+        rows, picks = np.indices(cost.shape)
+        return _Partials(*(c.ravel() for c in (cost, kept, peak, picks, rows)))
+
+    def _bound(self, place: int, grown: _Partials) -> np.ndarray:
+        """What choices that begin like these and fit cost at least."""
+        paid = self._price * (self._room - grown.kept)
+        priced = self._priced[place][grown.pick] - paid
+        return grown.cost_ms + np.maximum(self._free[place][grown.pick], priced)
 
 
-def _extend(
-    before: _Partial | None, pick: int, option: Option, edge_ms: float
-) -> _Partial:
-    kept, peak = (before.kept_bytes, before.peak_bytes) if before else (0, 0)
-    kept += option.state_bytes + option.residual_bytes
-    return _Partial(
-        cost_ms=(before.cost_ms if before else 0.0) + edge_ms + option.time_ms,
-        kept_bytes=kept,
-        peak_bytes=max(peak + option.state_bytes, kept + option.temp_bytes),
-        pick=pick,
-        before=before,
-    )
-
-
-def _best(problem: Problem, partials: Iterable[_Partial]) -> list[_Partial]:
-    """Those that fit so far, and that no other beats in everything that counts."""
-    if problem.budget_bytes is None:
-        return [min(partials, key=lambda p: p.cost_ms)]
-    room = problem.budget_bytes - problem.fixed_bytes
-    kept: list[_Partial] = []
-    for p in sorted(partials, key=lambda p: (p.cost_ms, p.kept_bytes, p.peak_bytes)):
-        if p.peak_bytes <= room and not any(
-            q.kept_bytes <= p.kept_bytes and q.peak_bytes <= p.peak_bytes for q in kept
-        ):
-            kept.append(p)
-    return kept
+def _unbeaten(grown: _Partials, rows: np.ndarray) -> np.ndarray:
+    """Of some rows those that no other beats in everything that counts."""
+    order = np.lexsort((grown.peak[rows], grown.kept[rows], grown.cost_ms[rows]))
+    kept: list[int] = []
+    # Those so far that need least: the more is kept, the lower the peak.
+    stairs: list[int] = []
+    peaks: list[int] = []
+    for row in rows[order]:
+        held, peak = int(grown.kept[row]), int(grown.peak[row])
+        at = bisect_right(stairs, held)
+        if at and peaks[at - 1] <= peak:
+            continue
+        kept.append(row)
+        if at and stairs[at - 1] == held:
+            at -= 1
+        end = at
+        while end < len(peaks) and peaks[end] >= peak:
+            end += 1
+        stairs[at:end], peaks[at:end] = [held], [peak]
+    return np.array(kept, np.int64)

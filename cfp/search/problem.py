@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cfp.analysis.layout import Storage
 from cfp.analysis.strategies import Strategy
@@ -101,6 +101,25 @@ class Problem:
         """Whether a choice stays within the budget."""
         return self.budget_bytes is None or (
             self.memory_bytes(picks) <= self.budget_bytes
+        )
+
+    def keep(self, kept: Sequence[Sequence[int]]) -> Problem:
+        """The problem with some of the options only.
+
+        Args:
+            kept: for each kind the indices of the options that stay, in the order in
+                which they are numbered then.
+        """
+        return replace(
+            self,
+            options=tuple(
+                tuple(options[i] for i in rows)
+                for options, rows in zip(self.options, kept, strict=True)
+            ),
+            edge_ms={
+                (a, b): [[matrix[i][j] for j in kept[b]] for i in kept[a]]
+                for (a, b), matrix in self.edge_ms.items()
+            },
         )
 
 

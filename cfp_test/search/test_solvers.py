@@ -6,58 +6,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cfp.analysis.layout import Storage
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.ilp import smallest_budget, solve_ilp
-from cfp.search.problem import Candidate, Option, Problem
-
-MIB = 2**20
-
-
-def option(time_ms, state, residual, temp):
-    return Option(
-        candidate=Candidate((), Storage.USED),
-        time_ms=time_ms,
-        state_bytes=state * MIB,
-        residual_bytes=residual * MIB,
-        temp_bytes=temp * MIB,
-    )
-
-
-options = st.builds(
-    option,
-    st.floats(0.1, 100.0),
-    st.integers(0, 12),
-    st.integers(0, 12),
-    st.integers(0, 12),
-)
-
-
-BUDGETS = st.one_of(st.none(), st.integers(1, 120))
-NO_BUDGET = st.none()
-
-
-@st.composite
-def problems(draw, budgets=BUDGETS):
-    kinds = draw(st.integers(1, 3))
-    found = tuple(
-        tuple(draw(st.lists(options, min_size=1, max_size=4))) for _ in range(kinds)
-    )
-    edges = {
-        (a, b): [[draw(st.floats(0.0, 30.0)) for _ in found[b]] for _ in found[a]]
-        for a in range(kinds)
-        for b in range(kinds)
-        if draw(st.booleans())
-    }
-    budget = draw(budgets)
-    return Problem(
-        kinds=tuple(draw(st.lists(st.integers(0, kinds - 1), min_size=1, max_size=5))),
-        options=found,
-        edge_ms=edges,
-        fixed_bytes=draw(st.integers(0, 5)) * MIB,
-        budget_bytes=None if budget is None else budget * MIB,
-    )
+from cfp.search.problem import Problem
+from cfp_test.search.drawn import MIB, NO_BUDGET, option, problems
 
 
 def check_solvers(problem):

@@ -1,0 +1,43 @@
+"""How commands hand over what they found: on the console, or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, RenderableType
+
+from cfp.errors import CfpError
+from cfp.plan import Plan
+from cfp.report.passes import console_and_border
+
+
+def show(view: Callable[[box.Box], RenderableType]) -> None:
+    """Prints what a view draws with the lines that the console has."""
+    console, border = console_and_border(Console())
+    console.print(view(border))
+
+
+def save(made: Plan, output: Path | None, *, say: bool) -> None:
+    """Saves a plan, if it is to be saved.
+
+    Raises:
+        CfpError: it cannot be.
+    """
+    if output is None:
+        return
+    try:
+        made.save(output)
+    except OSError as error:
+        raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
+    if say:
+        print(f"Saved {output}")
+
+
+def suggest(output: Path | None) -> None:
+    """Says how to keep a plan that was not saved."""
+    if output is None:
+        print(
+            "Save a plan with -o plan.json; then run it with cfp run --plan plan.json"
+        )

@@ -1,0 +1,203 @@
+"""Why a plan: what else there was, and what it would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cfp.analysis.analyze import Analysis
+from cfp.report.words import candidate_words, kind_title, option_names
+from cfp.search.explain import Alternative, Explanation, KindExplanation
+from cfp.search.problem import Problem
+from cfp.units import format_bytes
+
+_SAME_MS = 0.0005  # Less does not show in a table.
+
+
+def explanation_view(
+    analysis: Analysis, problem: Problem, found: Explanation, border: box.Box
+) -> RenderableType:
+    """A table for each kind of segment, and what memory has to do with it."""
+    names = option_names(analysis, problem.options)
+    parts: list[RenderableType] = [Text("Why this plan", style="bold")]
+    parts += map(Text, _headlines(found))
+    for item in found.kinds:
+        parts += [Text(), _kind_table(analysis, problem, found, item, names, border)]
+        parts += map(Text, _left_out(item))
+    return Group(*parts, Text(), *map(Text, memory_lines(found)))
+
+
+def _headlines(found: Explanation) -> Iterator[str]:
+    best, plan = found.best, found.plan
+    if plan is None:
+        yield (
+            "Parts of the plan that won the race have not been measured. This is the "
+            f"best of those measured, by prediction: {_ms(best)}."
+        )
+    elif plan.cost_ms - best.cost_ms < _SAME_MS:
+        yield f"No choice of those measured is predicted to beat its {_ms(best)}."
+    else:
+        yield (
+            f"It won the race; the search had predicted {_ms(plan)} for it, and "
+            f"{_ms(best)} for the best of those measured (*)."
+        )
+    yield (
+        "Each line: what the whole step would take if all segments of the kind did so, "
+        "and the others what goes best with it."
+    )
+
+
+def _kind_table(
+    analysis: Analysis,
+    problem: Problem,
+    found: Explanation,
+    item: KindExplanation,
+    names: list[list[str]],
+    border: box.Box,
+) -> Table:
+    title = kind_title(analysis, item.kind)
+    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("choice")
+    for heading in ("taken", "segment ms", "step ms", "more", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("in words")
+    options = problem.options[item.kind]
+    base = options[item.chosen[0].option].candidate
+    count = sum(a.taken for a in item.chosen)
+    for alternative in (*item.chosen, *item.runners_up, *item.too_large):
+        option = options[alternative.option]
+        first = alternative is item.chosen[0]
+        words = candidate_words(
+            analysis, item.kind, option.candidate, None if first else base
+        )
+        table.add_row(
+            "*" if _in_best(problem, found, item.kind, alternative.option) else "",
+            names[item.kind][alternative.option],
+            f"{alternative.taken} of {count}" if alternative.taken else "-",
+            f"{option.time_ms:.3f}",
+            *_outcome(alternative, found.best.cost_ms),
+            words if first or words == "the same" else f"but: {words}",
+            style="bold" if alternative.taken else None,
+        )
+    return table
+
+
+def _in_best(problem: Problem, found: Explanation, kind: int, option: int) -> bool:
+    return (kind, option) in zip(problem.kinds, found.best.picks, strict=True)
+
+
+def _outcome(alternative: Alternative, best_ms: float) -> tuple[str, str, str]:
+    """The time of the step, what it is more than the best, and memory."""
+    memory = format_bytes(alternative.memory_bytes)
+    if alternative.cost_ms is None:
+        return f"({alternative.unlimited_ms:.3f})", "does not fit", f"needs {memory}"
+    more = alternative.cost_ms - best_ms
+    share = f"+{more / best_ms:.1%}" if more >= _SAME_MS and best_ms else "-"
+    return f"{alternative.cost_ms:.3f}", share, memory
+
+
+def _left_out(item: KindExplanation) -> Iterator[str]:
+    if item.too_large:
+        yield "(What does not fit: the time is what it would take without a budget.)"
+    if item.others:
+        yield f"and {item.others} more that would be slower, or do not fit"
+
+
+def memory_lines(found: Explanation) -> Iterator[str]:
+    """Whether memory binds, and what more or less of it would do."""
+    memory, best = found.memory, found.best
+    step = format_bytes(memory.step_bytes)
+    peak = format_bytes(memory.peak_bytes)
+    if memory.budget_bytes is None:
+        yield f"Memory: there is no budget. The best choice needs {peak}."
+        if memory.peak_bytes > memory.step_bytes:
+            yield f"With {step} less than that: {_against(memory.less, best)}."
+        return
+    budget = format_bytes(memory.budget_bytes)
+    yield f"Memory: the best choice needs {peak} of {budget}."
+    if memory.binds:
+        free = memory.unlimited
+        yield (
+            f"Memory binds: without a budget the step would take {_ms(free)}, in "
+            f"{format_bytes(free.memory_bytes)}."
+        )
+    else:
+        yield "Memory does not bind: no faster choice needs more."
+    yield f"With {step} more: {_against(memory.more, best)}."
+    if memory.budget_bytes > memory.step_bytes:
+        yield f"With {step} less: {_against(memory.less, best)}."
+
+
+def _against(other: Any, best: Any) -> str:
+    if other is None:
+        return "nothing that was measured fits"
+    change = other.cost_ms - best.cost_ms
+    if abs(change) < _SAME_MS:
+        return f"{_ms(best)}, as now"
+    word = "slower" if change > 0 else "faster"
+    return f"{_ms(other)}, {abs(change) / best.cost_ms:.1%} {word}"
+
+
+def _ms(solution: Any) -> str:
+    return f"{solution.cost_ms:.3f} ms"
+
+
+def explanation_data(
+    analysis: Analysis, problem: Problem, found: Explanation
+) -> dict[str, Any]:
+    """The same as plain data: times in ms, memory in bytes on each device."""
+    names = option_names(analysis, problem.options)
+    memory = found.memory
+
+    def told(solution: Any) -> dict[str, Any] | None:
+        if solution is None:
+            return None
+        return {"step_ms": solution.cost_ms, "memory_bytes": solution.memory_bytes}
+
+    def listed(kind: int, alternative: Alternative) -> dict[str, Any]:
+        option = problem.options[kind][alternative.option]
+        return {
+            "choice": names[kind][alternative.option],
+            "in_words": candidate_words(analysis, kind, option.candidate),
+            "taken": alternative.taken,
+            "segment_ms": option.time_ms,
+            "step_ms": alternative.cost_ms,
+            "memory_bytes": alternative.memory_bytes,
+            "unlimited_step_ms": alternative.unlimited_ms,
+        }
+
+    return {
+        "plan": told(found.plan),
+        "best": told(found.best),
+        "kinds": [
+            {
+                "kind": item.kind,
+                "segments": [s.index for s in analysis.segments if s.kind == item.kind],
+                **{
+                    name: [listed(item.kind, a) for a in alternatives]
+                    for name, alternatives in (
+                        ("chosen", item.chosen),
+                        ("runners_up", item.runners_up),
+                        ("too_large", item.too_large),
+                    )
+                },
+                "others": item.others,
+            }
+            for item in found.kinds
+        ],
+        "memory": {
+            "budget_bytes": memory.budget_bytes,
+            "peak_bytes": memory.peak_bytes,
+            "binds": memory.binds,
+            "step_bytes": memory.step_bytes,
+            "unlimited": told(memory.unlimited),
+            "more": told(memory.more),
+            "less": told(memory.less),
+        },
+    }

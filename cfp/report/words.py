@@ -1,0 +1,86 @@
+"""Names and words for the choices of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cfp.analysis.analyze import Analysis
+from cfp.describe import strategy_text
+from cfp.presets import presets
+from cfp.report.tables import STORAGE_WORDS, merged_name
+from cfp.search.candidates import segment_candidate
+from cfp.search.problem import Candidate, Option
+
+_RECOMPUTED = "recomputed"
+
+
+def option_names(
+    analysis: Analysis, options: Sequence[Sequence[Option]]
+) -> list[list[str]]:
+    """A short name for each option of each kind of segment.
+
+    That of the first classic whose part it is, or else its number: ``#7``. What is
+    recomputed has the name of what is not, and says so.
+    """
+    classics = presets(analysis.frame)
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        names: dict[tuple, str] = {}
+        for name, choice in classics.items():
+            part = segment_candidate(analysis, index, choice)
+            names.setdefault((part.strategies, part.storage), name)
+        texts = []
+        for number, option in enumerate(options[kind], 1):
+            candidate = option.candidate
+            alike = candidate.strategies, candidate.storage
+            name = names.setdefault(alike, f"#{number}")
+            texts.append(f"{name} ({_RECOMPUTED})" if candidate.remat else name)
+        found.append(texts)
+    return found
+
+
+def kind_title(analysis: Analysis, kind: int) -> str:
+    """Which segments are of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
+    segments = [s for s in analysis.segments if s.kind == kind]
+    blocks = analysis.frame.blocks
+    text = f"Segment {segments[0].index}"
+    if len(segments) > 1:
+        text = merged_name([f"Segment {s.index}" for s in segments])
+        text = text.replace("Segment", "Segments", 1)
+    ends = [
+        merged_name([blocks[s.blocks[place]].name for s in segments])
+        for place in (0, -1)
+        if segments[0].blocks
+    ]
+    names = " to ".join(dict.fromkeys(ends))
+    return f"{text}: {names}" if names else text
+
+
+def candidate_words(
+    analysis: Analysis, kind: int, candidate: Candidate, base: Candidate | None = None
+) -> str:
+    """A choice in words: what it shards, and how parameters are kept.
+
+    Args:
+        analysis: the program's analysis.
+        kind: the kind of segment.
+        candidate: the choice.
+        base: say only in what it differs from this one.
+    """
+    frame = analysis.frame
+    segment = analysis.segments[analysis.representatives[kind]]
+    blocks: dict[str, list[str]] = {}
+    for place, b in enumerate(segment.blocks):
+        strategy = candidate.strategies[place]
+        if base is None or base.strategies[place] != strategy:
+            op = frame.program.ops[frame.blocks[b].anchor]
+            text = strategy_text(frame, op, strategy)
+            blocks.setdefault(text, []).append(frame.blocks[b].name.rpartition("/")[2])
+    parts = [f"{', '.join(names)} {text}" for text, names in blocks.items()]
+    if segment.groups and (base is None or base.storage != candidate.storage):
+        parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
+    if candidate.remat:
+        parts.append(_RECOMPUTED)
+    elif base is not None and base.remat:
+        parts.append("not recomputed")
+    return "; ".join(parts) or "the same"

@@ -1,0 +1,113 @@
+"""How fast a step can be in how much memory: the frontier of both.
+
+A choice is on the frontier if no other is as fast in less memory, or faster in as
+much. It is found by solving under one budget after another: the cheapest choice that
+fits, and the leanest of those that cost as little.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.ilp import smallest_budget
+from cfp.search.priced import unlimited
+from cfp.search.problem import Problem, Solution
+
+# Budgets are told apart to this many bytes: a solver's tolerances are no finer.
+_GRAIN_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOff:
+    """The frontier.
+
+    Attributes:
+        points: choices, the leanest and slowest first. No choice is as fast as one of
+            them in less memory.
+        complete: whether these are known to be all.
+    """
+
+    points: tuple[Solution, ...]
+    complete: bool
+
+
+def trade_off(problem: Problem, most: int = 20) -> TradeOff:
+    """The frontier of a problem, whatever its budget.
+
+    Args:
+        problem: the problem.
+        most: how many points to find, two or more. Where there are more on the
+            frontier, those that are found are spread over memory.
+    """
+    assert most >= 2, "the ends"
+    low = _point(problem, smallest_budget(problem))
+    high = _point(problem, unlimited(problem).memory_bytes)
+    points = {low.memory_bytes: low, high.memory_bytes: high}
+    gaps = _Gaps()
+    gaps.add(low, high, low.memory_bytes)
+    while gaps.waiting and len(points) < most:
+        gap = gaps.pop()
+        found = _point(problem, gap.budget_bytes)
+        if found.memory_bytes > gap.low.memory_bytes:
+            points[found.memory_bytes] = found
+            gaps.add(gap.low, found, gap.low.memory_bytes)
+            gaps.add(found, gap.high, gap.budget_bytes)
+        elif not gap.closing:
+            gaps.add(gap.low, gap.high, gap.budget_bytes, closing=True)
+    return TradeOff(
+        points=tuple(points[memory] for memory in sorted(points)),
+        complete=not gaps.waiting,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """Two points, and what is known of the budgets between them.
+
+    Attributes:
+        low, high: the points.
+        empty_bytes: up to this budget there is nothing better than `low`.
+        closing: whether to ask next right below `high`, and no longer in the middle:
+            most gaps are empty, which is known after that.
+    """
+
+    low: Solution
+    high: Solution
+    empty_bytes: int
+    closing: bool
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget to ask for next."""
+        if self.closing:
+            return self.high.memory_bytes - _GRAIN_BYTES
+        return (self.empty_bytes + self.high.memory_bytes) // 2
+
+
+class _Gaps:
+    """Gaps, the widest first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, int, _Gap]] = []
+        self._count = 0
+
+    def add(
+        self, low: Solution, high: Solution, empty_bytes: int, closing: bool = False
+    ) -> None:
+        width = high.memory_bytes - empty_bytes
+        if width > _GRAIN_BYTES:
+            gap = _Gap(low=low, high=high, empty_bytes=empty_bytes, closing=closing)
+            self._count += 1
+            heapq.heappush(self.waiting, (-width, self._count, gap))
+
+    def pop(self) -> _Gap:
+        return heapq.heappop(self.waiting)[-1]
+
+
+def _point(problem: Problem, budget_bytes: int) -> Solution:
+    """The fastest choice within a budget, and the leanest of those."""
+    found = solve_dynamically(replace(problem, budget_bytes=budget_bytes), lean=True)
+    assert found is not None, "the leanest choice fits"
+    return found

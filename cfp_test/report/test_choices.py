@@ -1,0 +1,204 @@
+"""Why a plan, and time against memory: what people and scripts are shown."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich import box
+from rich.console import Console
+
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Storage
+from cfp.errors import CfpError
+from cfp.presets import presets
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.report.explained import explanation_data, explanation_view
+from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
+from cfp.report.words import candidate_words, option_names
+from cfp.search.candidates import segment_candidate
+from cfp.search.explain import explain
+from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.tradeoff import trade_off
+from cfp_test.checking import make_mesh
+
+LAYERS, ROWS, WIDTH = 4, 16, 32
+SIZES = (("x", 4),)
+MIB = 2**20
+
+
+def step(weights, x):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    grads = jax.grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * (LAYERS + 1)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    program, _ = trace(flatten_step(step, (weights, x)), make_mesh(SIZES))
+    return analyze(program, SIZES)
+
+
+@pytest.fixture(scope="module")
+def problem(analysis):
+    """Layers: data parallel, that recomputed, fully sharded, or none of these.
+
+    The first has a kind of its own, for nobody asks for its input's gradient; here
+    it costs nothing.
+    """
+    classics = presets(analysis.frame)
+
+    def options(index):
+        data = segment_candidate(analysis, index, classics["data_parallel"])
+        full = segment_candidate(analysis, index, classics["fully_sharded"])
+        odd = Candidate(
+            segment_candidate(analysis, index, classics["tensor_parallel"]).strategies,
+            Storage.SHARDED,
+        )
+        again = Candidate(data.strategies, data.storage, remat=True)
+        return tuple(
+            Option(
+                candidate=candidate,
+                time_ms=time_ms,
+                state_bytes=state * MIB,
+                residual_bytes=residual * MIB,
+                temp_bytes=MIB,
+            )
+            for candidate, time_ms, state, residual in (
+                (data, 2.0, 40, 20),
+                (again, 3.0, 40, 0),
+                (full, 5.0, 10, 20),
+                (odd, 9.0, 10, 10),
+            )
+        )
+
+    kinds = tuple(s.kind for s in analysis.segments)
+    assert kinds == (0,) + (1,) * LAYERS
+    first, layer = map(options, analysis.representatives)
+    free = replace(first[0], time_ms=0.0, state_bytes=0, residual_bytes=0, temp_bytes=0)
+    return Problem(
+        kinds=kinds,
+        options=((free,), layer),
+        edge_ms={},
+        budget_bytes=4 * 41 * MIB + 20 * MIB,
+    )
+
+
+def text_of(view):
+    console = Console(width=200, color_system=None)
+    with console.capture() as captured:
+        console.print(view)
+    return captured.get()
+
+
+def rows(text, heading):
+    """The cells of the lines of the table under a heading."""
+    lines = text[text.index(heading) :].splitlines()
+    table = [line for line in lines if line.startswith("|") and "-+-" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_choices_have_names_and_words(analysis, problem):
+    _, names = option_names(analysis, problem.options)
+    assert names == [
+        "data_parallel",
+        "data_parallel (recomputed)",
+        "fully_sharded",
+        "#4",
+    ]
+    data, again, full, odd = (o.candidate for o in problem.options[1])
+    assert candidate_words(analysis, 1, data).endswith(
+        "x: rows (dim 0 of 16); parameters as used"
+    )
+    assert candidate_words(analysis, 1, again, data) == "recomputed"
+    assert candidate_words(analysis, 1, data, again) == "not recomputed"
+    assert candidate_words(analysis, 1, full, data) == "parameters sharded"
+    assert "x: columns (dim 1 of 32)" in candidate_words(analysis, 1, odd, full)
+    assert "parameters" not in candidate_words(analysis, 1, odd, full)
+    assert candidate_words(analysis, 1, odd, odd) == "the same"
+
+
+def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
+    """184 MiB hold one layer that keeps its values and three that do not."""
+    found = explain(problem, step_bytes=20 * MIB)
+    assert found.best.cost_ms == 2 + 3 * 3
+    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
+    _, again, data, full, odd = rows(text, "Segments 1-4: ")
+    assert again[:7] == [
+        *("*", "data_parallel (recomputed)", "3 of 4", "3.000"),
+        *("12.000", "+9.1%", "161.00 MiB"),
+    ]
+    assert data[:7] == [
+        *("*", "data_parallel", "1 of 4", "2.000"),
+        *("(8.000)", "does not fit", "needs 241.00 MiB"),
+    ]
+    assert data[7] == "but: not recomputed"
+    assert full[:5] == ["", "fully_sharded", "-", "5.000", "20.000"]
+    assert odd[1:5] == ["#4", "-", "9.000", "36.000"]
+    assert "Memory: the best choice needs 181.00 MiB of 184.00 MiB." in text
+    assert "without a budget the step would take 8.000 ms, in 241.00 MiB" in text
+    assert "With 20.00 MiB more: 10.000 ms, 9.1% faster." in text
+    assert "With 20.00 MiB less: 12.000 ms, 9.1% slower." in text
+    told = explanation_data(analysis, problem, found)
+    assert told["plan"] is None
+    assert told["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
+    assert told["memory"]["binds"] is True
+    assert told["memory"]["less"]["step_ms"] == 12
+    _, kind = told["kinds"]
+    assert kind["segments"] == [1, 2, 3, 4]
+    assert [a["step_ms"] for a in kind["chosen"]] == [12, None]
+    assert [a["unlimited_step_ms"] for a in kind["chosen"]] == [12, 8]
+
+
+def test_the_explanation_of_a_plan_that_only_the_race_prefers(analysis, problem):
+    found = explain(problem, picks=[0] + [2] * LAYERS, step_bytes=200 * MIB)
+    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
+    assert "had predicted 20.000 ms for it, and 11.000 ms for the best" in text
+    marks = {row[1]: row[0] for row in rows(text, "Segments 1-4: ")}
+    assert marks["fully_sharded"] == ""
+    assert marks["data_parallel (recomputed)"] == marks["data_parallel"] == "*"
+    assert "200.00 MiB less" not in text
+
+
+def test_the_curve_as_a_table(analysis, problem):
+    found = trade_off(problem)
+    budget = problem.budget_bytes
+    text = text_of(trade_off_view(analysis, problem, found, budget, box.ASCII))
+    table = rows(text, "Step time against memory")[1:]
+    assert [row[2] for row in table][-1] == "8.000"
+    (within,) = [row for row in table if row[0]]
+    assert within[:4] == ["*", "181.00 MiB", "11.000", "3"]
+    assert within[4].startswith("1: 3 x data_parallel (recomputed) + 1 x data_parallel")
+    assert "#4 of kind 1: " in text
+    assert "* the fastest within the budget of 184.00 MiB" in text
+    assert "There may be more" not in text
+    told = trade_off_data(analysis, problem, found, budget)
+    assert told["complete"] is True
+    assert [p["step_ms"] for p in told["points"]] == [float(r[2]) for r in table]
+    few = trade_off(problem, 2)
+    text = text_of(trade_off_view(analysis, problem, few, MIB, box.ASCII))
+    assert "Nothing fits in the budget of 1.00 MiB." in text
+    assert "There may be more" in text
+
+
+def test_the_curve_as_a_plot(problem, tmp_path):
+    found = trade_off(problem)
+    plot_trade_off(problem, found, tmp_path / "curve.svg", problem.budget_bytes)
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
+    with pytest.raises(CfpError, match="Cannot draw"):
+        plot_trade_off(problem, found, tmp_path / "curve.abc", None)
+
+
+def test_tables_do_without_matplotlib():
+    code = "import sys, cfp.cli; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

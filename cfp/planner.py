@@ -31,9 +31,9 @@ from cfp.profiling.moves import Move
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
-from cfp.search.candidates import segment_candidate
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute, told_of, whole_job
 from cfp.search.problem import Problem
@@ -331,15 +331,8 @@ class Planner:
         problem = decision.problem
         if problem is None:
             return None
-        picks = []
-        for segment in self.analysis.segments:
-            wanted = segment_candidate(self.analysis, segment.index, choice).key
-            options = problem.options[segment.kind]
-            found = [i for i, o in enumerate(options) if o.candidate.key == wanted]
-            if not found:
-                return None
-            picks.append(found[0])
-        return problem.cost_ms(picks)
+        picks = picks_of(self.analysis, problem, choice)
+        return None if picks is None else problem.cost_ms(picks)
 
     def _plan(
         self,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
 from cfp.errors import MemoryBudgetError
-from cfp.search.ilp import smallest_budget, solve_ilp
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.ilp import smallest_budget
 from cfp.search.problem import Problem, Solution, solution
 from cfp.units import format_bytes
 
@@ -49,18 +48,7 @@ def best_solutions(problem: Problem, count: int) -> list[Solution]:
         ]
         if not all(kept):
             break
-        reduced = replace(
-            problem,
-            options=tuple(
-                tuple(options[i] for i in rows)
-                for options, rows in zip(problem.options, kept, strict=True)
-            ),
-            edge_ms={
-                (a, b): [[matrix[i][j] for j in kept[b]] for i in kept[a]]
-                for (a, b), matrix in problem.edge_ms.items()
-            },
-        )
-        best = solve_ilp(reduced)
+        best = solve_dynamically(problem.keep(kept))
         if best is None:
             break
         picks = [

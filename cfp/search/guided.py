@@ -25,7 +25,6 @@ from cfp.search.bounds import MARGIN, fit_weights
 from cfp.search.candidates import best_candidates
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import solve_ilp
 from cfp.search.measure import can_recompute
 from cfp.search.problem import Candidate, Option, Problem, Solution
 from cfp.search.shortlist import Estimates
@@ -296,6 +295,6 @@ class _View:
         return build_problem(self.costs, options, self.budget_bytes)
 
     def _solve(self, problem: Problem) -> Solution | None:
-        if self.tight:
-            return solve_ilp(problem)
-        return solve_dynamically(replace(problem, budget_bytes=None))
+        if not self.tight:
+            problem = replace(problem, budget_bytes=None)
+        return solve_dynamically(problem)

@@ -31,7 +31,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.pipeline import default_threads
 from cfp.profiling.runner import TimingOptions, run
 from cfp.search.assemble import whole_choice
-from cfp.search.candidates import segment_candidate
+from cfp.search.explain import picks_of
 from cfp.search.measure import whole_job
 from cfp.search.problem import Problem, solution
 
@@ -46,13 +46,8 @@ def plans(planner: Planner, problem: Problem, classics: dict, count: int, seed: 
     found: dict[tuple[int, ...], str] = {}
     analysis = planner.analysis
     for name, choice in classics.items():
-        picks = []
-        for segment in analysis.segments:
-            wanted = segment_candidate(analysis, segment.index, choice).key
-            keys = [o.candidate.key for o in problem.options[segment.kind]]
-            if wanted in keys:
-                picks.append(keys.index(wanted))
-        if len(picks) == len(problem.kinds):
+        picks = picks_of(analysis, problem, choice)
+        if picks is not None:
             found.setdefault(tuple(picks), name)
     chance = random.Random(seed)
     for _ in range(1000):

@@ -49,7 +49,7 @@ def measure_all_budgets(
                 limits=settings.limits,
             )
             wanted, records = [*wanted, *again], {**records, **found.records}
-    costs = Costs(analysis, profiles.rates)
+    costs = Costs(analysis, profiles.rates, profiles.moved_ms)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
 

@@ -28,6 +28,7 @@ from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.moves import Move
+from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
@@ -132,6 +133,12 @@ class Planner:
             self._manner,
         )
         end = time.monotonic() + settings.seconds
+        agreement = Agreement.of(self.mesh)
+
+        def is_over() -> bool:
+            mine = looker.interrupted or time.monotonic() > end
+            return not all(agreement.everywhere([not mine]))
+
         found = explore(
             estimates,
             WantedMaker(
@@ -141,7 +148,7 @@ class Planner:
             effort=Effort(per_kind=settings.per_kind, tolerance=settings.tolerance),
             budget_bytes=self.budget_bytes,
             look=looker,
-            is_over=lambda: looker.interrupted or time.monotonic() > end,
+            is_over=is_over,
         )
         return classics, found, looker
 

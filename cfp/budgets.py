@@ -39,16 +39,20 @@ def measure_all_budgets(
         wanted, records = profiles.found.wanted, dict(profiles.found.records)
         if not planner.interrupted:
             again = _again(planner, profiles)
-            found = profile(
-                analysis.frame.program,
-                mesh,
-                [item.job for item in again],
-                planner.store,
-                retry_failures=settings.retry_failures,
-                progress=settings.progress,
-                limits=settings.limits,
-            )
-            wanted, records = [*wanted, *again], {**records, **found.records}
+            jobs = [item.job for item in again]
+            try:
+                found = profile(
+                    analysis.frame.program,
+                    mesh,
+                    jobs,
+                    planner.store,
+                    retry_failures=settings.retry_failures,
+                    progress=settings.progress,
+                    limits=settings.limits,
+                ).records
+            except KeyboardInterrupt:  # Without these there is a curve, too.
+                found = planner.store.get_many(job.key.digest for job in jobs)
+            wanted, records = [*wanted, *again], {**records, **found}
     costs = Costs(analysis, profiles.rates, profiles.moved_ms)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 

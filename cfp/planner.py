@@ -133,11 +133,15 @@ class Planner:
             self._manner,
         )
         end = time.monotonic() + settings.seconds
-        agreement = Agreement.of(self.mesh)
+        effort = Effort(per_kind=settings.per_kind, tolerance=settings.tolerance)
+        alone = Agreement.of(self.mesh).alone
+        if not alone:
+            # What is asked for later depends on times, which processes that remember
+            # different runs know differently: they measure all at once.
+            effort = replace(effort, at_first=settings.per_kind)
 
         def is_over() -> bool:
-            mine = looker.interrupted or time.monotonic() > end
-            return not all(agreement.everywhere([not mine]))
+            return not alone or looker.interrupted or time.monotonic() > end
 
         found = explore(
             estimates,
@@ -145,7 +149,7 @@ class Planner:
                 analysis, classics, estimates, self.environment, settings.in_context
             ),
             Costs(analysis, rates),
-            effort=Effort(per_kind=settings.per_kind, tolerance=settings.tolerance),
+            effort=effort,
             budget_bytes=self.budget_bytes,
             look=looker,
             is_over=is_over,

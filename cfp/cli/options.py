@@ -113,8 +113,8 @@ TimeBudget = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Measuring ends after the round in which this much time is over. Ctrl-C "
-        "ends it at once, and gives the best plan of what was measured.",
+        help="Measuring ends after the round in which this much time is over. After "
+        "the first round Ctrl-C ends it, too, for the best plan of what was measured.",
         min=0,
     ),
 ]

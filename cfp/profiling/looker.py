@@ -49,6 +49,7 @@ class Looker:
         self._measure = measure
         self._manner = manner
         self._asked = 0
+        self._measured: set[str] = set()
         self.known: set[str] = set()
         self.interrupted = False
 
@@ -60,10 +61,11 @@ class Looker:
         """
         digests = {job.key.digest for job in jobs}
         known = self._store.get_many(digests)
-        self.known |= known.keys()
+        self.known |= known.keys() - self._measured
         self._asked += 1
         if not self._measure:
             return known
+        self._measured |= digests - known.keys()
         where = (self._program, self._mesh)
         try:
             if self._tuning is not None and not known.keys() >= digests:

@@ -18,6 +18,7 @@ from scipy.optimize import linprog
 
 # By leaving out one candidate after another; see docs/decisions.md.
 MARGIN = 0.9
+_LEAST_MS = 1e-6
 
 
 def fit_weights(parts_ms: np.ndarray, times_ms: np.ndarray) -> np.ndarray:
@@ -31,7 +32,8 @@ def fit_weights(parts_ms: np.ndarray, times_ms: np.ndarray) -> np.ndarray:
         A weight in [0, 1] for each part. Largest means that the bounds are as near to
         the times as they can be, in relative terms and on average.
     """
-    shares = parts_ms / times_ms[:, None]
+    # A clock may be too coarse for what is very short.
+    shares = parts_ms / np.maximum(times_ms, _LEAST_MS)[:, None]
     found = linprog(
         -shares.sum(axis=0), A_ub=shares, b_ub=np.ones(len(shares)), bounds=(0.0, 1.0)
     )

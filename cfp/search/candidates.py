@@ -22,6 +22,11 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     return Candidate(strategies, storage, remat=index in choice.remat)
 
 
+def storage_modes(estimate: SegmentEstimate) -> list[Storage]:
+    """The ways to store a segment's parameters; one if it has none."""
+    return list(Storage) if estimate.segment.groups else [Storage.USED]
+
+
 def best_candidates(
     estimate: SegmentEstimate,
     storage: Storage,
@@ -65,7 +70,9 @@ def choose_candidates(
     The best of every storage mode take turns, so that each mode is represented.
     """
     found = {c.key: c for c in required}
-    ranked = [best_candidates(estimate, mode, count) for mode in Storage]
+    ranked = [
+        best_candidates(estimate, mode, count) for mode in storage_modes(estimate)
+    ]
     merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
     leaders = [mode[0] for mode in ranked if mode]
     for candidate in (*leaders, *merged):

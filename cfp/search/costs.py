@@ -169,9 +169,9 @@ def measured_options(
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
     for item in wanted:
-        record = records.get(item.job.key.digest)
-        if record is None:
+        if not item.is_known(records):
             continue
+        record = records[item.job.key.digest]
         if not record.ok:
             reasons[item.kind] = f"{record.status}: {record.reason}"
             continue

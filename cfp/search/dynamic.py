@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfp.search.ilp import smallest_budget
 from cfp.search.priced import (
     at_price,
     costs_to_go,
-    held_bytes,
     holding_least,
     least_cost_ms,
     memory_price,
@@ -50,8 +50,7 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
     if not lean and problem.fits(free.picks):
         return free
     assert problem.budget_bytes is not None
-    room = problem.budget_bytes - problem.fixed_bytes
-    if held_bytes(problem, holding_least(problem).picks) > room:
+    if not can_fit(problem):
         return None
     price = memory_price(problem)
     least = least_cost_ms(problem, price)
@@ -62,6 +61,16 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
         if picks is not None or is_all:
             return None if picks is None else solution(problem, picks)
         slack = slack * _MORE_SLACK or 1.0
+
+
+def can_fit(problem: Problem) -> bool:
+    """Whether any choice fits: to find out by the search would take trying them all."""
+    budget = problem.budget_bytes
+    return (
+        budget is None
+        or problem.fits(holding_least(problem).picks)
+        or smallest_budget(problem) <= budget
+    )
 
 
 @dataclass(frozen=True, slots=True)

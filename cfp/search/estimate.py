@@ -64,6 +64,19 @@ class SegmentEstimate:
         )
         return found + np.array([0.0, 0.0, self._edges(picks)])
 
+    def at_price(self, price: float) -> SegmentEstimate:
+        """The estimate with state at a price, in ms for a byte."""
+        return replace(
+            self,
+            node_ms={
+                mode: [
+                    ms + price * size
+                    for ms, size in zip(times, self.node_bytes[mode], strict=True)
+                ]
+                for mode, times in self.node_ms.items()
+            },
+        )
+
     def weighed(self, weights: np.ndarray) -> SegmentEstimate:
         """The estimate with each part multiplied by a weight."""
         parts = {

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.search.candidates import segment_candidate
-from cfp.search.dynamic import solve_dynamically
+from cfp.search.dynamic import can_fit, solve_dynamically
 from cfp.search.ilp import smallest_budget
-from cfp.search.priced import holding_least, least_cost_ms, memory_price, unlimited
+from cfp.search.priced import least_cost_ms, memory_price, unlimited
 from cfp.search.problem import Problem, Solution, solution
 
 GIB = 2**30
@@ -151,7 +151,7 @@ def _explain_kind(
     chosen = sorted(set(taken), key=lambda option: (-taken.count(option), option))
     others = [i for i in range(len(problem.options[kind])) if i not in chosen]
     forced = {option: _forced(problem, kind, option) for option in others}
-    fitting = [option for option in others if _can_fit(forced[option])]
+    fitting = [option for option in others if can_fit(forced[option])]
     bounds = {i: least_cost_ms(forced[i], price) for i in fitting}
     runners_up: list[Alternative] = []
     for option in sorted(fitting, key=bounds.__getitem__):
@@ -193,17 +193,7 @@ def _alternative(problem: Problem, kind: int, option: int, taken: int) -> Altern
 def _within(problem: Problem, budget_bytes: int | None) -> Solution | None:
     """The cheapest choice that fits in a budget, or None if none does."""
     limited = replace(problem, budget_bytes=budget_bytes)
-    # The solver would find out that nothing fits by trying everything.
-    return solve_dynamically(limited) if _can_fit(limited) else None
-
-
-def _can_fit(problem: Problem) -> bool:
-    budget = problem.budget_bytes
-    return (
-        budget is None
-        or problem.fits(holding_least(problem).picks)
-        or smallest_budget(problem) <= budget
-    )
+    return solve_dynamically(limited)
 
 
 def _cost(alternative: Alternative) -> float:

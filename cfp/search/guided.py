@@ -18,14 +18,15 @@ from itertools import islice
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Storage
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
 from cfp.search.bounds import MARGIN, fit_weights
-from cfp.search.candidates import best_candidates
+from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
+from cfp.search.estimate import SegmentEstimate
 from cfp.search.measure import can_recompute
+from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution
 from cfp.search.shortlist import Estimates
 from cfp.search.wanted import Wanted, WantedMaker
@@ -34,8 +35,6 @@ Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
 
 # Of the budget: predicted memory beyond this may turn out not to fit.
 _SAFE_SHARE = 0.9
-# How many of the best by estimate are measured at once with the classics.
-_AT_FIRST = 2
 # Computing a forward pass again takes longer than not to, if only by this.
 _AGAIN = 1.001
 # How many unmeasured candidates of a kind take part in a search at once.
@@ -50,11 +49,14 @@ class Effort:
         per_kind: how many candidates of each kind of segment to measure.
         tolerance: the gap that is small enough.
         batch: how many candidates to measure in a round.
+        at_first: how many of each kind to measure at once with the classics, of the
+            best by estimate.
     """
 
     per_kind: int
     tolerance: float = 0.01
     batch: int = 8
+    at_first: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ def explore(
     Raises:
         DeviceError: no candidate of some segment could be measured.
     """
-    wanted = maker.first(effort.per_kind, _AT_FIRST)
+    wanted = maker.first(effort.per_kind, effort.at_first)
     required = len(wanted)
     records = dict(look(_jobs(wanted)))
     rounds = 0
@@ -145,6 +147,11 @@ def _all_known(wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]) -
     return records.keys() >= {job.key.digest for job in _jobs(wanted)}
 
 
+def _ran_out(item: Wanted, records: Mapping[str, ProfileRecord]) -> bool:
+    record = records.get(item.job.key.digest)
+    return record is not None and record.status == "out_of_memory"
+
+
 @dataclass
 class _View:
     """The search over what is measured and what is not, after some measurements."""
@@ -159,6 +166,8 @@ class _View:
     tight: bool = False
     _measured: list[list[Option]] = field(default_factory=list)
     _best_ms: float = float("inf")
+    _price: float = 0.0
+    _too_large: list[list[Candidate]] = field(default_factory=list)
     _bases: dict[tuple, Wanted] = field(default_factory=dict)
     _asked: list[set[tuple]] = field(default_factory=list)
     _times: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -171,6 +180,10 @@ class _View:
         self._measured = measured_options(self.costs, wanted, records)
         self._asked = [{w.candidate.key for w in wanted if w.kind == k} for k in kinds]
         self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
+        self._too_large = [
+            [w.candidate for w in wanted if w.kind == k and _ran_out(w, records)]
+            for k in kinds
+        ]
         self._times = [
             self._parts_and_times(kind, options)
             for kind, options in enumerate(self._measured)
@@ -182,6 +195,7 @@ class _View:
         self.tight = self.tight or (
             budget is not None and fastest.memory_bytes > _SAFE_SHARE * budget
         )
+        self._price = memory_price(problem) if self.tight else 0.0
         best = self._solve(problem)
         self._best_ms = best.cost_ms if best is not None else float("inf")
 
@@ -190,17 +204,16 @@ class _View:
 
         Sets the gap.
         """
-        kinds = range(len(self._measured))
-        unseen = [self._unseen(kind) for kind in kinds]
+        unseen = [self._unseen(kind) for kind in range(len(self._measured))]
         lowest = self._solve(self._problem(self._joined(unseen)))
         self.gap = self._gap(lowest)
-        unseen = [
-            [u for u in options if self._may_ask(kind, u.candidate)]
-            for kind, options in enumerate(unseen)
-        ]
         goal = (1.0 - self.effort.tolerance) * self._best_ms
         found: list[Wanted] = []
         while len(found) < self.effort.batch:
+            unseen = [
+                [u for u in options if self._may_ask(kind, u.candidate)]
+                for kind, options in enumerate(unseen)
+            ]
             problem = self._problem(self._joined(unseen))
             lowest = self._solve(problem)
             if lowest is None or lowest.cost_ms >= goal:
@@ -231,11 +244,11 @@ class _View:
         )
 
     def _gap(self, lowest: Solution | None) -> float:
-        if lowest is None:
-            return 0.0  # Nothing fits, measured or not.
-        if self._best_ms == float("inf"):
-            return 1.0
-        return max(0.0, 1.0 - lowest.cost_ms / max(self._best_ms, 1e-9))
+        if lowest is None or self._best_ms == float("inf"):
+            return 1.0  # No plan is known.
+        if lowest.cost_ms >= self._best_ms:
+            return 0.0
+        return 1.0 - lowest.cost_ms / self._best_ms
 
     def _parts_and_times(
         self, kind: int, options: Sequence[Option]
@@ -252,22 +265,36 @@ class _View:
         asked = self._asked[kind]
         weights = MARGIN * fit_weights(*self._times[kind])
         weighed = self.estimates.kinds[kind].weighed(weights)
-        ranked = [
-            best_candidates(weighed, mode, _IN_SIGHT + len(asked)) for mode in Storage
-        ]
-        merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
-        fresh = (c for c in merged if c.key not in asked)
-        found = [self._option(kind, c, c.estimate_ms) for c in islice(fresh, _IN_SIGHT)]
+        fresh = self._first_unasked(kind, weighed)
+        if self.tight:
+            # What is slower may need less memory.
+            lean = self._first_unasked(kind, weighed.at_price(self._price))
+            fresh = list({c.key: c for c in (*fresh, *lean)}.values())
+        found = [self._option(kind, c, weighed.total_ms(c)) for c in fresh]
         index = self.analysis.representatives[kind]
         segment = self.analysis.segments[index]
         if not self.tight or not can_recompute(self.analysis.frame, segment):
             return found
         again = [
-            self._option(kind, replace(o.candidate, remat=True), _AGAIN * o.time_ms)
-            for o in (*self._measured[kind], *found)
-            if not o.candidate.remat
+            *((o.candidate, o.time_ms) for o in (*self._measured[kind], *found)),
+            *((c, weighed.total_ms(c)) for c in self._too_large[kind]),
         ]
-        return [*found, *(o for o in again if o.candidate.key not in asked)]
+        recomputed = [
+            self._option(kind, replace(candidate, remat=True), _AGAIN * bound_ms)
+            for candidate, bound_ms in again
+            if not candidate.remat
+        ]
+        return [*found, *(o for o in recomputed if o.candidate.key not in asked)]
+
+    def _first_unasked(self, kind: int, estimate: SegmentEstimate) -> list[Candidate]:
+        """The best by an estimate of what was not asked for yet."""
+        asked = self._asked[kind]
+        ranked = [
+            best_candidates(estimate, mode, _IN_SIGHT + len(asked))
+            for mode in storage_modes(estimate)
+        ]
+        merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+        return list(islice((c for c in merged if c.key not in asked), _IN_SIGHT))
 
     def _option(self, kind: int, candidate: Candidate, bound_ms: float) -> Option:
         least = self.costs.least_bytes(kind, candidate)
@@ -281,7 +308,9 @@ class _View:
 
     def _wanted(self, kind: int, candidate: Candidate) -> list[Wanted]:
         """What tells the cost of a candidate: itself, and what it is based on."""
+        self._asked[kind].add(candidate.key)
         plain = replace(candidate, remat=False)
+        self._asked[kind].add(plain.key)
         base = self._bases.get((kind, *plain.key))
         found = []
         if base is None:

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import pulp
 
-from cfp.search.dynamic import solve_dynamically
 from cfp.search.problem import Problem, Solution, solution
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
 
-def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | None:
+def solve_ilp(problem: Problem) -> Solution | None:
     """The cheapest choice that fits, or None if none does."""
     model = pulp.LpProblem("segments", pulp.LpMinimize)
     cost: list = []
@@ -39,12 +38,11 @@ def solve_ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Non
         for i, peak in enumerate(_peaks(problem, x)):
             model.addConstraint(peak <= room, f"fit_{i}")
     model.setObjective(pulp.lpSum(cost))
-    solver = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0)
-    model.solve(solver)
+    model.solve(pulp.HiGHS(msg=False, gapRel=0.0))
     status = pulp.LpStatus[model.status]
-    if status != "Optimal":
-        # Out of time: the other solver is slower on average, and has no limit.
-        return None if status == "Infeasible" else solve_dynamically(problem)
+    assert status in ("Optimal", "Infeasible"), status
+    if status == "Infeasible":
+        return None
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
     return solution(problem, picks)
 

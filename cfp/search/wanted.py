@@ -56,6 +56,11 @@ class Wanted:
         found = (self.job, self.carrier_job, self.pair_job)
         return [job for job in found if job is not None]
 
+    def is_known(self, records: Mapping[str, ProfileRecord]) -> bool:
+        """Whether there is a record, if of a failure, of all that tells its cost."""
+        known = all(job.key.digest in records for job in self.jobs)
+        return known and (self.base is None or self.base.is_known(records))
+
     def time_ms(
         self,
         records: Mapping[str, ProfileRecord],
@@ -69,8 +74,11 @@ class Wanted:
         """
         alone = records[self.job.key.digest].time_ms
         if self.base is not None:
-            less = records[self.base.job.key.digest].time_ms
-            return self.base.time_ms(records, moved_ms) + max(0.0, alone - less)
+            less = records[self.base.job.key.digest]
+            if not less.ok:
+                return alone  # Only computed again does it run at all.
+            base_ms = self.base.time_ms(records, moved_ms)
+            return base_ms + max(0.0, alone - less.time_ms)
         context = self._context(records)
         if context is None:
             return alone

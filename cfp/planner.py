@@ -24,6 +24,7 @@ from cfp.planner_parts import (
     race_row,
 )
 from cfp.presets import presets
+from cfp.profiling.builder import Built
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
@@ -63,7 +64,7 @@ class Planner:
         self.devices = list(mesh.devices.flat)
         self.settings = settings or PlannerSettings()
         is_cpu = self.devices[0].platform == "cpu"
-        self.plans = self.settings.plans or (1 if is_cpu else 3)
+        self.plans = self.settings.plans or (1 if is_cpu else 2)
         self.extents = self.settings.extents or (
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
@@ -133,7 +134,11 @@ class Planner:
             self._manner,
         )
         end = time.monotonic() + settings.seconds
-        effort = Effort(per_kind=settings.per_kind, tolerance=settings.tolerance)
+        effort = Effort(
+            per_kind=settings.per_kind,
+            tolerance=settings.tolerance,
+            patience=settings.patience,
+        )
         alone = Agreement.of(self.mesh).alone
         if not alone:
             # What is asked for later depends on times, which processes that remember
@@ -223,16 +228,19 @@ class Planner:
             return self._plan(decision, decision, [])
         started = time.perf_counter()
         entries = self._entries(decision)
-        results = self._race(entries, self.environment)
+        programs: dict[str, Built] = {}
+        results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
-        again = self._with_options([entries[i] for i in leaders[:_LEADERS]])
+        first = [entries[i] for i in leaders[:_LEADERS]]
+        programs = {e.name: programs[e.name] for e in first if e.name in programs}
+        again = self._with_options(first)
         if again:
             # The leaders run again beside them, since only times of one run compare,
             # and are kept apart: who leads must not change with it.
             entries = [entries[i] for i in leaders[_LEADERS:]]
             results = [results[i] for i in leaders[_LEADERS:]]
             beside = (*self.environment, ("race", "with other compiler options"))
-            results = [*self._race(again, beside), *results]
+            results = [*self._race(again, beside, programs), *results]
             entries = [*again, *entries]
         best = min(range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
@@ -264,7 +272,12 @@ class Planner:
 
     # -- inside --------------------------------------------------------------
 
-    def _race(self, entries: list[Decision], environment: Parts) -> list[RaceResult]:
+    def _race(
+        self,
+        entries: list[Decision],
+        environment: Parts,
+        programs: dict[str, Built],
+    ) -> list[RaceResult]:
         frame = self.analysis.frame
         finalists = [
             Finalist(
@@ -288,6 +301,7 @@ class Planner:
             finalists,
             self.store,
             budget_bytes=self.budget_bytes,
+            programs=programs,
             **self._manner,
         )
 

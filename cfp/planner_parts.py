@@ -29,11 +29,13 @@ class PlannerSettings:
         per_kind: how many strategies to measure for each kind of segment, at most.
         tolerance: measuring ends when no other plan can be faster by more than this
             share of the step.
+        patience: or after so many rounds in a row that made no plan faster by that
+            share; None for no such end.
         seconds: measuring ends after the round in which this much time is over.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 3, and 1 on virtual CPU devices.
+            in the race; by default 2, and 1 on virtual CPU devices.
         extents: how much the compiler is told of the classics; each way takes part.
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.
@@ -52,6 +54,7 @@ class PlannerSettings:
 
     per_kind: int = 16
     tolerance: float = 0.01
+    patience: int | None = 1
     seconds: float = float("inf")
     in_context: bool = True
     plans: int | None = None

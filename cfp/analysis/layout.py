@@ -332,7 +332,10 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     """What a layout tells the compiler.
 
-    One entry where a value is made, one for each use that wants it otherwise.
+    One entry where a value is made, one for each use that wants it otherwise. What is
+    only transposed is told of behind that: told of before, it would be reduced there,
+    and the compiler could not make the transpose part of the product. For the gradients
+    of weights, which are transposed products, it would then come into the update.
 
     Args:
         layout: the layout.
@@ -344,7 +347,9 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
         if ops is not None and op_id not in ops:
             continue
         for result in program.ops[op_id].results:
-            if program.values[result].shape:
+            if not program.values[result].shape:
+                continue
+            if not _is_told_behind(layout, result, ops):
                 values[result] = layout.value_spec[result]
     uses: dict[tuple[int, int], Spec] = {}
     for op in program.ops if ops is None else [program.ops[i] for i in ops]:
@@ -359,3 +364,18 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
             if have is not None and have != wanted:
                 uses[op.id, index] = wanted
     return Constraints(values, uses)
+
+
+def _is_told_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
+    """Whether a value is only transposed, and the compiler told of what comes of it."""
+    program = layout.frame.program
+    readers = program.users[value]
+    if len(readers) != 1 or value in program.outputs:
+        return False
+    (user, index) = readers[0]
+    return (
+        program.ops[user].kind == "transpose"
+        and layout.covers(user)
+        and (ops is None or user in ops)
+        and layout.use_spec(user, index) == layout.value_spec[value]
+    )

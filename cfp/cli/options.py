@@ -100,11 +100,11 @@ PerKind = Annotated[
     ),
 ]
 Gap = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="SHARE",
-        help="Measuring ends when no other plan can be faster by more than this share "
-        "of the step.",
+        help="Measure until no other plan can be faster by more than this share of the "
+        "step. By default 0.01, or until what is measured next makes no plan faster.",
         min=0,
         max=1,
     ),
@@ -233,8 +233,8 @@ def settings(
     made = PlannerSettings(per_kind=per_kind, race=race, progress=progress)
     if given.get("time_budget") is not None:
         made = replace(made, seconds=given["time_budget"])
-    if "gap" in given:
-        made = replace(made, tolerance=given["gap"])
+    if given.get("gap") is not None:
+        made = replace(made, tolerance=given["gap"], patience=None)
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True

@@ -32,7 +32,6 @@ from cfp.search.problem import Problem
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
-_GAP = PlannerSettings().tolerance
 _LIMITS = Limits()
 _Why = Annotated[
     bool,
@@ -71,7 +70,7 @@ def plan(
     preset: o.Preset = None,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = _GAP,
+    gap: o.Gap = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
@@ -160,7 +159,7 @@ def profile(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = _GAP,
+    gap: o.Gap = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
@@ -225,7 +224,7 @@ def search(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = _GAP,
+    gap: o.Gap = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

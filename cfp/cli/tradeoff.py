@@ -20,7 +20,6 @@ from cfp.search.tradeoff import trade_off
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
-_GAP = PlannerSettings().tolerance
 _LIMITS = Limits()
 
 
@@ -43,7 +42,7 @@ def tradeoff(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = _GAP,
+    gap: o.Gap = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,

@@ -62,8 +62,8 @@ class TimingOptions:
     others as in training, where one is launched while the one before still runs.
     """
 
-    warmup_seconds: float = 0.2
-    min_samples: int = 4
+    warmup_seconds: float = 0.1
+    min_samples: int = 3
     max_samples: int = 50
     target_spread: float = 0.01
     budget_seconds: float = 2.0

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 Run = Callable[[int], object]
 
 _SMALLEST_WINDOW = 3
+# Warm-up samples are this much shorter: to be steady takes many of them.
+_WARMUP_PART = 3
 _STEADY_TOLERANCE = 0.02
 _LARGEST_REPEAT = 1 << 16
 
@@ -87,8 +89,8 @@ def measure(
 
     The warm-up lasts at least `warmup_seconds` and until the last quarter of its
     samples (three at least) agrees with the quarter before, in the median and
-    within 2%: clocks drop under load, so an early sample flatters. It never takes
-    more than half of the budget. The very first execution loads code and opens
+    within 2%: clocks drop under load, so an early sample flatters. Its samples are a
+    third as long. It never takes more than half of the budget. The very first execution loads code and opens
     communicators; it is kept in `warmup_ms` and not charged to the budget.
 
     Args:
@@ -205,6 +207,7 @@ class _Subject:
         self._clock = clock
         self._agree = agree
         self._repeat = 1
+        self._sample_repeat = 1
         self.calibrated = False
         self.spent_seconds = 0.0
         self.warmup_ms: list[float] = []
@@ -225,28 +228,37 @@ class _Subject:
 
     def warm_up(self) -> None:
         """Executes once more, and finds how often a sample should repeat."""
-        seconds = self._time()
+        seconds = self._time(self._repeat)
         self.warmup_ms.append(seconds / self._repeat * 1e3)
         if len(self.warmup_ms) == 1:
             # Loading code and opening communicators: no measure of anything.
             self.spent_seconds = 0.0
-            self._repeat = self._min_repeat
-        elif self._repeat >= _LARGEST_REPEAT or seconds >= self._min_sample_seconds:
-            self.calibrated = True
-        else:
+            return
+        least = self._min_sample_seconds / _WARMUP_PART
+        if self._repeat < _LARGEST_REPEAT and seconds < least:
             # A short sample is mostly launch and wait: do not believe its ratio
-            # beyond a factor of ten. A tenth more, to pass at the next look.
-            growth = 1.1 * self._min_sample_seconds / max(seconds, 1e-9)
-            repeat = math.ceil(self._repeat * min(growth, 10.0))
-            self._repeat = min(max(repeat, self._repeat + 1), _LARGEST_REPEAT)
+            # beyond a factor of ten.
+            self._repeat = self._grown(least, seconds, at_most=10.0)
+        elif not self.calibrated:
+            self.calibrated = True
+            repeat = self._repeat
+            if seconds < self._min_sample_seconds:
+                repeat = self._grown(self._min_sample_seconds, seconds)
+            self._sample_repeat = max(repeat, self._min_repeat)
 
     def sample(self) -> float:
         """Milliseconds per execution, of one sample."""
-        return self._time() / self._repeat * 1e3
+        return self._time(self._sample_repeat) / self._sample_repeat * 1e3
 
-    def _time(self) -> float:
+    def _grown(self, wanted: float, seconds: float, at_most: float = math.inf) -> int:
+        """How often to repeat to last as long as wanted. A tenth more, to be sure."""
+        growth = min(1.1 * wanted / max(seconds, 1e-9), at_most)
+        repeat = math.ceil(self._repeat * growth)
+        return min(max(repeat, self._repeat + 1), _LARGEST_REPEAT)
+
+    def _time(self, repeat: int) -> float:
         start = self._clock()
-        self._run(self._repeat)
+        self._run(repeat)
         seconds = self._agree(self._clock() - start)
         self.spent_seconds += seconds
         return seconds

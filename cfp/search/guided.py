@@ -3,7 +3,9 @@
 The classics come first, and the best by estimate. Then, in rounds: what is not measured
 enters the search with a lower bound on its time (:mod:`cfp.search.bounds`) and on its
 memory, and what the search picks of it is measured. That ends when no unmeasured choice
-can beat the best measured plan by more than a tolerance, or when enough was measured.
+can beat the best measured plan by more than a tolerance, when a round made no plan
+faster (bounds are below what things take, so that most of what they ask for turns out
+slower), or when enough was measured.
 What is left is the *gap*, as of an integer program: by how much the fastest plan could
 still be faster than the best one that is known.
 """
@@ -48,6 +50,8 @@ class Effort:
     Attributes:
         per_kind: how many candidates of each kind of segment to measure.
         tolerance: the gap that is small enough.
+        patience: how many rounds in a row may make no plan faster by the tolerance;
+            None for any number.
         batch: how many candidates to measure in a round.
         at_first: how many of each kind to measure at once with the classics, of the
             best by estimate.
@@ -55,6 +59,7 @@ class Effort:
 
     per_kind: int
     tolerance: float = 0.01
+    patience: int | None = None
     batch: int = 8
     at_first: int = 2
 
@@ -119,10 +124,12 @@ def explore(
             tight=False,
         )
     view = _View(costs.analysis, estimates, maker, costs, effort, budget_bytes)
+    idle = 0
     while True:
-        view.see(wanted, records)
+        gained = view.see(wanted, records)
         asked = view.ask()
-        if not asked or is_over():
+        idle = 0 if gained > effort.tolerance else idle + 1
+        if not asked or is_over() or idle == effort.patience:
             break
         rounds += 1
         wanted = [*wanted, *asked]
@@ -174,8 +181,13 @@ class _View:
 
     def see(
         self, wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]
-    ) -> None:
-        """Takes in all that was measured so far."""
+    ) -> float:
+        """Takes in all that was measured so far.
+
+        Returns:
+            The share of its time by which that made the best plan faster; 1 where
+            there was none.
+        """
         kinds = range(len(self.analysis.representatives))
         self._measured = measured_options(self.costs, wanted, records)
         self._asked = [{w.candidate.key for w in wanted if w.kind == k} for k in kinds]
@@ -197,7 +209,8 @@ class _View:
         )
         self._price = memory_price(problem) if self.tight else 0.0
         best = self._solve(problem)
-        self._best_ms = best.cost_ms if best is not None else float("inf")
+        before, self._best_ms = self._best_ms, best.cost_ms if best else float("inf")
+        return 1.0 - self._best_ms / before if before < float("inf") else 1.0
 
     def ask(self) -> list[Wanted]:
         """What to measure next; nothing if nothing can be gained by it.

@@ -21,10 +21,10 @@ from cfp.program.graph import Program
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
 _LOOK = TimingOptions(
-    warmup_seconds=0.15, min_samples=2, max_samples=3, budget_seconds=0.5
+    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.5
 )
 _TURN = TimingOptions(
-    warmup_seconds=0.3, min_samples=3, max_samples=10, budget_seconds=1.5
+    warmup_seconds=0.15, min_samples=3, max_samples=6, budget_seconds=1.0
 )
 
 
@@ -68,8 +68,10 @@ class RaceResult:
         return self.record.time_ms if self.fits and self.record.ok else float("inf")
 
 
-# Who is slower than this many times the fastest, after a turn, gets no more turns.
-_HOPE = 1.1
+# Who is slower than this many times the fastest gets no more turns: after the look,
+# and after every turn.
+_HOPE_AT_FIRST = 1.1
+_HOPE = 1.04
 
 
 def peak_bytes(record: ProfileRecord) -> int:
@@ -91,6 +93,7 @@ def race(
     *,
     budget_bytes: int | None = None,
     rounds: int = 3,
+    programs: dict[str, Built] | None = None,
     retry_failures: bool | datetime = False,
     progress: Callable[[str], None] | None = None,
     limits: Limits | None = None,
@@ -110,6 +113,7 @@ def race(
         store: where records are kept.
         budget_bytes: who needs more memory is not run and cannot win.
         rounds: how many turns each gets.
+        programs: compiled programs by the labels of jobs: used, and added to.
         retry_failures: run again what failed before, or before a moment.
         progress: told what is being done.
         limits: what counts as hung.
@@ -132,7 +136,8 @@ def race(
         again = {digest: job for digest, job in jobs.items() if digest not in failed}
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
         with Marks(store.path, limits) as marks:
-            turns = _Turns(program, mesh, again, expected, marks)
+            built = {} if programs is None else programs
+            turns = _Turns(program, mesh, again, expected, marks, built)
             records = turns.run(store, budget_bytes, rounds, progress)
         records = {**failed, **records}
     results = []
@@ -168,6 +173,7 @@ class _Turns:
     jobs: Mapping[str, Job]
     expected_ms: Mapping[str, float]
     marks: Marks
+    programs: dict[str, Built]
 
     def run(
         self,
@@ -195,7 +201,8 @@ class _Turns:
                 found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
                 records[digest] = _join(records.get(digest), found)
             best = min((records[d].time_ms for d in order), default=0.0)
-            order = [d for d in order if records[d].time_ms <= _HOPE * best]
+            hope = _HOPE if turn else _HOPE_AT_FIRST
+            order = [d for d in order if records[d].time_ms <= hope * best]
         # Together, since half a race is none.
         store.put_all(list(records.values()), replace=True)
         return records
@@ -221,8 +228,14 @@ class _Turns:
                 yield digest, pending.result()
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
+        known = self.programs.get(job.label)
+        if known is not None:
+            return replace(known, key=job.key)
         with self.marks.doing(job.key, job.label, "build"):
-            return build(self.program, self.mesh, job, environment)
+            outcome = build(self.program, self.mesh, job, environment)
+        if isinstance(outcome, Built):
+            self.programs[job.label] = outcome
+        return outcome
 
     def _time(self, digest: str, built: Built, timing: TimingOptions) -> ProfileRecord:
         job = self.jobs[digest]

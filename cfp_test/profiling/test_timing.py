@@ -77,8 +77,17 @@ def test_a_sample_holds_as_many_executions_as_asked_for():
     device = FakeDevice()
     run = device.thing("a", lambda *_: 0.1, launch_seconds=0.01)
     timing = measure(run, clock=device.clock, min_repeat=4)
-    assert {n for _, n in device.log[1:]} == {4}
+    assert {n for _, n in device.log[-len(timing.samples_ms) :]} == {4}
     assert timing.median_ms == pytest.approx(100 + 10 / 4)
+
+
+def test_warm_up_samples_are_a_third_as_long():
+    device = FakeDevice()
+    run = device.thing("a", lambda *_: 1e-3)
+    timing = measure(run, clock=device.clock, min_sample_ms=30, warmup_seconds=0.5)
+    count = len(timing.samples_ms)
+    assert device.log[-count - 1][1] == 10
+    assert {n for _, n in device.log[-count:]} == {33}
 
 
 def test_warm_up_waits_for_clocks_that_drop_over_seconds():

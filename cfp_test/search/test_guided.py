@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,6 +171,23 @@ def test_with_luck_too_what_is_found_is_what_all_there_is_gives(small):
     # The gap is a promise about everything.
     assert everything.cost_ms >= best.cost_ms * (1 - found.gap) - 1e-9
     assert devices.runs < sum(map(len, devices.everything().options)) / 2
+
+
+def test_patience_ends_it_after_rounds_that_made_nothing_faster(model):
+    analysis, estimates = model
+    best, rounds = [], []
+    for patience in (1, 2, None):
+        devices = Devices(analysis, estimates, noise=0.05)
+        found = devices.explore(patience=patience)
+        best.append(devices.best(found).cost_ms)
+        rounds.append(found.rounds)
+        required = replace(found, wanted=found.wanted[: found.required])
+        first = devices.best(required).cost_ms
+        if patience is not None and found.gap > 0.01:
+            # All rounds but the last ones made the plan faster.
+            assert best[-1] <= first * 0.99 ** (found.rounds - patience) + 1e-9
+    assert rounds == sorted(rounds) and rounds[0] < rounds[-1]
+    assert best == sorted(best, reverse=True)
 
 
 def test_memory_is_searched_too(small):

@@ -133,6 +133,18 @@ def race_row(result: RaceResult) -> RaceRow:
     )
 
 
+def left_out(classic: Decision) -> RaceRow:
+    """A classic that was not raced, as a plan keeps it."""
+    return RaceRow(
+        name=classic.name,
+        predicted_ms=classic.predicted_ms,
+        samples_ms=(),
+        time_ms=None,
+        peak_bytes=0,
+        note="predicted too far behind to be raced",
+    )
+
+
 def device_memory(device: Any) -> int | None:
     """Memory of a device that programs may use, or None where it does not say."""
     stats = device.memory_stats() if device.platform != "cpu" else None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from cfp.profiling.key import GPU_PLATFORMS
 from cfp.profiling.signs import above_zero
 from cfp.program.graft import Part, Spec, aval, partition_spec
 from cfp.program.graph import Program
@@ -25,6 +26,8 @@ from cfp.program.graph import Program
 _SMALLEST_FLOAT = 0.002
 _LARGEST_FLOAT = 0.0199
 _INTEGER_BITS = 7
+# Nobody waits for an input: trying out kernels for it takes longer than making it.
+_UNTUNED = {"xla_gpu_autotune_level": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,11 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     def generate() -> jax.Array:
         return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed)
 
+    is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
     # Types of 64 bits are cut without this; the others are unaffected.
     with jax.enable_x64(True):
-        return jax.jit(generate, out_shardings=sharding).lower().compile()
+        lowered = jax.jit(generate, out_shardings=sharding).lower()
+    return lowered.compile(compiler_options=_UNTUNED if is_gpu else None)
 
 
 def _values(shape: tuple[int, ...], dtype: jnp.dtype, signed: bool) -> jax.Array:

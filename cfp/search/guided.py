@@ -61,7 +61,7 @@ class Effort:
     tolerance: float = 0.01
     patience: int | None = None
     batch: int = 8
-    at_first: int = 2
+    at_first: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,10 @@ from cfp.program.graph import Program
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
 _LOOK = TimingOptions(
-    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.5
+    warmup_seconds=0.1, min_samples=1, max_samples=3, budget_seconds=0.3
 )
 _TURN = TimingOptions(
-    warmup_seconds=0.15, min_samples=3, max_samples=6, budget_seconds=1.0
+    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
 )
 
 
@@ -70,7 +70,7 @@ class RaceResult:
 
 # Who is slower than this many times the fastest gets no more turns: after the look,
 # and after every turn.
-_HOPE_AT_FIRST = 1.1
+_HOPE_AT_FIRST = 1.08
 _HOPE = 1.04
 
 

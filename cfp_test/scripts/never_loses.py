@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         workdir = options.workdir or Path(temporary)
 
-        def plan(budget: int | None) -> tuple[Plan, float]:
+        def plan(budget: int | None, preset: str | None = None) -> tuple[Plan, float]:
             begun = time.perf_counter()
             made = api.plan(
                 target.step,
@@ -99,6 +99,7 @@ def main() -> None:
                 static_argnums=target.static,
                 donate_argnums=target.donate,
                 memory_budget=budget,
+                preset=preset,
                 cache_dir=workdir,
                 settings=PlannerSettings(per_kind=options.per_kind),
             )
@@ -117,10 +118,10 @@ def main() -> None:
         tell({"what": "cold", **row_of(first, None, seconds)})
         again, seconds = plan(None)
         tell({"what": "warm", **row_of(again, None, seconds)})
-        whole = max(r.peak_bytes for r in first.race if r.name == "data_parallel")
-        for share in options.budgets.split(","):
-            if share == "none":
-                continue
+        shares = [share for share in options.budgets.split(",") if share != "none"]
+        whole = plan(None, "data_parallel")[0].peak_bytes if shares else None
+        for share in shares:
+            assert whole is not None, "it was compiled"
             budget = int(float(share) * whole)
             what = f"{share} of data parallel"
             try:

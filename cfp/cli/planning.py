@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cfp import api
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
 from cfp.cli.output import save, show, suggest
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
+from cfp.cli.variants import (
+    MeshShapes,
+    Microbatches,
+    variants_data,
+    variants_of,
+    variants_view,
+)
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner import Planner
@@ -30,6 +36,7 @@ from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.explain import Explanation, explain, picks_of
 from cfp.search.problem import Problem
 from cfp.units import parse_bytes
+from cfp.variants import plan_fastest
 
 _PER_KIND = PlannerSettings().per_kind
 _LIMITS = Limits()
@@ -62,6 +69,8 @@ def plan(
     target: o.TargetText,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
+    mesh_shapes: MeshShapes = None,
+    microbatches: Microbatches = None,
     platform: o.Platform = None,
     memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
@@ -89,14 +98,12 @@ def plan(
     pins = o.parse_pins(pin)
     o.check_writable(output)
     with o.only_json(as_json) as print_json:
-        found, devices_mesh = target_of(ctx)
+        wanted, variants = variants_of(ctx)
         with Display(quiet) as display:
-            made = api.plan(
-                found.step,
-                *found.args,
-                mesh=devices_mesh,
-                static_argnums=found.static,
-                donate_argnums=found.donate,
+            found = plan_fastest(
+                variants,
+                static_argnums=wanted.static,
+                donate_argnums=wanted.donate,
                 memory_budget=budget,
                 pins=pins,
                 preset=preset,
@@ -109,12 +116,16 @@ def plan(
                     progress=display.tell,
                 ),
             )
-        save(made, output, say=not as_json)
+        several = bool(mesh_shapes or microbatches)
+        save(found.plan, output, say=not as_json)
         if as_json:
-            print_json(made.to_json())
-        else:
-            print_plan(made, Console())
-            suggest(output)
+            more = {"variants": variants_data(found)} if several else {}
+            print_json(_plan_json(found.plan, more))
+            return
+        if several:
+            show(lambda b: variants_view(found, b))
+        print_plan(found.plan, Console())
+        suggest(output)
 
 
 @o.command
@@ -260,7 +271,11 @@ def search(
         made = found.plan
         save(made, output, say=not as_json)
         if as_json:
-            print_json(_plan_json(session, found, why))
+            more = {}
+            if why is not None:
+                told = explanation_data(session.analysis, found.problem, why)
+                more["explanation"] = told
+            print_json(_plan_json(made, more))
             return
         print_plan(made, Console())
         if why is not None:
@@ -318,13 +333,11 @@ def explain_choice(session: Session, found: Searched) -> Explanation:
     return explain(found.problem, picks)
 
 
-def _plan_json(session: Session, found: Searched, why: Explanation | None) -> str:
-    """The plan, which can be loaded from it; the explanation is one more entry."""
-    if why is None:
-        return found.plan.to_json()
-    data = json.loads(found.plan.to_json())
-    explained = explanation_data(session.analysis, found.problem, why)
-    return json.dumps({**data, "explanation": explained}, indent=1)
+def _plan_json(plan: Plan, more: Mapping[str, Any]) -> str:
+    """A plan, which can be loaded from it, with more entries."""
+    if not more:
+        return plan.to_json()
+    return json.dumps({**json.loads(plan.to_json()), **more}, indent=1)
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:

@@ -1,9 +1,9 @@
-"""The commands that make a plan: all passes at once, or one at a time."""
+"""The passes one at a time, as commands."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,16 +13,10 @@ from rich.console import Console
 
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
+from cfp.cli.finding import Output, plan, plan_json
 from cfp.cli.output import save, show, suggest
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
-from cfp.cli.variants import (
-    MeshShapes,
-    Microbatches,
-    variants_data,
-    variants_of,
-    variants_view,
-)
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner import Planner
@@ -36,7 +30,6 @@ from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.explain import Explanation, explain, picks_of
 from cfp.search.problem import Problem
 from cfp.units import parse_bytes
-from cfp.variants import plan_fastest
 
 _PER_KIND = PlannerSettings().per_kind
 _LIMITS = Limits()
@@ -48,11 +41,6 @@ _Why = Annotated[
         "measurement differs.",
     ),
 ]
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
-]
-
 _Explain = Annotated[
     bool,
     typer.Option(
@@ -61,71 +49,6 @@ _Explain = Annotated[
         "cost, and what memory has to do with it.",
     ),
 ]
-
-
-@o.measuring
-def plan(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    mesh_shapes: MeshShapes = None,
-    microbatches: Microbatches = None,
-    platform: o.Platform = None,
-    memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    output: _Output = None,
-    as_json: o.Json = False,
-    preset: o.Preset = None,
-    pin: o.Pins = None,
-    per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
-    time_budget: o.TimeBudget = None,
-    quick: o.Quick = False,
-    no_race: o.NoRace = False,
-    retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    quiet: o.Quiet = False,
-) -> None:
-    """Plan how to shard a step: analyze, profile, search, race.
-
-    Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4
-    """
-    budget = parse_bytes(memory_budget)
-    pins = o.parse_pins(pin)
-    o.check_writable(output)
-    with o.only_json(as_json) as print_json:
-        wanted, variants = variants_of(ctx)
-        with Display(quiet) as display:
-            found = plan_fastest(
-                variants,
-                static_argnums=wanted.static,
-                donate_argnums=wanted.donate,
-                memory_budget=budget,
-                pins=pins,
-                preset=preset,
-                cache_dir=workdir,
-                settings=o.settings(
-                    ctx,
-                    per_kind=per_kind,
-                    quick=quick,
-                    race=not no_race,
-                    progress=display.tell,
-                ),
-            )
-        several = bool(mesh_shapes or microbatches)
-        save(found.plan, output, say=not as_json)
-        if as_json:
-            more = {"variants": variants_data(found)} if several else {}
-            print_json(_plan_json(found.plan, more))
-            return
-        if several:
-            show(lambda b: variants_view(found, b))
-        print_plan(found.plan, Console())
-        suggest(output)
 
 
 @o.command
@@ -231,7 +154,7 @@ def search(
     platform: o.Platform = None,
     memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
-    output: _Output = None,
+    output: Output = None,
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
@@ -275,7 +198,7 @@ def search(
             if why is not None:
                 told = explanation_data(session.analysis, found.problem, why)
                 more["explanation"] = told
-            print_json(_plan_json(made, more))
+            print_json(plan_json(made, more))
             return
         print_plan(made, Console())
         if why is not None:
@@ -331,13 +254,6 @@ def explain_choice(session: Session, found: Searched) -> Explanation:
     """Why a plan: of what the search says, if part of the plan was not measured."""
     picks = picks_of(session.analysis, found.problem, found.choice)
     return explain(found.problem, picks)
-
-
-def _plan_json(plan: Plan, more: Mapping[str, Any]) -> str:
-    """A plan, which can be loaded from it, with more entries."""
-    if not more:
-        return plan.to_json()
-    return json.dumps({**json.loads(plan.to_json()), **more}, indent=1)
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:

@@ -160,7 +160,8 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             outcome.note,
             style="bold" if won else None,
         )
-    return Group(table, Text(_BASIS_WORDS[found.basis]), Text())
+    compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1
+    return Group(table, Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else ""))
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -16,17 +16,21 @@ from cfp.execute import compare
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings
 from cfp.presets import CLASSICS
+from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 
 # Names that `plan(..., preset=...)` knows on a mesh of any shape.
 PRESETS = tuple(CLASSICS)
 
 __all__ = [
     "PRESETS",
+    "Basis",
     "CacheError",
     "CfpError",
     "DeviceError",
+    "Fastest",
     "MemoryBudgetError",
     "MeshError",
+    "Outcome",
     "ParallelStep",
     "PinError",
     "Plan",
@@ -34,8 +38,10 @@ __all__ = [
     "PlannerSettings",
     "StepNotTraceable",
     "TargetError",
+    "Variant",
     "compare",
     "parallelize",
     "plan",
+    "plan_fastest",
 ]
 __version__ = "0.1.0"

@@ -10,17 +10,18 @@ race       Choice and the classics    -> Plan       timed on the whole program
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cfp.analysis.analyze import analyze
+from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
 from cfp.plan import Plan
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
-from cfp.program.step import flatten_step
+from cfp.planner_parts import Decision, PlannerSettings
+from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.units import parse_bytes
 
@@ -67,8 +68,6 @@ def plan(
         CfpError: the step, the arguments, the mesh, the pins or the budget do not
             work out; each message says what to do.
     """
-    mesh = planning_mesh(mesh)
-    budget = parse_bytes(memory_budget)
     step = flatten_step(
         fn,
         args,
@@ -78,6 +77,47 @@ def plan(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    return find_plan(
+        step,
+        mesh=mesh,
+        memory_budget=memory_budget,
+        pins=pins,
+        preset=preset,
+        cache_dir=cache_dir,
+        settings=settings,
+    ).plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan, and what of its making a comparison with other plans needs.
+
+    Attributes:
+        plan: the plan.
+        analysis: of the step that was planned.
+        winner: what the plan decides.
+        interrupted: whether the user ended the measuring, so that there was no race.
+    """
+
+    plan: Plan
+    analysis: Analysis
+    winner: Decision
+    interrupted: bool
+
+
+def find_plan(
+    step: FlatStep,
+    *,
+    mesh: Mesh,
+    memory_budget: int | str | None = None,
+    pins: Pins | None = None,
+    preset: str | None = None,
+    cache_dir: str | Path | None = None,
+    settings: PlannerSettings | None = None,
+) -> Found:
+    """All passes, for a step over flat arguments; see :func:`plan`."""
+    mesh = planning_mesh(mesh)
+    budget = parse_bytes(memory_budget)
     program, lowering = trace(step, mesh)
     axes = tuple(mesh.shape.items())
     pinned = resolve_pins(pins or {}, program, axes)
@@ -88,7 +128,13 @@ def plan(
         else:
             profiles = planner.profile()
             choice = planner.search(profiles)
-        return planner.race(choice).bound_to(step, lowering.out_tree)
+        made = planner.race(choice).bound_to(step, lowering.out_tree)
+        return Found(
+            plan=made,
+            analysis=analysis,
+            winner=planner.winner or choice,
+            interrupted=planner.interrupted,
+        )
 
 
 def parallelize(

@@ -21,6 +21,7 @@ DEFAULT_CPU_DEVICES = 4
 
 Axes = tuple[tuple[str, int], ...]
 
+_AXIS_NAMES = ("x", "y", "z")
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
 
@@ -61,6 +62,28 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
             )
         )
     return axes
+
+
+def mesh_text(axes: Axes) -> str:
+    """Axes as they are written on the command line: ``x=2,y=4``."""
+    return ",".join(f"{name}={size}" for name, size in axes)
+
+
+def mesh_shapes(count: int) -> list[Axes]:
+    """The shapes of meshes with so many devices, of up to three axes.
+
+    Sizes grow from axis to axis. The same sizes in another order are the same mesh but
+    for which devices are neighbours.
+    """
+    sizes = [
+        (first, second, count // first // second)
+        for first in range(1, count + 1)
+        for second in range(first, count // first + 1)
+        if count % (first * second) == 0 and first * second**2 <= count
+    ]
+    shapes = [tuple(size for size in shape if size > 1) for shape in sizes]
+    shapes.sort(key=len)
+    return [tuple(zip(_AXIS_NAMES, shape, strict=False)) for shape in shapes]
 
 
 def select(platform: str | None, axes: Axes | None) -> None:
@@ -127,8 +150,7 @@ def make_mesh(axes: Axes | None) -> Mesh:
         raise DeviceError(
             compose(
                 "There are too few devices.",
-                expected=f"{wanted} devices for the mesh "
-                + ",".join(f"{name}={size}" for name, size in axes),
+                expected=f"{wanted} devices for the mesh {mesh_text(axes)}",
                 got=f"{len(devices)} of platform {kind}",
                 attempt=f"--devices {len(devices)}, or --platform cpu for virtual "
                 "devices"

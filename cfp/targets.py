@@ -1,9 +1,9 @@
 """What a command works on: a model of the zoo, or a function of the user's.
 
 A target is written as a model's name with its options following, or as
-``file.py:function`` or ``package.module:function``. A user's function takes no
-arguments and returns ``(train_step, args)``; the arguments are arrays or
-``jax.ShapeDtypeStruct`` s.
+``file.py:function`` or ``package.module:function``. A user's function returns
+``(train_step, args)``; the arguments are arrays or ``jax.ShapeDtypeStruct`` s. It is
+called without arguments, but for ``microbatches`` if that is given as an option.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ _EXAMPLE = (
     "            return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)\n"
     "        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
     "        return train_step, (shape, shape)"
+)
+
+# What a function of the user's may be asked for, if it has an argument of this name.
+MICROBATCHES = Option(
+    name="microbatches",
+    type=int,
+    default=1,
+    doc="the number of parts of a batch that run one after another",
 )
 
 MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
@@ -80,12 +88,7 @@ def resolve(
         CfpError: there is no such target, or it is not what a target should be.
     """
     if ":" in text:
-        if options:
-            raise CfpError(
-                f"Unknown options: {' '.join(options)}. A function takes none; --help "
-                "lists those of the command."
-            )
-        return _function_target(text, tuple(donate), tuple(static))
+        return _function_target(text, options, tuple(donate), tuple(static))
     if text not in registry.MODELS:
         close = difflib.get_close_matches(text, registry.MODELS, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
@@ -140,7 +143,13 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
     Raises:
         CfpError: an option is unknown, lacks its value, or has one of another type.
     """
-    known = {option.flag: option for option in registry.find(model).options}
+    return _parse_options(model, registry.find(model).options, words)
+
+
+def _parse_options(
+    target: str, options: Sequence[Option], words: Sequence[str]
+) -> dict[str, Scalar]:
+    known = {option.flag: option for option in options}
     found: dict[str, Scalar] = {}
     rest = list(words)
     while rest:
@@ -152,7 +161,7 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
             continue
         option = known.get(flag)
         if option is None:
-            raise CfpError(_unknown_option(model, flag, known))
+            raise CfpError(_unknown_option(target, flag, known))
         if not equals:
             if option.type is bool and (not rest or rest[0].startswith("--")):
                 value = "true"
@@ -164,17 +173,20 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
     return found
 
 
-def _unknown_option(model: str, flag: str, known: dict[str, Option]) -> str:
+def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> str:
     close = difflib.get_close_matches(flag, known, 1)
     listing = ", ".join(
         f"{name} ({'derived' if o.default is None else o.default})"
         for name, o in known.items()
     )
+    attempt = close[0] if close else "one of these, or --help"
+    if flag == MICROBATCHES.flag:
+        attempt = f"give the function an argument {MICROBATCHES.name}"
     return compose(
-        f"{model} has no option {flag}.",
-        expected=f"an option of the command, or one of {model}: {listing}",
+        f"{target} has no option {flag}.",
+        expected=f"an option of the command, or one of {target}: {listing or '(none)'}",
         got=flag,
-        attempt=close[0] if close else "one of these, or --help",
+        attempt=attempt,
     )
 
 
@@ -198,7 +210,7 @@ def _parse(option: Option, flag: str, text: str) -> Scalar:
 
 
 def _function_target(
-    text: str, donate: tuple[int, ...], static: tuple[int, ...]
+    text: str, words: Sequence[str], donate: tuple[int, ...], static: tuple[int, ...]
 ) -> Target:
     where, _, name = text.rpartition(":")
     module = _load_file(where) if where.endswith(".py") else _load_module(where, text)
@@ -220,7 +232,14 @@ def _function_target(
                 attempt=f"{where}:{functions[0]}" if functions else _EXAMPLE,
             )
         )
-    required = _required_arguments(found)
+    parameters = _parameters(found)
+    options = [o for o in (MICROBATCHES,) if o.name in parameters]
+    given = _parse_options(text, options, words)
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in given
+    ]
     if required:
         raise CfpError(
             compose(
@@ -231,7 +250,7 @@ def _function_target(
                 attempt="give them defaults, or wrap it:\n    " + _EXAMPLE,
             )
         )
-    made = _guarded(found, f"{text} raised")
+    made = _guarded(lambda: found(**given), f"{text} raised")
     if not (
         isinstance(made, tuple)
         and len(made) == 2
@@ -335,17 +354,14 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
         ) from error
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a function may be called with by name; nothing, if it does not say."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        p.name
-        for p in parameters
-        if p.default is inspect.Parameter.empty and p.kind not in variadic
-    ]
+    return {name: p for name, p in parameters.items() if p.kind not in variadic}
 
 
 def _type_text(value: Any) -> str:

@@ -27,7 +27,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", "gtp"], "try: gpt"),
     (["plan", "absent.py:step"], "There is no file absent.py"),
     (["plan", "gpt", "--layrs", "2"], "try: --layers"),
-    (["plan", TOY, "--deivces", "4"], "Unknown options: --deivces 4"),
+    (["plan", TOY, "--deivces", "4"], "toy has no option --deivces"),
     (["plan", TOY, "--devices", "1"], "There is nothing to shard over"),
     (["plan", TOY, "--mesh", "x=1"], "There is nothing to shard over"),
     (["plan", TOY, "--mesh", "x:4"], "The mesh cannot be read"),

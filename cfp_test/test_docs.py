@@ -57,17 +57,22 @@ def test_commands_have_the_options_shown(tmp_path):
         assert flags <= known, (name, target, flags - known)
 
 
-def test_the_step_in_getting_started_is_a_target(tmp_path):
-    (block,) = (
-        block
-        for block in blocks(ROOT / "docs" / "getting-started.md", "python")
-        if block.startswith("# train.py")
+def test_the_steps_in_getting_started_are_targets(tmp_path):
+    for block in blocks(ROOT / "docs" / "getting-started.md", "python"):
+        name = re.match(r"# (\w+\.py)\n", block)
+        if name is not None:
+            (tmp_path / name[1]).write_text(block)
+    cpu = ["--platform", "cpu", "--devices", "4"]
+    plain, parts = run_batch(
+        [
+            ["analyze", "train.py:tiny", *cpu],
+            ["analyze", "parts.py:parts", *cpu, "--microbatches", "4"],
+        ],
+        tmp_path,
     )
-    (tmp_path / "train.py").write_text(block)
-    line = ["analyze", "train.py:tiny", "--platform", "cpu", "--devices", "4"]
-    (done,) = run_batch([line], tmp_path)
-    assert done.code == 0, done.err
-    assert "2 blocks" in done.out
+    assert (plain.code, parts.code) == (0, 0), plain.err + parts.err
+    assert "2 blocks" in plain.out
+    assert "dot_general f32[128,64]" in parts.out  # A quarter of the 512 rows.
 
 
 @pytest.mark.nightly

@@ -39,6 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("cluster",),
     ("api",),
+    ("variants",),
     ("__init__",),  # The public names, gathered from the rooms above.
     ("targets", "platform"),
     ("trial",),

@@ -50,6 +50,21 @@ def test_a_function_is_a_target(where):
     assert target.args[1].shape == (16, 32)
 
 
+def test_a_function_may_be_asked_for_microbatches():
+    plain, parts = (
+        jax.make_jaxpr(target.step)(*target.args)
+        for target in (
+            resolve(f"{FILE}:in_parts"),
+            resolve(f"{FILE}:in_parts", ["--microbatches", "4"]),
+        )
+    )
+    loops = [
+        [e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"]
+        for jaxpr in (plain, parts)
+    ]
+    assert loops == [[], [4]]
+
+
 def test_arguments_are_made_where_only_shapes_are_known():
     target = resolve(f"{FILE}:toy")
     weights, x, y = target.make_args([single(arg) for arg in target.args], 0)
@@ -91,7 +106,12 @@ def test_concrete_and_static_arguments_stay_what_they_are():
         (f"{FILE}:needs_size", [], "needs arguments: size"),
         (f"{FILE}:no_step", [], "does not return a step"),
         (f"{FILE}:raising", [], "raised ValueError: no data here"),
-        (f"{FILE}:toy", ["--layers", "2"], "Unknown options: --layers 2"),
+        (f"{FILE}:toy", ["--layers", "2"], "toy has no option --layers"),
+        (f"{FILE}:toy", ["--microbatches", "2"], "an argument microbatches"),
+        (f"{FILE}:in_parts", ["--layers", "2"], "in_parts: --microbatches (1)"),
+        (f"{FILE}:in_parts", ["--microbatches", "two"], "cannot be 'two'"),
+        (f"{FILE}:in_parts", ["--microbatches", "3"], "16 rows in 3 parts"),
+        ("gpt", ["--microbatches", "3"], "batch=16 and microbatches=3"),
     ],
 )
 def test_bad_targets_are_explained(text, options, message):

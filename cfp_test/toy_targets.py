@@ -24,6 +24,36 @@ def toy():
     return train_step, (weights, shape(16, 32), shape(16, 32))
 
 
+def in_parts(microbatches=1):
+    """The toy, its gradients summed over parts of the batch."""
+    whole, args = toy()
+    rows = args[1].shape[0]
+    if rows % microbatches:
+        raise ValueError(f"{rows} rows in {microbatches} parts")
+    if microbatches == 1:
+        return whole, args
+
+    def train_step(weights, x, y):
+        def loss_fn(weights, x, y):
+            hidden = jnp.tanh(x @ weights["up"])
+            return ((hidden @ weights["down"] - y) ** 2).mean() / microbatches
+
+        def add(total, part):
+            found = jax.value_and_grad(loss_fn)(weights, *part)
+            return jax.tree.map(jnp.add, total, found), None
+
+        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+        parts = [
+            data.reshape(-1, microbatches, data.shape[1]).swapaxes(0, 1)
+            for data in (x, y)
+        ]
+        (loss, grads), _ = jax.lax.scan(add, nothing, tuple(parts))
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+        return new, {"loss": loss}
+
+    return train_step, args
+
+
 def with_static():
     """A step with a static argument and concrete arrays."""
 

@@ -28,8 +28,8 @@ TargetText = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="A model with its options following (gpt --layers 4), file.py:function, "
-        "or package.module:function; a function takes no arguments and returns "
-        "(train_step, args).",
+        "or package.module:function; a function takes no arguments, but for "
+        "microbatches, and returns (train_step, args).",
         show_default=False,
     ),
 ]

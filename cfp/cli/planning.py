@@ -1,4 +1,4 @@
-"""The commands that make a plan: all passes at once, or one at a time."""
+"""The passes one at a time, as commands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cfp import api
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
+from cfp.cli.finding import Output, plan, plan_json
 from cfp.cli.output import save, show, suggest
 from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
@@ -41,11 +41,6 @@ _Why = Annotated[
         "measurement differs.",
     ),
 ]
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
-]
-
 _Explain = Annotated[
     bool,
     typer.Option(
@@ -54,67 +49,6 @@ _Explain = Annotated[
         "cost, and what memory has to do with it.",
     ),
 ]
-
-
-@o.measuring
-def plan(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.Platform = None,
-    memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    output: _Output = None,
-    as_json: o.Json = False,
-    preset: o.Preset = None,
-    pin: o.Pins = None,
-    per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
-    time_budget: o.TimeBudget = None,
-    quick: o.Quick = False,
-    no_race: o.NoRace = False,
-    retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    quiet: o.Quiet = False,
-) -> None:
-    """Plan how to shard a step: analyze, profile, search, race.
-
-    Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4
-    """
-    budget = parse_bytes(memory_budget)
-    pins = o.parse_pins(pin)
-    o.check_writable(output)
-    with o.only_json(as_json) as print_json:
-        found, devices_mesh = target_of(ctx)
-        with Display(quiet) as display:
-            made = api.plan(
-                found.step,
-                *found.args,
-                mesh=devices_mesh,
-                static_argnums=found.static,
-                donate_argnums=found.donate,
-                memory_budget=budget,
-                pins=pins,
-                preset=preset,
-                cache_dir=workdir,
-                settings=o.settings(
-                    ctx,
-                    per_kind=per_kind,
-                    quick=quick,
-                    race=not no_race,
-                    progress=display.tell,
-                ),
-            )
-        save(made, output, say=not as_json)
-        if as_json:
-            print_json(made.to_json())
-        else:
-            print_plan(made, Console())
-            suggest(output)
 
 
 @o.command
@@ -220,7 +154,7 @@ def search(
     platform: o.Platform = None,
     memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
-    output: _Output = None,
+    output: Output = None,
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
@@ -260,7 +194,11 @@ def search(
         made = found.plan
         save(made, output, say=not as_json)
         if as_json:
-            print_json(_plan_json(session, found, why))
+            more = {}
+            if why is not None:
+                told = explanation_data(session.analysis, found.problem, why)
+                more["explanation"] = told
+            print_json(plan_json(made, more))
             return
         print_plan(made, Console())
         if why is not None:
@@ -316,15 +254,6 @@ def explain_choice(session: Session, found: Searched) -> Explanation:
     """Why a plan: of what the search says, if part of the plan was not measured."""
     picks = picks_of(session.analysis, found.problem, found.choice)
     return explain(found.problem, picks)
-
-
-def _plan_json(session: Session, found: Searched, why: Explanation | None) -> str:
-    """The plan, which can be loaded from it; the explanation is one more entry."""
-    if why is None:
-        return found.plan.to_json()
-    data = json.loads(found.plan.to_json())
-    explained = explanation_data(session.analysis, found.problem, why)
-    return json.dumps({**data, "explanation": explained}, indent=1)
 
 
 def _check_complete(planner: Planner, profiles: Profiles) -> None:

@@ -93,7 +93,8 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
       ValueError: the name or an option is unknown, or the options do not fit together.
     """
     recipe = _Recipe.of(name, options)
-    train_step = make_train_step(recipe.network, recipe.train.optimizer())
+    train = recipe.train
+    train_step = make_train_step(recipe.network, train.optimizer(), train.microbatches)
     return train_step, recipe.abstract_args()
 
 
@@ -161,8 +162,10 @@ class _Recipe:
         )
 
     def init(self, key: jax.Array) -> TrainState:
-        optimizer = self.train.optimizer()
-        return init_state(self.network, optimizer, key, self.batch(key))
+        train = self.train
+        # Of the size that runs at once, which a model may refuse.
+        batch = self.network.random_batch(key, train.batch // train.microbatches)
+        return init_state(self.network, train.optimizer(), key, batch)
 
     def batch(self, key: jax.Array) -> Batch:
         return self.network.random_batch(key, self.train.batch)

@@ -52,10 +52,18 @@ class TrainConfig:
     """What a training step needs to know beside its model."""
 
     batch: int = option(16, "sequences in a batch")
+    microbatches: int = option(
+        1, "parts of a batch that run one after another; they divide batch"
+    )
     learning_rate: float = option(3e-4, "AdamW's learning rate")
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.batch % self.microbatches:
+            raise ValueError(
+                f"batch must be divisible by microbatches, got batch={self.batch} and "
+                f"microbatches={self.microbatches}"
+            )
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adamw(self.learning_rate)
@@ -85,30 +93,63 @@ def cross_entropy(
 
 
 def make_train_step(
-    network: Network, optimizer: optax.GradientTransformation
+    network: Network, optimizer: optax.GradientTransformation, microbatches: int = 1
 ) -> TrainStep:
     """Makes the step that trains `network` with `optimizer`.
 
     The loss is the cross-entropy, over the positions of the batch's "mask" if it has
     one, plus the network's penalty.
+
+    With microbatches, parts of the batch run one after another in a loop, and their
+    gradients are summed: only one part's activations are kept at a time. Loss and
+    gradients are those of the whole batch if each sequence goes through the network
+    alone, and the penalty is a mean over sequences.
     """
+
+    def loss_fn(
+        params: Any, batch: Batch, share: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What a part of the batch adds to loss and entropy; the batch, without one."""
+        logits, penalty = network.apply(params, batch)
+        entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
+        if share is None:
+            return entropy + penalty, entropy
+        return share * entropy + penalty / microbatches, share * entropy
+
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def accumulate(params: Any, batch: Batch) -> Any:
+        def add(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient(params, *part)), None
+
+        zero = jnp.zeros(())
+        nothing = (zero, zero), jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, nothing, _split(batch, microbatches))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update. Tokens and labels of the batch are [batch, seq] int32."""
-
-        def loss_fn(params: Any) -> tuple[jax.Array, jax.Array]:
-            logits, penalty = network.apply(params, batch)
-            entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
-            return entropy + penalty, entropy
-
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, entropy), grads = gradient(state.params)
+        whole = accumulate if microbatches > 1 else gradient
+        (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "cross_entropy": entropy}
         return TrainState(params, opt_state), metrics
 
     return train_step
+
+
+def _split(batch: Batch, parts: int) -> tuple[Batch, jax.Array]:
+    """A batch in parts, stacked on a new dim 0, and what each weighs in the mean."""
+    # Every parts-th sequence, not runs of neighbours: a batch that is sharded over
+    # devices stays where it is, each device having its share of every part.
+    split = {
+        key: leaf.reshape(-1, parts, *leaf.shape[1:]).swapaxes(0, 1)
+        for key, leaf in batch.items()
+    }
+    if "mask" not in split:
+        return split, jnp.full(parts, 1 / parts)
+    counts = split["mask"].sum(axis=(1, 2))
+    return split, counts / jnp.maximum(counts.sum(), 1.0)
 
 
 def init_state(

@@ -36,11 +36,13 @@ class Finalist:
         name: what it is called in the table.
         job: the whole program under one choice.
         predicted_ms: what the profiles say, or None.
+        place: the program and the mesh, where they are not those of the race.
     """
 
     name: str
     job: Job
     predicted_ms: float | None = None
+    place: tuple[Program, Mesh] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +137,10 @@ def race(
         failed = {digest: r for digest, r in known.items() if not r.ok}
         again = {digest: job for digest, job in jobs.items() if digest not in failed}
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
+        places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
         with Marks(store.path, limits) as marks:
             built = {} if programs is None else programs
-            turns = _Turns(program, mesh, again, expected, marks, built)
+            turns = _Turns(places, mesh, again, expected, marks, built)
             records = turns.run(store, budget_bytes, rounds, progress)
         records = {**failed, **records}
     results = []
@@ -168,7 +171,7 @@ def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
 class _Turns:
     """Finalists that are built and run, in turn."""
 
-    program: Program
+    places: Mapping[str, tuple[Program, Mesh]]
     mesh: Mesh
     jobs: Mapping[str, Job]
     expected_ms: Mapping[str, float]
@@ -232,7 +235,7 @@ class _Turns:
         if known is not None:
             return replace(known, key=job.key)
         with self.marks.doing(job.key, job.label, "build"):
-            outcome = build(self.program, self.mesh, job, environment)
+            outcome = build(*self.places[job.key.digest], job, environment)
         if isinstance(outcome, Built):
             self.programs[job.label] = outcome
         return outcome
@@ -240,7 +243,7 @@ class _Turns:
     def _time(self, digest: str, built: Built, timing: TimingOptions) -> ProfileRecord:
         job = self.jobs[digest]
         with self.marks.doing(job.key, job.label, "run", self.expected_ms[digest]):
-            return run(built, job, self.program, self.mesh, timing=timing)
+            return run(built, job, *self.places[digest], timing=timing)
 
 
 def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:

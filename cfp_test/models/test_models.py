@@ -195,6 +195,8 @@ def test_options_are_documented_and_have_flags():
         ("gpt", {"layers": True}, "layers must be of type int, got True"),
         ("gpt", {"layers": None}, "layers must be of type int, got None"),
         ("gpt", {"batch": -1}, "batch must be positive, got -1"),
+        ("gpt", {"microbatches": 3}, "divisible by microbatches.*batch=4.*ches=3"),
+        ("gpt", {"microbatches": 0}, "microbatches must be positive, got 0"),
         ("gpt", {"learning_rate": 0.0}, "learning_rate must be positive"),
         ("gpt", {"dtype": "fp8"}, "dtype must be one of float32, bfloat16, got 'fp8'"),
         ("gpt", {"scan": 1}, "scan must be of type bool, got 1"),
@@ -210,6 +212,11 @@ def test_options_are_documented_and_have_flags():
             "moe",
             {"expert_group_size": 48},
             "divisible by expert_group_size, got batch=4, seq=16 and .*=48",
+        ),
+        (
+            "moe",
+            {"microbatches": 4},
+            "divisible by expert_group_size, got batch=1, seq=16 and .*=32",
         ),
     ],
 )

@@ -1,0 +1,107 @@
+"""`cfp plan`: all passes at once, for a step or the fastest of its variants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cfp.cli import options as o
+from cfp.cli.output import save, show, suggest
+from cfp.cli.progress import Display
+from cfp.cli.variants import (
+    MeshShapes,
+    Microbatches,
+    variants_data,
+    variants_of,
+    variants_view,
+)
+from cfp.plan import Plan
+from cfp.planner_parts import PlannerSettings
+from cfp.profiling.marks import Limits
+from cfp.report.tables import print_plan
+from cfp.units import parse_bytes
+from cfp.variants import plan_fastest
+
+_PER_KIND = PlannerSettings().per_kind
+_LIMITS = Limits()
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
+]
+
+
+@o.measuring
+def plan(
+    ctx: typer.Context,
+    target: o.TargetText,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    mesh_shapes: MeshShapes = None,
+    microbatches: Microbatches = None,
+    platform: o.Platform = None,
+    memory_budget: o.Budget = None,
+    workdir: o.Workdir = None,
+    output: Output = None,
+    as_json: o.Json = False,
+    preset: o.Preset = None,
+    pin: o.Pins = None,
+    per_kind: o.PerKind = _PER_KIND,
+    gap: o.Gap = None,
+    time_budget: o.TimeBudget = None,
+    quick: o.Quick = False,
+    no_race: o.NoRace = False,
+    retry_failures: o.RetryFailures = False,
+    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
+    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Plan how to shard a step: analyze, profile, search, race.
+
+    Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4
+    """
+    budget = parse_bytes(memory_budget)
+    pins = o.parse_pins(pin)
+    o.check_writable(output)
+    with o.only_json(as_json) as print_json:
+        wanted, variants = variants_of(ctx)
+        with Display(quiet) as display:
+            found = plan_fastest(
+                variants,
+                static_argnums=wanted.static,
+                donate_argnums=wanted.donate,
+                memory_budget=budget,
+                pins=pins,
+                preset=preset,
+                cache_dir=workdir,
+                settings=o.settings(
+                    ctx,
+                    per_kind=per_kind,
+                    quick=quick,
+                    race=not no_race,
+                    progress=display.tell,
+                ),
+            )
+        several = bool(mesh_shapes or microbatches)
+        save(found.plan, output, say=not as_json)
+        if as_json:
+            more = {"variants": variants_data(found)} if several else {}
+            print_json(plan_json(found.plan, more))
+            return
+        if several:
+            show(lambda b: variants_view(found, b))
+        print_plan(found.plan, Console())
+        if microbatches:
+            print("The plan is for its number of microbatches: give cfp run the same.")
+        suggest(output)
+
+
+def plan_json(plan: Plan, more: Mapping[str, Any]) -> str:
+    """A plan, which can be loaded from it, with more entries."""
+    return json.dumps({**json.loads(plan.to_json()), **more}, indent=1)

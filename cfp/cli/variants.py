@@ -1,0 +1,190 @@
+"""`--mesh-shapes` and `--microbatches`: the same step in several variants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cfp import platform
+from cfp.errors import CfpError, MeshError, compose
+from cfp.targets import MICROBATCHES, Target, resolve
+from cfp.units import format_bytes
+from cfp.variants import Basis, Fastest, Outcome, Variant
+
+_ALL = "all"
+
+MeshShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="AXES",
+        help="A mesh to plan for, such as x=2,y=4. May be given more than once: the "
+        "fastest of the shapes is kept. all: every shape of the devices with up to "
+        "three axes.",
+    ),
+]
+Microbatches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N",
+        help="In how many parts the batch goes through the step, one after another, "
+        "such as 1,2,4: the fastest is kept. For models, and functions that take an "
+        "argument microbatches.",
+    ),
+]
+
+
+def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
+    """What a command is to plan: one variant, unless it was given options for more.
+
+    Returns:
+        A target, whose static and donated arguments are those of all variants; and the
+        variants.
+
+    Raises:
+        CfpError: there is no such target, mesh, platform or number of devices, or the
+            target does not take these microbatches.
+    """
+    given = ctx.params
+    counts = _counts(given["microbatches"])
+    shapes, every = _shapes(given)
+    platform.select(given["platform"], shapes[0])
+    # The targets first: to say that they do not exist takes no device.
+    targets = [
+        resolve(
+            given["target"],
+            [*ctx.args, *([f"{MICROBATCHES.flag}={n}"] if n is not None else [])],
+            donate=given["donate"] or (),
+            static=given["static"] or (),
+        )
+        for n in counts
+    ]
+    meshes = [platform.make_mesh(shape) for shape in shapes]
+    if every:
+        known = [tuple(mesh.shape.items()) for mesh in meshes]
+        wanted = [*platform.mesh_shapes(meshes[0].size), *known]
+        meshes = [platform.make_mesh(axes) for axes in dict.fromkeys(wanted)]
+    variants = [
+        Variant(
+            name=_name(tuple(mesh.shape.items()), count),
+            fn=target.step,
+            args=target.args,
+            mesh=mesh,
+        )
+        for mesh, (count, target) in product(meshes, zip(counts, targets, strict=True))
+    ]
+    return targets[0], variants
+
+
+def _name(axes: platform.Axes, count: int | None) -> str:
+    parts = "" if count is None else f", microbatches {count}"
+    return platform.mesh_text(axes) + parts
+
+
+def _counts(text: str | None) -> list[int | None]:
+    """Numbers of microbatches; None where the target is to decide."""
+    if text is None:
+        return [None]
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise CfpError(
+            compose(
+                "The numbers of microbatches cannot be read.",
+                expected="positive numbers with commas in between",
+                got=text,
+                attempt="--microbatches 1,2,4",
+            )
+        )
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _shapes(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
+    """Meshes that were asked for, and whether all others of their devices are, too."""
+    devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
+    if mesh is not None and texts:
+        raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
+    named = [text for text in texts if text != _ALL] or [mesh]
+    shapes = dict.fromkeys(platform.parse_mesh(devices, text) for text in named)
+    sizes = {
+        platform.mesh_text(axes): prod(size for _, size in axes)
+        for axes in shapes
+        if axes is not None
+    }
+    if len(set(sizes.values())) > 1:
+        raise MeshError(
+            compose(
+                "The mesh shapes are not of the same devices.",
+                expected="shapes of equally many devices",
+                got="; ".join(f"{text} of {n}" for text, n in sizes.items()),
+                attempt="--mesh-shapes all, with --devices N",
+            )
+        )
+    return list(shapes), _ALL in texts
+
+
+# ---------------------------------------------------------------------------- output
+
+_BASIS_WORDS = {
+    Basis.RACED: "Step times: the fastest plan of each, timed in turn in one race.",
+    Basis.MEASURED: "Step times: of each plan's own race, which compare only roughly.",
+    Basis.PREDICTED: "Step times: predicted.",
+}
+
+
+def variants_view(found: Fastest, border: box.Box) -> RenderableType:
+    """The variants as a table, the fastest first."""
+    table = Table(box=border, title="Variants", title_justify="left", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
+    table.add_column("plan")
+    for heading in ("step ms", "memory", "planned in"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for outcome in ranked(found.outcomes):
+        plan, won = outcome.plan, outcome.name == found.name
+        peak = plan.peak_bytes if plan is not None else None
+        table.add_row(
+            "*" if won else "",
+            outcome.name,
+            plan.winner if plan is not None else "-",
+            "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
+            format_bytes(peak) if peak is not None else "-",
+            f"{outcome.seconds:.1f} s",
+            outcome.note,
+            style="bold" if won else None,
+        )
+    compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1
+    return Group(table, Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else ""))
+
+
+def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The fastest first; what has no time last."""
+    return sorted(
+        outcomes, key=lambda o: float("inf") if o.step_ms is None else o.step_ms
+    )
+
+
+def variants_data(found: Fastest) -> dict[str, Any]:
+    """The variants as plain data."""
+    return {
+        "fastest": found.name,
+        "basis": str(found.basis),
+        "outcomes": [
+            {
+                "name": outcome.name,
+                "plan": outcome.plan.winner if outcome.plan is not None else None,
+                "step_ms": outcome.step_ms,
+                "peak_bytes": outcome.plan.peak_bytes if outcome.plan else None,
+                "seconds": outcome.seconds,
+                "note": outcome.note,
+            }
+            for outcome in found.outcomes
+        ],
+    }

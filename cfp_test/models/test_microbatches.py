@@ -1,0 +1,60 @@
+"""Parts of a batch one after another give what the whole batch gives."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from cfp.models import MODELS, build
+from cfp_test.models.tiny import TINY, make_batch, quick_jit, start
+
+# Tokens are routed within a sequence, so that no part routes others together.
+ALONE = {**TINY, "moe": {**TINY["moe"], "expert_group_size": TINY["moe"]["seq"]}}
+
+
+@functools.cache
+def first_step(name, parts):
+    """Loss, entropy, and gradients as AdamW's first moments have them after a step."""
+    train_step, _ = build(name, **ALONE[name], microbatches=parts)
+    state, metrics = quick_jit(train_step)(start(name), make_batch(name))
+    return metrics, state.opt_state[0].mu
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_whole_batch(name, parts):
+    expected, gradients = first_step(name, 1)
+    found, accumulated = first_step(name, parts)
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-6, err_msg=key)
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(accumulated), jax.tree.leaves(gradients), strict=True
+    ):
+        # Some, such as those of gates, are hardly more than rounding.
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7, err_msg=str(path))
+
+
+@pytest.mark.parametrize(("parts", "lengths"), [(1, []), (2, [2]), (4, [4])])
+def test_the_loop_runs_once_for_each_part(parts, lengths):
+    step, args = build("gpt", **TINY["gpt"], microbatches=parts)
+    loops = [e for e in jax.make_jaxpr(step)(*args).eqns if e.primitive.name == "scan"]
+    assert [loop.params["length"] for loop in loops] == lengths
+    for loop in loops:
+        tokens = [v.aval.shape for v in loop.invars if v.aval.dtype == np.int32]
+        assert (parts, 4 // parts, 16) in tokens
+
+
+def test_a_sharded_batch_stays_where_it_is():
+    """Each device has its share of every part: nothing but gradients is summed."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    step, (state, batch) = build("gpt", **TINY["gpt"], microbatches=2)
+    rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    lowered = jax.jit(step, in_shardings=(whole, rows), out_shardings=whole).lower(
+        state, batch
+    )
+    text = lowered.compile().as_text()
+    assert " all-reduce(" in text or " all-reduce-start(" in text
+    for moved in ("all-gather", "all-to-all", "collective-permute"):
+        assert f" {moved}(" not in text, moved

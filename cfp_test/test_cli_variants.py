@@ -1,0 +1,113 @@
+"""`cfp plan` with several mesh shapes and microbatches, from the outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cfp import Plan
+from cfp_test.cli_runner import Outcome, run_batch
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
+TOY = f"{TOYS}:toy"
+PARTS = f"{TOYS}:in_parts"
+CPU = ["--platform", "cpu"]
+FEW = ["--devices", "4", *CPU, "--workdir", "work", "--preset", "data_parallel"]
+SHAPES = ["--mesh-shapes", "x=4", "--mesh-shapes", "x=2,y=2"]
+
+# (command line, part of the message), all of them found out before anything is planned.
+MISTAKES: list[tuple[list[str], str]] = [
+    ([TOY, *CPU, "--mesh", "x=4", "--mesh-shapes", "all"], "not both"),
+    ([TOY, *CPU, *SHAPES, "--mesh-shapes", "x=8"], "x=4 of 4; x=2,y=2 of 4; x=8 of 8"),
+    ([TOY, *CPU, "--devices", "8", *SHAPES], "contradict each other"),
+    ([TOY, *CPU, "--mesh-shapes", "x:4"], "The mesh cannot be read"),
+    ([TOY, *CPU, "--mesh-shapes", "x=1"], "nothing to shard over"),
+    ([TOY, *FEW, "--microbatches", "1,2"], "give the function an argument microbatch"),
+    ([PARTS, *FEW, "--microbatches", "1,3"], "16 rows in 3 parts"),
+    ([PARTS, *FEW, "--microbatches", "0,2"], "--microbatches 1,2,4"),
+    ([PARTS, *FEW, "--microbatches", "1,,2"], "--microbatches 1,2,4"),
+    (["gpt", *FEW, "--microbatches", "3"], "batch=16 and microbatches=3"),
+    (["gpt", *FEW, "--microbatches", "2", "--batch", "7"], "batch=7 and microbat"),
+    ([TOY, *FEW, *SHAPES, "--no-race"], "Have a race"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("variants")
+
+
+@pytest.fixture(scope="module")
+def mistakes(folder) -> list[Outcome]:
+    return run_batch([["plan", *line] for line, _ in MISTAKES], folder)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_in_one_message(mistakes, number):
+    line, message = MISTAKES[number]
+    outcome = mistakes[number]
+    assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
+    assert message in outcome.err, line
+
+
+@pytest.fixture(scope="module")
+def told(folder) -> dict:
+    """What a command says in JSON of two meshes, each with two microbatches."""
+    wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    [outcome] = run_batch([[*wanted, "--json", "-o", "plan.json"]], folder)
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_the_fastest_variant_is_the_plan(told, folder):
+    found = told["variants"]
+    times = {one["name"]: one["step_ms"] for one in found["outcomes"]}
+    assert list(times) == [
+        "x=4, microbatches 1",
+        "x=4, microbatches 2",
+        "x=2,y=2, microbatches 1",
+        "x=2,y=2, microbatches 2",
+    ]
+    assert found["basis"] == "raced"
+    assert found["fastest"] == min(times, key=times.__getitem__)
+    assert all(one["seconds"] > 0 and not one["note"] for one in found["outcomes"])
+    saved = json.loads((folder / "plan.json").read_text())
+    assert saved == {key: told[key] for key in told if key != "variants"}
+    plan = Plan.load(folder / "plan.json")
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
+    assert found["fastest"].startswith(f"{mesh}, ")
+    peaks = {one["name"]: one["peak_bytes"] for one in found["outcomes"]}
+    assert plan.peak_bytes == peaks[found["fastest"]]
+
+
+def test_the_plan_runs_with_its_own_microbatches_only(told, folder):
+    count = int(told["variants"]["fastest"][-1])
+    run = ["run", PARTS, "--plan", "plan.json", "--steps", "2", "--check"]
+    right, wrong = run_batch(
+        [[*run, "--microbatches", str(n)] for n in (count, 3 - count)], folder
+    )
+    assert right.code == 0, right.err
+    assert "Check passed" in right.out
+    assert wrong.code == 2
+    assert "program is not the one that was planned" in wrong.err
+
+
+def test_variants_are_shown_the_fastest_first(told, folder):
+    wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    several, one, plain = run_batch(
+        [wanted, ["plan", PARTS, *FEW, "--microbatches", "2"], ["plan", TOY, *FEW]],
+        folder,
+    )
+    rows = [line.split("|") for line in several.out.splitlines() if ", micro" in line]
+    times = [float(row[4]) for row in rows]
+    assert len(rows) == 4
+    assert times == sorted(times)
+    assert [row[1].strip() for row in rows] == ["*", "", "", ""]
+    assert rows[0][2].strip() == told["variants"]["fastest"]
+    assert "timed in turn in one race" in several.out
+    assert "Plan 'data_parallel'" in several.out
+    assert "x=4, microbatches 2" in one.out
+    assert "in one race" not in one.out  # There was none.
+    assert "give cfp run the same" in one.out
+    assert "Variants" not in plain.out
+    assert "give cfp run the same" not in plain.out

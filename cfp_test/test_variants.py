@@ -1,0 +1,304 @@
+"""The fastest of several variants: who wins, who is out, what an interrupt leaves."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp import variants as room
+from cfp.errors import CfpError, MemoryBudgetError, PinError
+from cfp.platform import mesh_shapes
+from cfp.search import race as racing
+
+CLASSIC = {"preset": "data_parallel"}
+ROWS = 512
+
+
+def make_step(parts):
+    """A wide layer, whose activations are all the memory that counts."""
+
+    def loss_fn(w, x):
+        return ((jnp.tanh(jnp.tanh(x @ w) @ w.T) - x) ** 2).mean() / parts
+
+    def step(w, x):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(w, part)), 0
+
+        split = x.reshape(-1, parts, x.shape[1]).swapaxes(0, 1)
+        (loss, gradient), _ = jax.lax.scan(add, (0.0, jnp.zeros_like(w)), split)
+        return w - 0.1 * gradient, loss
+
+    return step
+
+
+def variant(name, sizes=(4,), parts=1):
+    count = int(np.prod(sizes))
+    axes = ("x", "y", "z")[: len(sizes)]
+    return cfp.Variant(
+        name=name,
+        fn=make_step(parts),
+        args=(
+            jax.ShapeDtypeStruct((16, 128), jnp.float32),
+            jax.ShapeDtypeStruct((ROWS, 16), jnp.float32),
+        ),
+        mesh=jax.make_mesh(sizes, axes, devices=jax.devices()[:count]),
+    )
+
+
+SHAPES = [variant("line", (8,)), variant("flat", (2, 4)), variant("cube", (2, 2, 2))]
+BY_AXES = {1: "line", 2: "flat", 3: "cube"}
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Has programs take the milliseconds that a test says, by variant and race.
+
+    Gives the labels of what ran.
+    """
+    ran = []
+
+    def say(own, together):
+        def run(built, job, program, mesh, *, timing):
+            name = BY_AXES[len(mesh.axis_names)]
+            table = together if job.label.startswith(f"{name}: ") else own
+            ran.append(job.label)
+            return built.record("ok", samples_ms=[table[name]], run_seconds=0.1)
+
+        monkeypatch.setattr(racing, "run", run)
+        return ran
+
+    return say
+
+
+@pytest.fixture
+def altered(monkeypatch):
+    """Alters what is found, in turn; gives the list of it."""
+    whole = room.find_plan
+    planned = []
+
+    def start(change, **more):
+        def find(step, **options):
+            planned.append(change(whole(step, **{**options, **more}), len(planned)))
+            return planned[-1]
+
+        monkeypatch.setattr(room, "find_plan", find)
+        return planned
+
+    return start
+
+
+def told(fastest):
+    return {outcome.name: outcome.step_ms for outcome in fastest.outcomes}
+
+
+def notes(fastest):
+    return {outcome.name: outcome.note for outcome in fastest.outcomes}
+
+
+def interrupting(*beginning):
+    """Settings under which Ctrl-C comes with an event that begins so."""
+
+    def progress(event):
+        if str(event).startswith(beginning):
+            raise KeyboardInterrupt
+
+    return cfp.PlannerSettings(progress=progress)
+
+
+# ----------------------------------------------------------------------- who wins
+
+
+@pytest.mark.smoke
+def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
+    own = {"line": 1.0, "flat": 2.0, "cube": 3.0}
+    together = {"line": 3.0, "flat": 2.5, "cube": 2.6}
+    ran = timed(own, together)
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
+    assert told(found) == together
+    assert set(notes(found).values()) == {""}
+    assert found.plan.mesh_axes == (("x", 2), ("y", 4))
+    plans = {outcome.name: outcome.plan for outcome in found.outcomes}
+    assert {name: plan.measured_ms for name, plan in plans.items()} == own
+    assert found.plan is plans["flat"]
+    assert all(outcome.seconds > 0 for outcome in found.outcomes)
+
+    # Everything is in the store by now, and what was raced is not raced again.
+    ran.clear()
+    again = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    assert (told(again), ran) == (together, [])
+    # Among others, it is: only times of one race compare.
+    cfp.plan_fastest(SHAPES[:2], **CLASSIC, cache_dir=tmp_path)
+    assert set(ran) == {"line: data_parallel", "flat: data_parallel"}
+
+
+def test_one_variant_has_no_rival(timed, tmp_path):
+    ran = timed({"line": 1.0}, {})
+    found = cfp.plan_fastest(SHAPES[:1], **CLASSIC, cache_dir=tmp_path)
+    assert (told(found), found.basis) == ({"line": 1.0}, cfp.Basis.MEASURED)
+    assert set(ran) == {"data_parallel"}
+
+
+def test_the_winner_runs_and_computes_what_one_device_does(tmp_path):
+    parts = [variant(f"{n} parts", parts=n) for n in (1, 4)]
+    found = cfp.plan_fastest(
+        parts, **CLASSIC, donate_argnums=(0,), memory_budget="1GiB", cache_dir=tmp_path
+    )
+    times = told(found)
+    assert found.name == min(times, key=times.__getitem__)
+    assert found.basis is cfp.Basis.RACED
+    assert found.plan.donated == (True, False)
+    winner = parts[[one.name for one in parts].index(found.name)]
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=arg.shape).astype(np.float32) for arg in winner.args)
+    expected = jax.jit(make_step(1))(w, x)
+    differences = cfp.compare(found.plan.apply(winner.fn)(w, x), expected)
+    assert differences[0].relative_l2 < 1e-5
+
+
+def test_without_a_race_predictions_decide(altered, tmp_path):
+    predicted = {"line": 3.0, "flat": 1.0, "cube": 2.0}
+
+    def predict(found, number):
+        plan = replace(found.plan, predicted_ms=predicted[SHAPES[number].name])
+        return replace(found, plan=plan)
+
+    altered(predict, preset="data_parallel")
+    settings = cfp.PlannerSettings(race=False)
+    found = cfp.plan_fastest(SHAPES, cache_dir=tmp_path, settings=settings)
+    assert (found.name, found.basis) == ("flat", cfp.Basis.PREDICTED)
+    assert told(found) == predicted
+    with pytest.raises(CfpError, match="Have a race"):
+        cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+
+
+# ------------------------------------------------------------------------ who is out
+
+
+def test_who_does_not_fit_says_why(tmp_path):
+    whole, parts = variant("whole"), variant("parts", parts=8)
+    both = cfp.plan_fastest([whole, parts], **CLASSIC, cache_dir=tmp_path)
+    peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
+    assert peaks["parts"] < peaks["whole"]
+    budget = {"memory_budget": peaks["parts"], "cache_dir": tmp_path}
+    found = cfp.plan_fastest([whole, parts], **CLASSIC, **budget)
+    assert found.name == "parts"
+    assert found.plan.peak_bytes == peaks["parts"]
+    first, second = found.outcomes
+    assert (first.plan, first.step_ms, second.note) == (None, None, "")
+    assert "Raise the budget" in first.note
+    # Alone its error is what it would be without variants.
+    with pytest.raises(MemoryBudgetError) as caught:
+        cfp.plan_fastest([whole], **CLASSIC, **budget)
+    assert caught.value.smallest_feasible_bytes == peaks["whole"]
+
+
+def test_who_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
+    times = {"line": 1.0, "flat": 2.0, "cube": 3.0}
+    timed(times, times)
+    healthy = racing.run
+
+    def run(built, job, *place, timing):
+        if job.label == "line: data_parallel":
+            return built.record("crashed", reason="boom")
+        return healthy(built, job, *place, timing=timing)
+
+    monkeypatch.setattr(racing, "run", run)
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    assert found.name == "flat"
+    assert told(found) == {**times, "line": None}
+    assert notes(found)["line"] == "crashed: boom"
+
+
+def test_where_all_fail_each_says_why(tmp_path):
+    pins = {"w": jax.P("z"), "x": jax.P("y")}
+    with pytest.raises(PinError):
+        cfp.plan_fastest(SHAPES[:1], **CLASSIC, pins=pins, cache_dir=tmp_path)
+    with pytest.raises(CfpError, match="None of the variants") as caught:
+        cfp.plan_fastest(SHAPES[:2], **CLASSIC, pins=pins, cache_dir=tmp_path)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "line",
+        "flat",
+    ]
+
+
+def test_variants_need_names_of_their_own(tmp_path):
+    for wrong in ([], [SHAPES[0], SHAPES[0]]):
+        with pytest.raises(CfpError, match="a name each"):
+            cfp.plan_fastest(wrong, cache_dir=tmp_path)
+
+
+# ----------------------------------------------------------------------- interrupts
+
+
+def test_an_interrupt_keeps_the_best_so_far(timed, tmp_path):
+    timed({"line": 2.0, "flat": 1.0}, {})
+    settings = interrupting("cube: ")
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
+    assert told(found) == {"line": 2.0, "flat": 1.0, "cube": None}
+    assert notes(found) == {"line": "", "flat": "", "cube": "interrupted"}
+    settings, new = interrupting("flat: "), tmp_path / "new"
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=new, settings=settings)
+    assert found.name == "line"
+    assert notes(found) == {"line": "", "flat": "interrupted", "cube": "interrupted"}
+
+
+def test_an_interrupt_before_anything_is_known_passes_through(tmp_path):
+    settings = interrupting("line: ")
+    with pytest.raises(KeyboardInterrupt):
+        cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+
+
+def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_path):
+    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
+    timed(own, {})
+    settings = interrupting("timing line: ", "timing flat: ", "timing cube: ")
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
+    assert told(found) == own
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_plan_that_was_cut_short_is_a_last_resort(place, timed, altered, tmp_path):
+    """The planner takes an interrupt itself where it can, and leaves out its race."""
+    timed({"line": 1.0, "flat": 0.5, "cube": 0.5}, {})
+
+    def cut_short(found, number):
+        if number < place:
+            return found
+        plan = replace(found.plan, measured_ms=None, predicted_ms=0.1)
+        return replace(found, plan=plan, interrupted=True)
+
+    planned = altered(cut_short)
+    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    assert found.name == "line"
+    assert len(planned) == place + 1
+    assert found.basis is (cfp.Basis.MEASURED if place else cfp.Basis.PREDICTED)
+    assert notes(found)[["line", "flat"][place]] == "interrupted"
+
+
+# ---------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("count", range(2, 49))
+def test_mesh_shapes_are_all_ways_to_share_devices(count):
+    found = mesh_shapes(count)
+    sizes = [tuple(size for _, size in axes) for axes in found]
+    expected = {
+        tuple(sorted(size for size in (a, b, c) if size > 1))
+        for a in range(1, count + 1)
+        for b in range(1, count + 1)
+        for c in (count // a // b,)
+        if a * b * c == count
+    }
+    assert sorted(sizes) == sorted(expected)
+    assert sizes[0] == (count,)
+    assert {tuple(name for name, _ in axes) for axes in found} <= {
+        ("x",),
+        ("x", "y"),
+        ("x", "y", "z"),
+    }

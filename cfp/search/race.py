@@ -74,17 +74,6 @@ _HOPE_AT_FIRST = 1.1
 _HOPE = 1.04
 
 
-def peak_bytes(record: ProfileRecord) -> int:
-    """Memory that a compiled program needs: arguments, results, temporaries, code."""
-    return (
-        record.argument_bytes
-        + record.output_bytes
-        - record.alias_bytes
-        + record.temp_bytes
-        + record.code_bytes
-    )
-
-
 def race(
     program: Program,
     mesh: Mesh,
@@ -143,14 +132,13 @@ def race(
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
-        peak = peak_bytes(record)
         results.append(
             RaceResult(
                 name=finalist.name,
                 predicted_ms=finalist.predicted_ms,
                 record=record,
-                peak_bytes=peak,
-                fits=budget_bytes is None or peak <= budget_bytes,
+                peak_bytes=record.peak_bytes,
+                fits=budget_bytes is None or record.peak_bytes <= budget_bytes,
                 cached=cached,
             )
         )
@@ -159,7 +147,7 @@ def race(
 
 def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
     """Whether something was refused for its size alone, and the budget has grown."""
-    peak = peak_bytes(record)
+    peak = record.peak_bytes
     refused = record.status == "out_of_memory" and peak and not record.run_seconds
     return bool(refused) and (budget_bytes is None or peak <= budget_bytes)
 

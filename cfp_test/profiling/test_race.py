@@ -8,7 +8,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.search import race as room
-from cfp.search.race import Finalist, peak_bytes, race
+from cfp.search.race import Finalist, race
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_larger_budget_is_a_new_chance(timed):
     turns, found = timed("a", budget_bytes=10)
     assert turns == []
     assert found["a"].status == "out_of_memory"
-    needed = peak_bytes(found["a"])
+    needed = found["a"].peak_bytes
     assert timed("a", budget_bytes=needed - 1)[0] == []
     turns, found = timed("a", budget_bytes=needed)
     assert turns == ["a"]

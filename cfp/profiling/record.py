@@ -172,6 +172,18 @@ class ProfileRecord(CompiledBytes):
         )
 
 
+def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
+    """Whether something that is in the store is to be measured again.
+
+    Args:
+      record: what is in the store.
+      retry_failures: whether what failed is, or what failed before a moment.
+    """
+    if record.ok or not isinstance(retry_failures, datetime):
+        return not record.ok and bool(retry_failures)
+    return datetime.fromisoformat(record.created) < retry_failures
+
+
 def _fields(cls: type, data: Any, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{what}: expected an object, got {type(data).__name__}")

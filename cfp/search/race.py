@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.pipeline import default_threads, is_to_retry
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.pipeline import default_threads
+from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program

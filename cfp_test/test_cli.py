@@ -39,7 +39,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, *ON_CPU, "--pin", "bias=x"], "matches no argument"),
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=y"], "no axis 'y'"),
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"], "3 dims"),
-    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "absent is no folder"),
+    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "another file with -o."),
+    (["bench", *ON_CPU, "--json", "absent/b.json"], "another file with --json."),
     (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
     (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
     (["plan", TOY, *ON_CPU, "--donate", "3"], "numbered from 0 to 2"),
@@ -227,6 +228,30 @@ def test_time_is_traded_for_memory(planned, folder):
     assert [point["within_budget"] for point in points][-1] is True
     assert bad.code == 2
     assert "Cannot draw curve.abc" in bad.err
+
+
+@pytest.mark.parametrize("command", [("tradeoff", TOY), ("profile", "curves")])
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, tmp_path):
+    common = [*command, *ON_CPU, "--workdir", "never", "--plot"]
+    ending, none, where = run_batch(
+        [[*common, file] for file in ("curve.abc", "curve", "absent/curve.PNG")],
+        tmp_path,
+    )
+    stub = tmp_path / "stub" / "matplotlib.py"
+    stub.parent.mkdir()
+    stub.write_text("raise ImportError('not installed')")
+    paths = f"{stub.parent}{os.pathsep}{environment()['PYTHONPATH']}"
+    without = run_one(*common, "curve.svg", folder=tmp_path, PYTHONPATH=paths)
+    for outcome, message in (
+        (ending, "Cannot draw curve.abc: "),
+        (none, ".pdf, .pgf, .png, "),
+        (where, "absent is no folder. Name another file with --plot."),
+        (without, "pip install 'cfp[report]'"),
+    ):
+        assert outcome.code == 2
+        assert message in outcome.err
+        assert outcome.crash == outcome.out == ""
+    assert not (tmp_path / "never").exists()
 
 
 def test_measurements_travel_and_misses_are_explained(planned, folder):

@@ -20,6 +20,8 @@ from cfp.planner_parts import (
     PlannerSettings,
     Profiles,
     device_memory,
+    extent_name,
+    finalists,
     no_winner,
     race_row,
 )
@@ -37,9 +39,9 @@ from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
-from cfp.search.measure import Told, can_recompute, told_of, whole_job
+from cfp.search.measure import Told, can_recompute, told_of
 from cfp.search.problem import Problem
-from cfp.search.race import Finalist, RaceResult, race
+from cfp.search.race import RaceResult, first_that_fits, race
 from cfp.search.reshard import moves_worth_measuring
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
@@ -68,6 +70,7 @@ class Planner:
         self.extents = self.settings.extents or (
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
+        self.asked_bytes = budget_bytes
         self.budget_bytes = budget_bytes or device_memory(self.devices[0])
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
@@ -216,7 +219,8 @@ class Planner:
     def race(self, decision: Decision) -> Plan:
         """Times the decision and the classics on the whole program; keeps the fastest.
 
-        What won is in :attr:`winner` then.
+        What won is in :attr:`winner` then. Without a race that is the decision; or,
+        where a budget was asked for, the best by prediction that fits when compiled.
 
         Raises:
             MemoryBudgetError: none of them fits in memory.
@@ -225,6 +229,8 @@ class Planner:
         self.winner = decision
         races = self.settings.race and self.settings.measure
         if not races or self.interrupted:
+            if self.asked_bytes is not None:
+                return self._compiled_within(self.asked_bytes, decision)
             return self._plan(decision, decision, [])
         started = time.perf_counter()
         entries = self._entries(decision)
@@ -264,7 +270,7 @@ class Planner:
             for name, choice in decision.classics.items()
         ]
         varied = [
-            replace(entry, name=_name(entry.name, extent), extent=extent)
+            replace(entry, name=extent_name(entry.name, extent), extent=extent)
             for extent in self.extents
             for entry in classics
         ]
@@ -272,33 +278,33 @@ class Planner:
 
     # -- inside --------------------------------------------------------------
 
+    def _compiled_within(self, budget_bytes: int, decision: Decision) -> Plan:
+        """The best by prediction whose whole program, compiled, fits in a budget."""
+        entries = self._entries(decision)
+        entries[1:] = sorted(entries[1:], key=lambda e: e.predicted_ms or float("inf"))
+        refused, peak_bytes = first_that_fits(
+            self.analysis.frame.program,
+            self.mesh,
+            finalists(self.analysis, entries, self.environment),
+            self.store,
+            budget_bytes=budget_bytes,
+            **self._manner,
+        )
+        if peak_bytes is None:
+            raise no_winner(refused, budget_bytes)
+        self.winner = replace(entries[len(refused)], search=decision.search)
+        return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
+
     def _race(
         self,
         entries: list[Decision],
         environment: Parts,
         programs: dict[str, Built],
     ) -> list[RaceResult]:
-        frame = self.analysis.frame
-        finalists = [
-            Finalist(
-                name=entry.name,
-                job=whole_job(
-                    frame,
-                    self.analysis.segments,
-                    entry.choice,
-                    environment,
-                    entry.name,
-                    entry.extent,
-                    entry.options,
-                ),
-                predicted_ms=entry.predicted_ms,
-            )
-            for entry in entries
-        ]
         return race(
-            frame.program,
+            self.analysis.frame.program,
             self.mesh,
-            finalists,
+            finalists(self.analysis, entries, environment),
             self.store,
             budget_bytes=self.budget_bytes,
             programs=programs,
@@ -392,7 +398,3 @@ class Planner:
             search=dict(winner.search),
             mesh=self.mesh,
         )
-
-
-def _name(name: str, extent: Told) -> str:
-    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"

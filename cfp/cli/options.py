@@ -127,7 +127,11 @@ Preset = Annotated[
 ]
 NoRace = Annotated[
     bool,
-    typer.Option("--no-race", help="Trust the prediction; time no whole program."),
+    typer.Option(
+        "--no-race",
+        help="Trust the prediction; time no whole program. With --memory-budget the "
+        "plan is compiled, to see whether it fits.",
+    ),
 ]
 
 Quick = Annotated[

@@ -152,6 +152,66 @@ def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
     return bool(refused) and (budget_bytes is None or peak <= budget_bytes)
 
 
+def first_that_fits(
+    program: Program,
+    mesh: Mesh,
+    finalists: Sequence[Finalist],
+    store: ProfileStore,
+    *,
+    budget_bytes: int,
+    retry_failures: bool | datetime = False,
+    progress: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+) -> tuple[list[RaceResult], int | None]:
+    """Compiles finalists one after another until one fits in memory; none runs.
+
+    What was compiled for a race before is known from the store.
+
+    Args:
+        program, mesh, store, retry_failures, limits: as for :func:`race`.
+        finalists: the best first.
+        budget_bytes: memory of one device.
+        progress: told what is being done.
+
+    Returns:
+        Those before the first that fits: too large, or failures. And what that one
+        needs on each device, or None if there is none.
+    """
+    refused = []
+    bury(store)
+    for finalist in finalists:
+        job = finalist.job
+        outcome: Built | ProfileRecord | None = store.get(job.key.digest)
+        if (
+            outcome is None
+            or is_to_retry(outcome, retry_failures)
+            or _fits_by_now(outcome, budget_bytes)
+        ):
+            with Marks(store.path, limits) as marks:
+                turns = _Turns(program, mesh, {job.key.digest: job}, {}, marks, {})
+                [(_, outcome)] = turns._built(store, progress or (lambda _: None))
+            if isinstance(outcome, Built):
+                if outcome.peak_bytes <= budget_bytes:
+                    return refused, outcome.peak_bytes
+                reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
+                outcome = outcome.record("out_of_memory", reason=reason)
+            store.put(outcome, replace=True)
+        fits = outcome.peak_bytes <= budget_bytes
+        if fits and outcome.ok:
+            return refused, outcome.peak_bytes
+        refused.append(
+            RaceResult(
+                name=finalist.name,
+                predicted_ms=finalist.predicted_ms,
+                record=outcome,
+                peak_bytes=outcome.peak_bytes,
+                fits=fits,
+                cached=False,
+            )
+        )
+    return refused, None
+
+
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """Finalists that are built and run, in turn."""

@@ -18,6 +18,7 @@ TOY = f"{TOYS}:toy"
 HALF = f"{TOYS}:half"
 ON_CPU = ("--platform", "cpu", "--devices", "4")
 ANY_PRESET = ("--preset", "data_parallel", "--workdir", "work")
+TIGHT_PRESET = ("--preset", "zero1", "--memory-budget", "99", "--workdir", "tight")
 FEW = ("--workdir", "work", "--per-kind", "2", "--quick")
 STRICT = ("--steps", "2", "--tolerance", "1e-9")
 
@@ -54,6 +55,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "other.json"], "something else"),
     (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),
     (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
+    (["run", TOY, "--plan", "p.json", "--memory-budget", "1GiB"], "a finished one"),
+    (["run", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
+    (["run", TOY, *ON_CPU, *TIGHT_PRESET], "the budget is 99 B"),
     (
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
         "can run only once",
@@ -309,6 +313,17 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert low.code == (0 if strict["passed"] else 1)
     assert other.code == 2
     assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
+
+
+def test_run_plans_within_a_budget(folder):
+    wanted = ["run", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--no-race"]
+    wanted += ["--steps", "1", "--json", "--workdir", "roomy"]
+    within, none = run_batch(
+        [[*wanted, "--memory-budget", size] for size in ("1GiB", "99B")], folder
+    )
+    assert json.loads(within.out)["plan"]
+    assert none.code == 2
+    assert "Raise the budget" in none.err
 
 
 def test_a_budget_that_nothing_fits(planned, folder):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError, DeviceError
+from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.plan_parts import type_text
 from cfp.planner_parts import (
@@ -30,7 +30,6 @@ from cfp.profiling.builder import Built
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
-from cfp.profiling.moves import Move
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
@@ -42,7 +41,7 @@ from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute, told_of
 from cfp.search.problem import Problem
 from cfp.search.race import RaceResult, first_that_fits, race
-from cfp.search.reshard import moves_worth_measuring
+from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
@@ -101,7 +100,9 @@ class Planner:
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, **self._manner)
         classics, found, looker = self.explore(rates, self.settings.measure)
-        moved_ms = looker.moves(self._moves(rates, found), self.environment)
+        moved_ms = looker.moves(
+            moves_between_measured(self.analysis, rates, found), self.environment
+        )
         self.interrupted = looker.interrupted
         done = [found.records.get(item.job.key.digest) for item in found.wanted]
         cached = sum(item.job.key.digest in looker.known for item in found.wanted)
@@ -335,15 +336,6 @@ class Planner:
             )
             for alone in (False, True)
         ]
-
-    def _moves(self, rates: Rates, found: Explored) -> list[Move]:
-        """What else to measure: resharding between segments."""
-        costs = Costs(self.analysis, rates)
-        try:
-            options = measured_options(costs, found.wanted, found.records)
-        except DeviceError:
-            return []  # There is nothing to choose from, as the search will say.
-        return moves_worth_measuring(costs, options)
 
     @property
     def _manner(self) -> dict[str, Any]:

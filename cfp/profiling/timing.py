@@ -90,8 +90,9 @@ def measure(
     The warm-up lasts at least `warmup_seconds` and until the last quarter of its
     samples (three at least) agrees with the quarter before, in the median and
     within 2%: clocks drop under load, so an early sample flatters. Its samples are a
-    third as long. It never takes more than half of the budget. The very first execution loads code and opens
-    communicators; it is kept in `warmup_ms` and not charged to the budget.
+    third as long. It never takes more than half of the budget. The very first
+    execution loads code and opens communicators; it is kept in `warmup_ms` and not
+    charged to the budget.
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.

@@ -56,7 +56,8 @@ def plan(
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
         memory_budget: memory of one device that the plan may use, in bytes or as
-            text such as "80GiB"; by default what the device has.
+            text such as "80GiB"; by default what the device has. What is returned
+            fits in a budget that is given, as compiled, also without a race.
         pins: shardings that the plan must keep, by path of the argument, with globs:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
         preset: take a classic strategy instead of searching, such as

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings, Profiles
+from cfp.profiling.builder import Job
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.measure import can_recompute, segment_job
@@ -18,6 +22,8 @@ from cfp.search.wanted import Wanted
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
+# How many of those that compute again are measured until the time is looked at.
+_ROUND = 8
 
 
 def measure_all_budgets(
@@ -29,38 +35,54 @@ def measure_all_budgets(
     """The search problem of choices for budgets of any size, and no budget.
 
     It has what a search with plenty of memory asks for, the classics among it, and
-    the fastest of every kind of segment with their forward pass computed again.
+    the fastest of every kind of segment with their forward pass computed again: of
+    these, if the time of the settings is over, only what is known.
 
     Raises:
         CfpError: nothing can be measured.
     """
+    end = time.monotonic() + settings.seconds
     with Planner(analysis, mesh, cache_dir, _PLENTY_BYTES, settings) as planner:
         profiles = planner.profile()
         wanted, records = profiles.found.wanted, dict(profiles.found.records)
         if not planner.interrupted:
             again = _again(planner, profiles)
-            jobs = [item.job for item in again]
-            try:
-                found = profile(
-                    analysis.frame.program,
-                    mesh,
-                    jobs,
-                    planner.store,
-                    retry_failures=settings.retry_failures,
-                    progress=settings.progress,
-                    limits=settings.limits,
-                ).records
-            except KeyboardInterrupt:  # Without these there is a curve, too.
-                found = planner.store.get_many(job.key.digest for job in jobs)
-            wanted, records = [*wanted, *again], {**records, **found}
+            wanted = [*wanted, *again]
+            records |= _measured_again(planner, [item.job for item in again], end)
     costs = Costs(analysis, profiles.rates, profiles.moved_ms)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
 
+def _measured_again(
+    planner: Planner, jobs: Sequence[Job], end: float
+) -> dict[str, ProfileRecord]:
+    """Records of jobs by key: in rounds, until it is late; then of what is known."""
+    settings = planner.settings
+    try:
+        for start in range(0, len(jobs), _ROUND):
+            if time.monotonic() > end:
+                break
+            profile(
+                planner.analysis.frame.program,
+                planner.mesh,
+                jobs[start : start + _ROUND],
+                planner.store,
+                retry_failures=settings.retry_failures,
+                progress=settings.progress,
+                limits=settings.limits,
+            )
+    except KeyboardInterrupt:
+        pass  # Without the others there is a curve, too.
+    return planner.store.get_many(job.key.digest for job in jobs)
+
+
 def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
-    """The fastest candidates of every kind, with their forward pass computed again."""
+    """The fastest candidates of every kind, with their forward pass computed again.
+
+    The fastest of all kinds come first, since time may be over before the last.
+    """
     analysis, records = planner.analysis, profiles.found.records
-    found = []
+    found: list[tuple[int, Wanted]] = []
     for kind, index in enumerate(analysis.representatives):
         if not can_recompute(analysis.frame, analysis.segments[index]):
             continue
@@ -83,5 +105,5 @@ def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
                 planner.environment,
                 f"strategy {number} of segment {kind}, computed again",
             )
-            found.append(Wanted(kind, candidate, job, base=item))
-    return found
+            found.append((number, Wanted(kind, candidate, job, base=item)))
+    return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError, DeviceError
+from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
 from cfp.planner_parts import (
@@ -20,6 +20,8 @@ from cfp.planner_parts import (
     PlannerSettings,
     Profiles,
     device_memory,
+    extent_name,
+    finalists,
     left_out,
     no_winner,
     race_row,
@@ -29,7 +31,6 @@ from cfp.profiling.builder import Built
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
-from cfp.profiling.moves import Move
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
@@ -38,10 +39,10 @@ from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
-from cfp.search.measure import Told, can_recompute, told_of, whole_job
+from cfp.search.measure import Told, can_recompute, told_of
 from cfp.search.problem import Problem
-from cfp.search.race import Finalist, RaceResult, race
-from cfp.search.reshard import moves_worth_measuring
+from cfp.search.race import RaceResult, first_that_fits, race
+from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
@@ -73,6 +74,7 @@ class Planner:
         self.extents = self.settings.extents or (
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
+        self.asked_bytes = budget_bytes
         self.budget_bytes = budget_bytes or device_memory(self.devices[0])
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
@@ -103,7 +105,9 @@ class Planner:
         started = time.perf_counter()
         rates = measure_rates(self.mesh, self.store, **self._manner)
         classics, found, looker = self.explore(rates, self.settings.measure)
-        moved_ms = looker.moves(self._moves(rates, found), self.environment)
+        moved_ms = looker.moves(
+            moves_between_measured(self.analysis, rates, found), self.environment
+        )
         self.interrupted = looker.interrupted
         done = [found.records.get(item.job.key.digest) for item in found.wanted]
         cached = sum(item.job.key.digest in looker.known for item in found.wanted)
@@ -221,7 +225,8 @@ class Planner:
     def race(self, decision: Decision) -> Plan:
         """Times the decision and the classics on the whole program; keeps the fastest.
 
-        What won is in :attr:`winner` then.
+        What won is in :attr:`winner` then. Without a race that is the decision; or,
+        where a budget was asked for, the best by prediction that fits when compiled.
 
         Raises:
             MemoryBudgetError: none of them fits in memory.
@@ -230,6 +235,8 @@ class Planner:
         self.winner = decision
         races = self.settings.race and self.settings.measure
         if not races or self.interrupted:
+            if self.asked_bytes is not None:
+                return self._compiled_within(self.asked_bytes, decision)
             return self._plan(decision, decision, [])
         started = time.perf_counter()
         entries, hopeless = self._entries(decision)
@@ -277,7 +284,7 @@ class Planner:
         classics = [c for c in every if (c.predicted_ms or 0.0) <= limit]
         hopeless = [c for c in every if (c.predicted_ms or 0.0) > limit]
         varied = [
-            replace(entry, name=_name(entry.name, extent), extent=extent)
+            replace(entry, name=extent_name(entry.name, extent), extent=extent)
             for extent in self.extents
             for entry in classics
         ]
@@ -285,33 +292,33 @@ class Planner:
 
     # -- inside --------------------------------------------------------------
 
+    def _compiled_within(self, budget_bytes: int, decision: Decision) -> Plan:
+        """The best by prediction whose whole program, compiled, fits in a budget."""
+        entries = self._entries(decision)
+        entries[1:] = sorted(entries[1:], key=lambda e: e.predicted_ms or float("inf"))
+        refused, peak_bytes = first_that_fits(
+            self.analysis.frame.program,
+            self.mesh,
+            finalists(self.analysis, entries, self.environment),
+            self.store,
+            budget_bytes=budget_bytes,
+            **self._manner,
+        )
+        if peak_bytes is None:
+            raise no_winner(refused, budget_bytes)
+        self.winner = replace(entries[len(refused)], search=decision.search)
+        return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
+
     def _race(
         self,
         entries: list[Decision],
         environment: Parts,
         programs: dict[str, Built],
     ) -> list[RaceResult]:
-        frame = self.analysis.frame
-        finalists = [
-            Finalist(
-                name=entry.name,
-                job=whole_job(
-                    frame,
-                    self.analysis.segments,
-                    entry.choice,
-                    environment,
-                    entry.name,
-                    entry.extent,
-                    entry.options,
-                ),
-                predicted_ms=entry.predicted_ms,
-            )
-            for entry in entries
-        ]
         return race(
-            frame.program,
+            self.analysis.frame.program,
             self.mesh,
-            finalists,
+            finalists(self.analysis, entries, environment),
             self.store,
             budget_bytes=self.budget_bytes,
             programs=programs,
@@ -342,15 +349,6 @@ class Planner:
             )
             for alone in (False, True)
         ]
-
-    def _moves(self, rates: Rates, found: Explored) -> list[Move]:
-        """What else to measure: resharding between segments."""
-        costs = Costs(self.analysis, rates)
-        try:
-            options = measured_options(costs, found.wanted, found.records)
-        except DeviceError:
-            return []  # There is nothing to choose from, as the search will say.
-        return moves_worth_measuring(costs, options)
 
     @property
     def _manner(self) -> dict[str, Any]:
@@ -405,7 +403,3 @@ class Planner:
             search=dict(winner.search),
             mesh=self.mesh,
         )
-
-
-def _name(name: str, extent: Told) -> str:
-    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"

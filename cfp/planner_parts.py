@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan_parts import RaceRow
 from cfp.profiling.collectives import Rates
+from cfp.profiling.key import Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
 from cfp.search.guided import Explored
-from cfp.search.measure import Told
+from cfp.search.measure import Told, whole_job
 from cfp.search.problem import Problem
-from cfp.search.race import RaceResult
+from cfp.search.race import Finalist, RaceResult
 from cfp.units import format_bytes
 
 
@@ -43,7 +45,8 @@ class PlannerSettings:
             them; the leaders are raced with each, too. By default a short list for
             the platform.
         race: whether the best plan and the classics are timed on the whole program;
-            otherwise the prediction is trusted.
+            otherwise the prediction is trusted, and under a budget that was asked for
+            the best that fits is found by compiling, which runs nothing.
         measure: whether devices may be used; otherwise only records that are in the
             store already.
         retry_failures: whether what failed before is tried again; or what failed
@@ -117,6 +120,33 @@ class Decision:
     search: Mapping[str, float] = field(default_factory=dict)
 
 
+def extent_name(name: str, extent: Told) -> str:
+    """What a choice is called of which the compiler is told as much."""
+    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
+
+
+def finalists(
+    analysis: Analysis, decisions: Sequence[Decision], environment: Parts
+) -> list[Finalist]:
+    """Decisions as whole programs that take part in a race."""
+    return [
+        Finalist(
+            name=entry.name,
+            job=whole_job(
+                analysis.frame,
+                analysis.segments,
+                entry.choice,
+                environment,
+                entry.name,
+                entry.extent,
+                entry.options,
+            ),
+            predicted_ms=entry.predicted_ms,
+        )
+        for entry in decisions
+    ]
+
+
 def race_row(result: RaceResult) -> RaceRow:
     """How a finalist did, as a plan keeps it."""
     record = result.record
@@ -158,8 +188,9 @@ def no_winner(results: Sequence[RaceResult], budget_bytes: int | None) -> CfpErr
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
         return DeviceError(f"No plan ran on the devices. {reasons}")
     smallest = min(r.peak_bytes for r in results)
+    which = f"Of {len(results)} compiled plans the smallest"
     return MemoryBudgetError(
-        f"Of {len(results)} compiled plans the smallest needs "
+        f"{which if len(results) > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(smallest)} on each device; the budget is "
         f"{format_bytes(budget_bytes or 0)}. Raise the budget, use more devices, or "
         "make the batch smaller.",

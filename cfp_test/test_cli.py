@@ -18,6 +18,7 @@ TOY = f"{TOYS}:toy"
 HALF = f"{TOYS}:half"
 ON_CPU = ("--platform", "cpu", "--devices", "4")
 ANY_PRESET = ("--preset", "data_parallel", "--workdir", "work")
+TIGHT_PRESET = ("--preset", "zero1", "--memory-budget", "99", "--workdir", "tight")
 FEW = ("--workdir", "work", "--per-kind", "2", "--quick")
 STRICT = ("--steps", "2", "--tolerance", "1e-9")
 
@@ -39,7 +40,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, *ON_CPU, "--pin", "bias=x"], "matches no argument"),
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=y"], "no axis 'y'"),
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"], "3 dims"),
-    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "absent is no folder"),
+    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "another file with -o."),
+    (["bench", *ON_CPU, "--json", "absent/b.json"], "another file with --json."),
     (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
     (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
     (["plan", TOY, *ON_CPU, "--donate", "3"], "numbered from 0 to 2"),
@@ -53,6 +55,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "other.json"], "something else"),
     (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),
     (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
+    (["run", TOY, "--plan", "p.json", "--memory-budget", "1GiB"], "a finished one"),
+    (["run", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
+    (["run", TOY, *ON_CPU, *TIGHT_PRESET], "the budget is 99 B"),
     (
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
         "can run only once",
@@ -229,6 +234,30 @@ def test_time_is_traded_for_memory(planned, folder):
     assert "Cannot draw curve.abc" in bad.err
 
 
+@pytest.mark.parametrize("command", [("tradeoff", TOY), ("profile", "curves")])
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, tmp_path):
+    common = [*command, *ON_CPU, "--workdir", "never", "--plot"]
+    ending, none, where = run_batch(
+        [[*common, file] for file in ("curve.abc", "curve", "absent/curve.PNG")],
+        tmp_path,
+    )
+    stub = tmp_path / "stub" / "matplotlib.py"
+    stub.parent.mkdir()
+    stub.write_text("raise ImportError('not installed')")
+    paths = f"{stub.parent}{os.pathsep}{environment()['PYTHONPATH']}"
+    without = run_one(*common, "curve.svg", folder=tmp_path, PYTHONPATH=paths)
+    for outcome, message in (
+        (ending, "Cannot draw curve.abc: "),
+        (none, ".pdf, .pgf, .png, "),
+        (where, "absent is no folder. Name another file with --plot."),
+        (without, "pip install 'cfp[report]'"),
+    ):
+        assert outcome.code == 2
+        assert message in outcome.err
+        assert outcome.crash == outcome.out == ""
+    assert not (tmp_path / "never").exists()
+
+
 def test_measurements_travel_and_misses_are_explained(planned, folder):
     wanted = ["profile", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--why"]
     pins = ["--pin", "weights/up=None,x"]
@@ -284,6 +313,17 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert low.code == (0 if strict["passed"] else 1)
     assert other.code == 2
     assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
+
+
+def test_run_plans_within_a_budget(folder):
+    wanted = ["run", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--no-race"]
+    wanted += ["--steps", "1", "--json", "--workdir", "roomy"]
+    within, none = run_batch(
+        [[*wanted, "--memory-budget", size] for size in ("1GiB", "99B")], folder
+    )
+    assert json.loads(within.out)["plan"]
+    assert none.code == 2
+    assert "Raise the budget" in none.err
 
 
 def test_a_budget_that_nothing_fits(planned, folder):

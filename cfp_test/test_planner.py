@@ -10,6 +10,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
+from cfp.profiling.builder import build
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -29,13 +30,14 @@ def plan(mesh, tmp_path_factory):
     """Plans the model with what a test asks for; profiles are measured once."""
     folder = tmp_path_factory.mktemp("profiles")
 
-    def make(memory_budget=None, **settings):
+    def make(memory_budget=None, preset=None, cache_dir=folder, **settings):
         return cfp.plan(
             STEP,
             *ARGS,
             mesh=mesh,
             memory_budget=memory_budget,
-            cache_dir=folder,
+            preset=preset,
+            cache_dir=cache_dir,
             settings=PlannerSettings(
                 **{"per_kind": 5, "in_context": False, **settings}
             ),
@@ -103,6 +105,43 @@ def test_where_memory_is_tight_the_classics_race_recomputed_too(plan, monkeypatc
     check_step(made)
 
 
+def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
+    free = plan(preset="data_parallel", race=False)
+    assert free.peak_bytes is None
+    with pytest.raises(cfp.MemoryBudgetError, match="The plan, compiled,") as caught:
+        plan(1000, preset="data_parallel", race=False)
+    needed = caught.value.smallest_feasible_bytes
+    with pytest.raises(cfp.MemoryBudgetError):
+        plan(needed - 1, preset="data_parallel", race=False)
+    made = plan(needed, preset="data_parallel", race=False)
+    assert (made.winner, made.peak_bytes) == ("data_parallel", needed)
+    assert made.arg_specs == free.arg_specs
+    assert made.measured_ms is None and not made.race
+
+
+def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch):
+    """The best by prediction turns out too large; then, all."""
+    quick = {"cache_dir": tmp_path, "per_kind": 1, "race": False}
+    first = plan("1GiB", **quick)
+    assert first.winner == "planned" and 0 < first.peak_bytes <= 2**30
+    too_large = {"planned"}
+
+    def swollen(program, mesh, job, environment):
+        built = build(program, mesh, job, environment)
+        return replace(built, temp_bytes=2**40) if job.label in too_large else built
+
+    monkeypatch.setattr("cfp.search.race.build", swollen)
+    made = plan("1GiB", **quick)
+    assert made.winner in PRESETS or made.winner.startswith("planned ")
+    assert 0 < made.peak_bytes <= 2**30
+    assert made.predicted_ms is None or made.predicted_ms >= first.predicted_ms
+    assert made.search["gap"] == first.search["gap"]
+    check_step(made)
+    too_large.update([*PRESETS, "planned 2"])
+    with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled plans"):
+        plan("1GiB", **quick)
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
     plan, monkeypatch, at, tmp_path
@@ -123,8 +162,9 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
         with pytest.raises(KeyboardInterrupt):
             plan(per_kind=12)
         return
-    made = plan(per_kind=12)
+    made = plan("1GiB", per_kind=12)
     assert len(rounds) == 2
+    assert made.peak_bytes is not None
     assert made.winner == "planned" and not made.race
     assert made.search["gap"] > 0.5
     check_step(made)

@@ -36,7 +36,6 @@ from cfp.planner_parts import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.tables import plan_text
-from cfp.search.race import peak_bytes
 from cfp.search.wanted import Wanted
 from cfp.targets import model_target
 from cfp.units import parse_bytes
@@ -207,7 +206,7 @@ def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
         "status": record.status,
         "time_ms": item.time_ms(records) if record.ok else None,
         "samples_ms": record.samples_ms,
-        "peak_bytes": peak_bytes(record),
+        "peak_bytes": record.peak_bytes,
     }
 
 

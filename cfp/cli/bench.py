@@ -105,7 +105,7 @@ def bench(
     Example: cfp bench --suite tiny --models gpt --devices 4 --platform cpu --quick
     """
     command = _baselines()
-    o.check_writable(json_file)
+    o.check_writable(json_file, "--json")
     if devices is not None and mesh:
         raise CfpError("Give --devices or --mesh, not both.")
     axes = [platform.parse_mesh(None, text) for text in mesh or ()]

@@ -21,6 +21,7 @@ from cfp.planner_parts import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
+from cfp.report.plots import check_can_draw
 from cfp.search.measure import Told
 
 TargetText = Annotated[
@@ -126,7 +127,11 @@ Preset = Annotated[
 ]
 NoRace = Annotated[
     bool,
-    typer.Option("--no-race", help="Trust the prediction; time no whole program."),
+    typer.Option(
+        "--no-race",
+        help="Trust the prediction; time no whole program. With --memory-budget the "
+        "plan is compiled, to see whether it fits.",
+    ),
 ]
 
 Quick = Annotated[
@@ -285,8 +290,23 @@ def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
     return pins
 
 
-def check_writable(path: Path | None) -> None:
+def check_drawable(path: Path | None) -> None:
+    """Says before anything is measured that the file of --plot could not be drawn.
+
+    Raises:
+        CfpError: the file cannot be written, or no such image can be made.
+    """
+    if path is not None:
+        check_can_draw(path)
+    check_writable(path, "--plot")
+
+
+def check_writable(path: Path | None, option: str = "-o") -> None:
     """Says before anything is measured that the outcome could not be saved.
+
+    Args:
+        path: where to, if anywhere.
+        option: the one that named it.
 
     Raises:
         CfpError: the file cannot be written.
@@ -300,4 +320,4 @@ def check_writable(path: Path | None) -> None:
         problem = "it is not writable"
     else:
         return
-    raise CfpError(f"Cannot write {path}: {problem}. Name another file with -o.")
+    raise CfpError(f"Cannot write {path}: {problem}. Name another file with {option}.")

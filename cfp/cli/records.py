@@ -88,7 +88,7 @@ def curves(
 
     Example: cfp profile curves --mesh x=4 --plot curves.png --link 450
     """
-    o.check_writable(plot)
+    o.check_drawable(plot)
     axes = platforms.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
         platforms.select(platform, axes)

@@ -22,6 +22,7 @@ from cfp.report.passes import console_and_border
 from cfp.report.tables import print_plan
 from cfp.targets import Target
 from cfp.trial import Trial, run_trial
+from cfp.units import parse_bytes
 
 _FAILURES_SHOWN = 5
 _PER_KIND = PlannerSettings().per_kind
@@ -58,6 +59,7 @@ def run(
         str | None,
         typer.Option("--platform", help="cpu or cuda; the plan's, if not given."),
     ] = None,
+    memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
     as_json: o.Json = False,
     donate: o.Donate = None,
@@ -77,6 +79,12 @@ def run(
         raise CfpError(
             "Give --plan plan.json or --preset NAME (see cfp presets), not both."
         )
+    if plan is not None and memory_budget is not None:
+        raise CfpError(
+            "--memory-budget is for a new plan, and --plan names a finished one. Leave "
+            "out one of them; cfp show plan.json says what a plan needs."
+        )
+    budget = parse_bytes(memory_budget)
     axes = platform.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
         saved = Plan.load(plan) if plan is not None else None
@@ -102,7 +110,7 @@ def run(
                     race=preset is None and not no_race,
                     progress=display.tell,
                 )
-                used = _new_plan(found, devices_mesh, preset, workdir, settings)
+                used = _new_plan(found, devices_mesh, preset, budget, workdir, settings)
             trial = run_trial(
                 used,
                 found,
@@ -124,6 +132,7 @@ def _new_plan(
     target: Target,
     mesh: Mesh,
     preset: str | None,
+    budget_bytes: int | None,
     workdir: Path | None,
     settings: PlannerSettings,
 ) -> Plan:
@@ -133,6 +142,7 @@ def _new_plan(
         mesh=mesh,
         static_argnums=target.static,
         donate_argnums=target.donate,
+        memory_budget=budget_bytes,
         preset=preset,
         cache_dir=workdir,
         settings=settings,

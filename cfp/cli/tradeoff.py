@@ -61,7 +61,7 @@ def tradeoff(
     """
     pins = o.parse_pins(pin)
     budget = parse_bytes(memory_budget)
-    o.check_writable(plot)
+    o.check_drawable(plot)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         budget = budget or device_memory(session.mesh.devices.flat[0])

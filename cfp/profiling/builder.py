@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
-from cfp.profiling.record import Collective, ProfileRecord, Status
+from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
 
@@ -140,41 +140,20 @@ class BuildEnvironment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class Built(CompiledBytes):
     """A compiled program and what the compiler says about it.
 
     Attributes:
       key: what it is measured under.
       compiled: takes and returns flat arrays.
-      argument_bytes: of the arguments; as the four below on one device.
-      output_bytes: of the results.
-      alias_bytes: of results that live in a donated argument's memory.
-      temp_bytes: the largest need for temporaries.
-      code_bytes: of the generated code.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
     """
 
     key: ProfileKey
     compiled: jax.stages.Compiled
-    argument_bytes: int = 0
-    output_bytes: int = 0
-    alias_bytes: int = 0
-    temp_bytes: int = 0
-    code_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Memory needed on one device, everything included."""
-        return (
-            self.argument_bytes
-            + self.output_bytes
-            - self.alias_bytes
-            + self.temp_bytes
-            + self.code_bytes
-        )
 
     def record(
         self,

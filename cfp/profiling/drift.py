@@ -43,8 +43,15 @@ def reference_task(mesh: Mesh, execute: Callable[..., ProfileRecord]) -> Task:
     return Task(key=key, label=probe.label, build=partial(_build, mesh, key), run=run)
 
 
-@lru_cache(maxsize=8)
 def _build(mesh: Mesh, key: ProfileKey) -> Built | ProfileRecord:
+    outcome = _build_once(mesh, key)
+    if not isinstance(outcome, Built):
+        _build_once.cache_clear()  # A failure is kept in the store, and may be retried.
+    return outcome
+
+
+@lru_cache(maxsize=8)
+def _build_once(mesh: Mesh, key: ProfileKey) -> Built | ProfileRecord:
     # Once for a process: a search measures in many rounds.
     return build_probe(key, reference(mesh), mesh)
 

@@ -75,6 +75,13 @@ class Move:
         )
 
     @property
+    def label(self) -> str:
+        """What a list of things to measure calls it."""
+        shape = ",".join(map(str, self.shape))
+        have, want = (partition_spec(spec) for spec in (self.have, self.want))
+        return f"resharding {self.dtype}[{shape}] from {have} to {want}"
+
+    @property
     def inputs(self) -> tuple[InputKind, InputKind]:
         """The tensor, and room for the result."""
         return (
@@ -119,7 +126,7 @@ def measure_moves(
         [
             Task(
                 key=key,
-                label="resharding",
+                label=move.label,
                 build=partial(_build, key, move, mesh),
                 run=partial(_run, move, mesh),
             )

@@ -29,7 +29,7 @@ from cfp.profiling.deaths import bury
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.repeated import Repeated
 from cfp.profiling.store import ProfileStore
 
@@ -115,13 +115,6 @@ class ProfileSummary:
     wall_seconds: float
 
 
-def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
-    """Whether something that is in the store is to be measured again."""
-    if record.ok or not isinstance(retry_failures, datetime):
-        return not record.ok and bool(retry_failures)
-    return datetime.fromisoformat(record.created) < retry_failures
-
-
 def default_threads(platform: str) -> int:
     """How many builds at once leave a machine usable, and each other in peace."""
     cores = os.cpu_count() or 1
@@ -182,7 +175,7 @@ def run_tasks(
             retry_failures=retry_failures,
             progress=progress,
             agreement=agreement,
-            reference=Repeated(reference, store, marks, agreement),
+            reference=Repeated(reference, store, marks, agreement, retry_failures),
         )
         state.look_up()
         _measure(state, threads, overlap)

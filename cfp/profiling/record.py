@@ -41,7 +41,37 @@ def utc_now() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRecord:
+class CompiledBytes:
+    """Memory that a compiled program needs on one device, as the compiler states it.
+
+    Attributes:
+      argument_bytes: of the arguments.
+      output_bytes: of the results.
+      alias_bytes: of results that live in a donated argument's memory.
+      temp_bytes: the largest need for temporaries.
+      code_bytes: of the generated code.
+    """
+
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    code_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything together: arguments, results, temporaries, code."""
+        return (
+            self.argument_bytes
+            + self.output_bytes
+            - self.alias_bytes
+            + self.temp_bytes
+            + self.code_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecord(CompiledBytes):
     """One thing that was built and run, or the reason why it could not be.
 
     Attributes:
@@ -52,12 +82,6 @@ class ProfileRecord:
       samples_ms: milliseconds per execution, every sample in the order taken.
       reference_ms: what the same small program took shortly before and after; see
         `cfp.profiling.drift`. Empty where it did not run.
-      argument_bytes: of the arguments, as the four below on one device and as
-        the compiler states it.
-      output_bytes: of the results.
-      alias_bytes: of results that live in a donated argument's memory.
-      temp_bytes: the largest need for temporaries.
-      code_bytes: of the generated code.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
@@ -73,11 +97,6 @@ class ProfileRecord:
     reason: str = ""
     samples_ms: tuple[float, ...] = ()
     reference_ms: tuple[float, ...] = ()
-    argument_bytes: int = 0
-    output_bytes: int = 0
-    alias_bytes: int = 0
-    temp_bytes: int = 0
-    code_bytes: int = 0
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     collectives: tuple[Collective, ...] = ()
@@ -151,6 +170,18 @@ class ProfileRecord:
             collectives=tuple(_collective(item) for item in _list(data, "collectives")),
             created=_string(data, "created"),
         )
+
+
+def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
+    """Whether something that is in the store is to be measured again.
+
+    Args:
+      record: what is in the store.
+      retry_failures: whether what failed is, or what failed before a moment.
+    """
+    if record.ok or not isinstance(retry_failures, datetime):
+        return not record.ok and bool(retry_failures)
+    return datetime.fromisoformat(record.created) < retry_failures
 
 
 def _fields(cls: type, data: Any, what: str) -> dict[str, Any]:

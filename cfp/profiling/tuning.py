@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.pipeline import is_to_retry
+from cfp.profiling.record import is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 

@@ -10,6 +10,30 @@ from typing import Any
 from cfp.errors import CfpError
 
 
+def check_can_draw(file: Path) -> None:
+    """Says before there is anything to draw that it could not be.
+
+    Args:
+        file: an image; its ending says which kind.
+
+    Raises:
+        CfpError: matplotlib is not installed, or does not know the kind of image.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise CfpError(
+            "A plot needs matplotlib. Install it: pip install 'cfp[report]'."
+        ) from error
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in endings:
+        known = ", ".join(f".{ending}" for ending in sorted(endings))
+        raise CfpError(
+            f"Cannot draw {file}: its ending says no kind of image. Name a file that "
+            f"ends in one of {known}."
+        )
+
+
 @contextmanager
 def figure(
     file: Path, columns: int = 1, figsize: tuple[float, float] = (7, 4.2)
@@ -24,12 +48,9 @@ def figure(
     Raises:
         CfpError: matplotlib is not installed, or does not know the kind of image.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise CfpError(
-            "A plot needs matplotlib. Install it: pip install 'cfp[report]'."
-        ) from error
+    check_can_draw(file)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -37,9 +58,6 @@ def figure(
     try:
         yield axes
         drawn.tight_layout()
-        try:
-            drawn.savefig(file)
-        except ValueError as error:  # matplotlib does not know the ending
-            raise CfpError(f"Cannot draw {file}: {error}.") from error
+        drawn.savefig(file)
     finally:
         pyplot.close(drawn)

@@ -9,6 +9,7 @@ from typing import Any
 from cfp.planner import Planner
 from cfp.profiling.collectives import Rates, measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
+from cfp.search.reshard import moves_between_measured
 
 _MOST_LABELS = 8
 
@@ -38,11 +39,14 @@ class Misses:
         known: how many things are in the store.
         rates_known: whether the devices' rates are. If not, estimates follow from
             defaults, and some other strategies may be measured than are listed.
+        complete: whether that is all. If not, more may be measured, strategies and
+            resharding: what follows from the times of strategies that are listed.
     """
 
     misses: tuple[Miss, ...]
     known: int
     rates_known: bool
+    complete: bool
 
 
 def find_misses(planner: Planner) -> Misses:
@@ -58,6 +62,14 @@ def find_misses(planner: Planner) -> Misses:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))
     answered = store.get_many(asked)
+    complete = all(
+        job.key.digest in answered for item in found.wanted for job in item.jobs
+    )
+    if complete:
+        moves = moves_between_measured(planner.analysis, rates, found)
+        keys = {move.key(mesh, planner.environment): move for move in moves}
+        asked.update((key.digest, (move.label, key)) for key, move in keys.items())
+        answered = store.get_many(asked)
     stored = store.keys_like()
     return Misses(
         misses=tuple(
@@ -67,6 +79,7 @@ def find_misses(planner: Planner) -> Misses:
         ),
         known=len(answered),
         rates_known=rates_known,
+        complete=complete,
     )
 
 
@@ -89,6 +102,12 @@ def why_lines(found: Misses) -> Iterator[str]:
             "Which strategies are worth measuring follows from the devices' rates, "
             "which are not known yet: some may be others than these."
         )
+    if not found.complete:
+        yield ""
+        yield (
+            "What else is worth measuring, other strategies and resharding, follows "
+            "from what these take."
+        )
 
 
 def why_data(found: Misses) -> dict[str, Any]:
@@ -96,6 +115,7 @@ def why_data(found: Misses) -> dict[str, Any]:
     return {
         "known": found.known,
         "rates_known": found.rates_known,
+        "complete": found.complete,
         "misses": [
             {
                 "label": miss.label,

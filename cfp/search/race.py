@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.pipeline import default_threads, is_to_retry
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.pipeline import default_threads
+from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
@@ -76,17 +76,6 @@ _HOPE_AT_FIRST = 1.08
 _HOPE = 1.04
 
 
-def peak_bytes(record: ProfileRecord) -> int:
-    """Memory that a compiled program needs: arguments, results, temporaries, code."""
-    return (
-        record.argument_bytes
-        + record.output_bytes
-        - record.alias_bytes
-        + record.temp_bytes
-        + record.code_bytes
-    )
-
-
 def race(
     program: Program,
     mesh: Mesh,
@@ -146,14 +135,13 @@ def race(
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
-        peak = peak_bytes(record)
         results.append(
             RaceResult(
                 name=finalist.name,
                 predicted_ms=finalist.predicted_ms,
                 record=record,
-                peak_bytes=peak,
-                fits=budget_bytes is None or peak <= budget_bytes,
+                peak_bytes=record.peak_bytes,
+                fits=budget_bytes is None or record.peak_bytes <= budget_bytes,
                 cached=cached,
             )
         )
@@ -162,9 +150,69 @@ def race(
 
 def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
     """Whether something was refused for its size alone, and the budget has grown."""
-    peak = peak_bytes(record)
+    peak = record.peak_bytes
     refused = record.status == "out_of_memory" and peak and not record.run_seconds
     return bool(refused) and (budget_bytes is None or peak <= budget_bytes)
+
+
+def first_that_fits(
+    program: Program,
+    mesh: Mesh,
+    finalists: Sequence[Finalist],
+    store: ProfileStore,
+    *,
+    budget_bytes: int,
+    retry_failures: bool | datetime = False,
+    progress: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+) -> tuple[list[RaceResult], int | None]:
+    """Compiles finalists one after another until one fits in memory; none runs.
+
+    What was compiled for a race before is known from the store.
+
+    Args:
+        program, mesh, store, retry_failures, limits: as for :func:`race`.
+        finalists: the best first.
+        budget_bytes: memory of one device.
+        progress: told what is being done.
+
+    Returns:
+        Those before the first that fits: too large, or failures. And what that one
+        needs on each device, or None if there is none.
+    """
+    refused = []
+    bury(store)
+    for finalist in finalists:
+        job = finalist.job
+        outcome: Built | ProfileRecord | None = store.get(job.key.digest)
+        if (
+            outcome is None
+            or is_to_retry(outcome, retry_failures)
+            or _fits_by_now(outcome, budget_bytes)
+        ):
+            with Marks(store.path, limits) as marks:
+                turns = _Turns(program, mesh, {job.key.digest: job}, {}, marks, {})
+                [(_, outcome)] = turns._built(store, progress or (lambda _: None))
+            if isinstance(outcome, Built):
+                if outcome.peak_bytes <= budget_bytes:
+                    return refused, outcome.peak_bytes
+                reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
+                outcome = outcome.record("out_of_memory", reason=reason)
+            store.put(outcome, replace=True)
+        fits = outcome.peak_bytes <= budget_bytes
+        if fits and outcome.ok:
+            return refused, outcome.peak_bytes
+        refused.append(
+            RaceResult(
+                name=finalist.name,
+                predicted_ms=finalist.predicted_ms,
+                record=outcome,
+                peak_bytes=outcome.peak_bytes,
+                fits=fits,
+                cached=False,
+            )
+        )
+    return refused, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from cfp.analysis.analyze import Analysis
+from cfp.errors import DeviceError
+from cfp.profiling.collectives import Rates
 from cfp.profiling.moves import Move
-from cfp.search.costs import Costs
+from cfp.search.costs import Costs, measured_options
+from cfp.search.guided import Explored
 from cfp.search.problem import Option
 
 _MOST = 12
 # Of what the two segments take: less is within the noise of their own times.
 _SHARE = 0.03
+
+
+def moves_between_measured(
+    analysis: Analysis, rates: Rates, found: Explored
+) -> list[Move]:
+    """The moves that are worth it between the segments as they were measured.
+
+    None if some segment could not be measured at all, as the search will say.
+    """
+    costs = Costs(analysis, rates)
+    try:
+        options = measured_options(costs, found.wanted, found.records)
+    except DeviceError:
+        return []
+    return moves_worth_measuring(costs, options)
 
 
 def moves_worth_measuring(

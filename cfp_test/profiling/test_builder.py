@@ -76,6 +76,7 @@ def test_a_part_is_built(case):
         + built.temp_bytes
         + built.code_bytes
     )
+    assert built.record("timeout").peak_bytes == built.peak_bytes
 
 
 def test_a_built_part_computes_what_the_step_does(case):

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from datetime import UTC, datetime
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfp.profiling import drift as drifting
 from cfp.profiling import probes
 from cfp.profiling.builder import Built
 from cfp.profiling.drift import at_one_clock, drift, reference_task
@@ -141,6 +143,69 @@ def test_a_reference_that_fails_is_not_tried_again(compiled, store):
     later = Shop(compiled)
     later.measure("ij", store)
     assert "".join(later.ran) == "ij"
+
+
+def kept_reference(store):
+    [record] = [r for r in store.records() if dict(r.parts)["name"] == "R"]
+    return record
+
+
+def test_a_reference_that_failed_is_tried_again_when_asked(compiled, store):
+    Shop(compiled, broken="R").measure("a", store)
+    assert kept_reference(store).status == "crashed"
+    again = Shop(compiled)
+    found = again.measure("b", store, retry_failures=True)
+    assert "".join(again.ran) == "RbR"
+    [record] = found.records.values()
+    assert record.reference_ms == (1.0, 2.0)
+    assert kept_reference(store).ok
+
+
+def test_a_reference_that_fails_again_is_not_tried_once_more(compiled, store):
+    """A process that is started again asks for what failed before the first start."""
+    shop = Shop(compiled, broken="R")
+    shop.measure("a", store)
+    long_ago = dataclasses.replace(
+        kept_reference(store), created="2026-01-02T03:04:05+00:00", reason="old"
+    )
+    store.put(long_ago, replace=True)
+    started = datetime(2026, 2, 3, tzinfo=UTC)
+    shop.measure("b", store, retry_failures=started)
+    assert "".join(shop.ran) == "RaRb"
+    assert kept_reference(store).reason == "boom"
+    shop.measure("c", store, retry_failures=started)
+    assert "".join(shop.ran) == "RaRbc"
+
+
+def test_a_reference_that_cannot_be_built_is_kept_too(compiled, store):
+    shop = Shop(compiled)
+    task = shop.task("R")
+    refused = ProfileRecord(
+        key=task.key.digest, parts=task.key.parts, status="compile_error"
+    )
+    asked = []
+
+    def refuse():
+        asked.append(task.key)
+        return refused
+
+    broken = dataclasses.replace(task, build=refuse)
+    for name in "ab":
+        run_tasks([shop.task(name)], store, reference=broken)
+    assert len(asked) == 1 and kept_reference(store) == refused
+    run_tasks([shop.task("c")], store, reference=broken, retry_failures=True)
+    assert len(asked) == 2
+
+
+def test_only_a_good_build_is_remembered(monkeypatch):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    task = reference_task(mesh, execute)
+    built = Built(key=task.key, compiled=None)
+    refused = built.record("compile_error")
+    outcomes = iter([refused, built])
+    monkeypatch.setattr(drifting, "build_probe", lambda *_: next(outcomes))
+    assert [task.build() for _ in range(3)] == [refused, built, built]
+    drifting._build_once.cache_clear()
 
 
 def test_failures_have_no_reference(compiled, store):

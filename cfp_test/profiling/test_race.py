@@ -8,7 +8,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.search import race as room
-from cfp.search.race import Finalist, peak_bytes, race
+from cfp.search.race import Finalist, first_that_fits, race
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_larger_budget_is_a_new_chance(timed):
     turns, found = timed("a", budget_bytes=10)
     assert turns == []
     assert found["a"].status == "out_of_memory"
-    needed = peak_bytes(found["a"])
+    needed = found["a"].peak_bytes
     assert timed("a", budget_bytes=needed - 1)[0] == []
     turns, found = timed("a", budget_bytes=needed)
     assert turns == ["a"]
@@ -68,6 +68,76 @@ def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
     ran_out = replace(found["a"], status="out_of_memory", samples_ms=())
     store.put(ran_out, replace=True)
     assert timed("a") == ([], {"a": ran_out})
+
+
+# ---------------------------------------------------------------- without a race
+
+
+@pytest.fixture
+def compiled(case, store, monkeypatch):
+    """Finds the first that fits of one that needs 200 bytes and one that needs 100.
+
+    Tells what was compiled, who was refused and what the other needs.
+    """
+    built = []
+
+    def fake(program, mesh, job, environment) -> Built:
+        [alive] = MarksFolder(store.path).living()
+        assert [(m.key, m.doing) for m in alive.marks] == [(job.key, "build")]
+        built.append(job.label)
+        return Built(key=job.key, compiled=None, temp_bytes=NEEDS[job.label])
+
+    def never(*args, **options):
+        raise AssertionError("nothing runs")
+
+    monkeypatch.setattr(room, "build", fake)
+    monkeypatch.setattr(room, "run", never)
+
+    def go(budget_bytes: int, **options):
+        built.clear()
+        refused, peak = first_that_fits(
+            case.program,
+            case.mesh,
+            [Finalist(name=name, job=case.job(name)) for name in NEEDS],
+            store,
+            budget_bytes=budget_bytes,
+            **options,
+        )
+        return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
+
+    return go
+
+
+NEEDS = {"large": 200, "small": 100}
+TOO_LARGE = ("large", False, "out_of_memory")
+
+
+def test_the_first_that_fits_is_found_by_compiling(compiled):
+    assert compiled(200) == (["large"], [], 200)
+    assert compiled(199) == (["large", "small"], [TOO_LARGE], 100)
+    # What was refused is remembered until the budget is larger.
+    assert compiled(100) == (["small"], [TOO_LARGE], 100)
+    both = [TOO_LARGE, ("small", False, "out_of_memory")]
+    assert compiled(99) == (["small"], both, None)
+    assert compiled(99) == ([], both, None)
+    assert compiled(200) == (["large"], [], 200)
+
+
+def test_what_was_raced_need_not_be_compiled(compiled, case, store):
+    key = case.job("large").key
+    raced = ProfileRecord(
+        key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,), temp_bytes=50
+    )
+    store.put(raced)
+    assert compiled(50) == ([], [], 50)
+    assert compiled(49)[1][0] == ("large", False, "ok")
+
+
+def test_what_failed_does_not_fit_in_nothing(compiled, case, store):
+    key = case.job("large").key
+    store.put(ProfileRecord(key=key.digest, parts=key.parts, status="crashed"))
+    assert compiled(200) == (["small"], [("large", True, "crashed")], 100)
+    assert compiled(200, retry_failures=True) == (["large"], [], 200)
 
 
 def test_nobody_is_marked_after_a_race(timed, store):

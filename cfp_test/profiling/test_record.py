@@ -73,6 +73,14 @@ def test_a_single_sample_has_an_unknown_spread():
     assert record.spread_ms == math.inf
 
 
+def test_what_lives_in_donated_memory_counts_once():
+    record = dataclasses.replace(
+        OK, argument_bytes=100, output_bytes=30, alias_bytes=20, temp_bytes=7
+    )
+    assert record.peak_bytes == 117
+    assert dataclasses.replace(record, code_bytes=2).peak_bytes == 119
+
+
 def test_a_failure_costs_infinitely_much_and_keeps_its_samples():
     record = dataclasses.replace(OK, status="crashed", reason="bus error")
     assert not record.ok

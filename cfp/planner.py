@@ -10,18 +10,18 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, lay_out
-from cfp.describe import plan_rows
+from cfp.analysis.layout import Choice
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.plan_parts import RaceRow, type_text
 from cfp.planner_parts import (
     Decision,
     PlannerSettings,
     Profiles,
+    compose_plan,
     device_memory,
     extent_name,
     finalists,
+    in_reach,
     left_out,
     no_winner,
     race_row,
@@ -33,13 +33,12 @@ from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.program.graft import aval
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
-from cfp.search.measure import Told, can_recompute, told_of
+from cfp.search.measure import Told, can_recompute
 from cfp.search.problem import Problem
 from cfp.search.race import RaceResult, first_that_fits, race
 from cfp.search.reshard import moves_between_measured
@@ -239,9 +238,12 @@ class Planner:
                 return self._compiled_within(self.asked_bytes, decision)
             return self._plan(decision, decision, [])
         started = time.perf_counter()
-        entries, hopeless = self._entries(decision)
+        entries, far = self._entries(decision)
         programs: dict[str, Built] = {}
         results = self._race(entries, self.environment, programs)
+        if far and all(r.time_ms == float("inf") for r in results):
+            entries, far = [*entries, *far], []
+            results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
         first = [entries[i] for i in leaders[:_LEADERS]]
         programs = {e.name: programs[e.name] for e in first if e.name in programs}
@@ -263,39 +265,43 @@ class Planner:
         return self._plan(
             self.winner,
             decision,
-            [*map(race_row, results), *map(left_out, hopeless)],
+            [*map(race_row, results), *map(left_out, far)],
             results[best],
         )
 
     def _entries(self, decision: Decision) -> tuple[list[Decision], list[Decision]]:
-        """Who takes part, and the classics that are too far behind for it.
+        """Who takes part, and who does only if none of them can.
 
         What was found takes part, and the classics in all ways to tell them.
         """
         if decision.problem is None:
             return [decision], []
-        every = [
-            Decision(name, choice, self.predict(decision, choice))
+        varied = [
+            Decision(
+                extent_name(name, extent),
+                choice,
+                self.predict(decision, choice),
+                extent=extent,
+            )
+            for extent in self.extents
             for name, choice in decision.classics.items()
         ]
         behind = _BEHIND_ON_CPUS if self.devices[0].platform == "cpu" else _BEHIND
-        best = min((c.predicted_ms for c in every if c.predicted_ms), default=0.0)
-        limit = max(behind * (decision.predicted_ms or float("inf")), best)
-        classics = [c for c in every if (c.predicted_ms or 0.0) <= limit]
-        hopeless = [c for c in every if (c.predicted_ms or 0.0) > limit]
-        varied = [
-            replace(entry, name=extent_name(entry.name, extent), extent=extent)
-            for extent in self.extents
-            for entry in classics
-        ]
-        return [decision, *varied, *decision.rivals], hopeless
+        near, far = in_reach(decision, varied, behind)
+        return [decision, *near, *decision.rivals], far
 
     # -- inside --------------------------------------------------------------
 
+    def _plan(self, winner: Decision, *how: Any) -> Plan:
+        return compose_plan(
+            self.analysis, self.mesh, dict(self.environment), winner, *how
+        )
+
     def _compiled_within(self, budget_bytes: int, decision: Decision) -> Plan:
         """The best by prediction whose whole program, compiled, fits in a budget."""
-        entries = self._entries(decision)
-        entries[1:] = sorted(entries[1:], key=lambda e: e.predicted_ms or float("inf"))
+        near, far = self._entries(decision)
+        rest = sorted([*near[1:], *far], key=lambda e: e.predicted_ms or float("inf"))
+        entries = [decision, *rest]
         refused, peak_bytes = first_that_fits(
             self.analysis.frame.program,
             self.mesh,
@@ -369,37 +375,3 @@ class Planner:
             return None
         picks = picks_of(self.analysis, problem, choice)
         return None if picks is None else problem.cost_ms(picks)
-
-    def _plan(
-        self,
-        winner: Decision,
-        decision: Decision,
-        race: list[RaceRow],
-        won: RaceResult | None = None,
-    ) -> Plan:
-        frame = self.analysis.frame
-        program = frame.program
-        layout = lay_out(frame, winner.choice)
-        timed = won is not None and won.record.ok
-        return Plan(
-            fingerprint=program.fingerprint,
-            mesh_axes=frame.mesh,
-            arg_names=program.arg_names,
-            arg_types=tuple(type_text(aval(program, v)) for v in program.args),
-            arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
-            output_specs=layout.output_specs(),
-            constraints=told_of(
-                frame, self.analysis.segments, winner.choice, winner.extent
-            ),
-            donated=tuple(a is not None for a in program.alias),
-            winner=winner.name,
-            predicted_ms=winner.predicted_ms,
-            measured_ms=won.time_ms if won is not None and timed else None,
-            peak_bytes=won.peak_bytes if won is not None else None,
-            options=dict(winner.options),
-            rows=plan_rows(self.analysis, winner.choice, decision.problem),
-            race=tuple(race),
-            environment=dict(self.environment),
-            search=dict(winner.search),
-            mesh=self.mesh,
-        )

@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from jax.sharding import Mesh
+
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
+from cfp.analysis.layout import Choice, lay_out
+from cfp.describe import plan_rows
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
-from cfp.plan_parts import RaceRow
+from cfp.plan import Plan
+from cfp.plan_parts import RaceRow, type_text
 from cfp.profiling.collectives import Rates
 from cfp.profiling.key import Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
+from cfp.program.graft import aval
 from cfp.search.guided import Explored
-from cfp.search.measure import Told, whole_job
+from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
 from cfp.units import format_bytes
@@ -125,6 +130,24 @@ def extent_name(name: str, extent: Told) -> str:
     return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
 
 
+def in_reach(
+    decision: Decision, classics: Sequence[Decision], behind: float
+) -> tuple[list[Decision], list[Decision]]:
+    """Splits classics into those that may win, and those that are too far behind.
+
+    Args:
+        decision: what was found.
+        classics: what it competes with; who has no prediction may win, and so may
+            the best of them.
+        behind: how many times as long as the decision a classic may take.
+    """
+    known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
+    own_ms = decision.predicted_ms or float("inf")
+    limit = max(behind * own_ms, min(known, default=0.0))
+    near = [c for c in classics if c.predicted_ms is None or c.predicted_ms <= limit]
+    return near, [c for c in classics if c not in near]
+
+
 def finalists(
     analysis: Analysis, decisions: Sequence[Decision], environment: Parts
 ) -> list[Finalist]:
@@ -172,6 +195,52 @@ def left_out(classic: Decision) -> RaceRow:
         time_ms=None,
         peak_bytes=0,
         note="predicted too far behind to be raced",
+    )
+
+
+def compose_plan(
+    analysis: Analysis,
+    mesh: Mesh,
+    environment: Mapping[str, str],
+    winner: Decision,
+    decision: Decision,
+    race: Sequence[RaceRow],
+    won: RaceResult | None = None,
+) -> Plan:
+    """The plan of what won.
+
+    Args:
+        analysis: of the program.
+        mesh: the devices.
+        environment: what the measurements depend on.
+        winner: what is to be run.
+        decision: what the search found.
+        race: who took part, and how they did.
+        won: how the winner did, if it was raced.
+    """
+    frame = analysis.frame
+    program = frame.program
+    layout = lay_out(frame, winner.choice)
+    timed = won is not None and won.record.ok
+    return Plan(
+        fingerprint=program.fingerprint,
+        mesh_axes=frame.mesh,
+        arg_names=program.arg_names,
+        arg_types=tuple(type_text(aval(program, v)) for v in program.args),
+        arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
+        output_specs=layout.output_specs(),
+        constraints=told_of(frame, analysis.segments, winner.choice, winner.extent),
+        donated=tuple(a is not None for a in program.alias),
+        winner=winner.name,
+        predicted_ms=winner.predicted_ms,
+        measured_ms=won.time_ms if won is not None and timed else None,
+        peak_bytes=won.peak_bytes if won is not None else None,
+        options=dict(winner.options),
+        rows=plan_rows(analysis, winner.choice, decision.problem),
+        race=tuple(race),
+        environment=environment,
+        search=dict(winner.search),
+        mesh=mesh,
     )
 
 

@@ -101,7 +101,7 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     # Types of 64 bits are cut without this; the others are unaffected.
     with jax.enable_x64(True):
         lowered = jax.jit(generate, out_shardings=sharding).lower()
-    return lowered.compile(compiler_options=_UNTUNED if is_gpu else None)
+    return lowered.compile(compiler_options=dict(_UNTUNED) if is_gpu else None)
 
 
 def _values(shape: tuple[int, ...], dtype: jnp.dtype, signed: bool) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from jax.sharding import Mesh
@@ -104,7 +104,7 @@ def race(
         store: where records are kept.
         budget_bytes: who needs more memory is not run and cannot win.
         rounds: how many turns each gets.
-        programs: compiled programs by the labels of jobs: used, and added to.
+        programs: compiled programs by the names of finalists: used, and added to.
         retry_failures: run again what failed before, or before a moment.
         progress: told what is being done.
         limits: what counts as hung.
@@ -129,7 +129,8 @@ def race(
         places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
         with Marks(store.path, limits) as marks:
             built = {} if programs is None else programs
-            turns = _Turns(places, mesh, again, expected, marks, built)
+            names = {f.job.key.digest: f.name for f in finalists}
+            turns = _Turns(places, mesh, again, expected, marks, names, built)
             records = turns.run(store, budget_bytes, rounds, progress)
         records = {**failed, **records}
     results = []
@@ -191,7 +192,8 @@ def first_that_fits(
             or _fits_by_now(outcome, budget_bytes)
         ):
             with Marks(store.path, limits) as marks:
-                turns = _Turns(program, mesh, {job.key.digest: job}, {}, marks, {})
+                place = {job.key.digest: (program, mesh)}
+                turns = _Turns(place, mesh, {job.key.digest: job}, {}, marks)
                 [(_, outcome)] = turns._built(store, progress or (lambda _: None))
             if isinstance(outcome, Built):
                 if outcome.peak_bytes <= budget_bytes:
@@ -224,7 +226,8 @@ class _Turns:
     jobs: Mapping[str, Job]
     expected_ms: Mapping[str, float]
     marks: Marks
-    programs: dict[str, Built]
+    names: Mapping[str, str] = field(default_factory=dict)
+    programs: dict[str, Built] = field(default_factory=dict)
 
     def run(
         self,
@@ -279,13 +282,13 @@ class _Turns:
                 yield digest, pending.result()
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
-        known = self.programs.get(job.label)
-        if known is not None:
-            return replace(known, key=job.key)
+        name = self.names.get(job.key.digest, "")
+        if name in self.programs:
+            return replace(self.programs[name], key=job.key)
         with self.marks.doing(job.key, job.label, "build"):
             outcome = build(*self.places[job.key.digest], job, environment)
         if isinstance(outcome, Built):
-            self.programs[job.label] = outcome
+            self.programs[name] = outcome
         return outcome
 
     def _time(self, digest: str, built: Built, timing: TimingOptions) -> ProfileRecord:

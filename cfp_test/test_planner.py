@@ -8,8 +8,9 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
+from cfp.planner_parts import Decision, PlannerSettings, in_reach
 from cfp.profiling.builder import build
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
@@ -195,3 +196,57 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
     assert loaded.constraints.recompute == made.constraints.recompute
     check_step(loaded)
+
+
+def decision(name, predicted_ms):
+    return Decision(name, Choice((), ()), predicted_ms)
+
+
+def test_who_is_predicted_far_behind_is_out_of_reach():
+    plan = decision("planned", 100.0)
+    classics = [
+        decision("near", 109.0),
+        decision("far", 111.0),
+        decision("unknown", None),
+        decision("fast", 90.0),
+    ]
+    near, far = in_reach(plan, classics, 1.1)
+    assert [c.name for c in near] == ["near", "unknown", "fast"]
+    assert [c.name for c in far] == ["far"]
+    # The best of them takes part in any case, so that there is something to compare.
+    near, far = in_reach(plan, [decision("a", 150.0), decision("b", 200.0)], 1.1)
+    assert ([c.name for c in near], [c.name for c in far]) == (["a"], ["b"])
+    # What has no prediction itself leaves nobody out.
+    assert in_reach(decision("planned", None), classics, 1.1) == (classics, [])
+
+
+def predicted_classics(plan):
+    found = {name: row for name, row in rows(plan).items() if name in PRESETS}
+    return {name: row for name, row in found.items() if row.predicted_ms is not None}
+
+
+def test_who_is_out_of_reach_stands_in_the_table(plan, monkeypatch):
+    monkeypatch.setattr("cfp.planner._BEHIND_ON_CPUS", 0.0)
+    known = predicted_classics(plan())
+    best = min(row.predicted_ms for row in known.values())
+    raced = {name for name, row in known.items() if row.predicted_ms == best}
+    assert raced < known.keys()
+    for name, row in known.items():
+        assert (row.time_ms is not None) == (name in raced)
+        assert ("far behind" in row.note) == (name not in raced)
+
+
+def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
+    monkeypatch.setattr("cfp.planner._BEHIND_ON_CPUS", 1e9)
+    known = sorted(predicted_classics(plan()).values(), key=lambda row: row.peak_bytes)
+    small, large = known[0], known[-1]
+    assert 0 < small.peak_bytes < large.peak_bytes
+    entries = Planner._entries
+
+    def split(planner, found):
+        every = {e.name: e for half in entries(planner, found) for e in half}
+        return [every[large.name]], [every[small.name]]
+
+    monkeypatch.setattr(Planner, "_entries", split)
+    made = plan(small.peak_bytes)
+    assert (made.winner, made.peak_bytes) == (small.name, small.peak_bytes)

@@ -8,7 +8,8 @@ of several processes work as for any jitted function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from io import BytesIO
+from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
+from cfp.program.excerpt import Excerpt, excerpt
 from cfp.program.graph import Program, Spec
+from cfp.program.part import Part, cut_part
 from cfp.program.recompute import tag_of
 
 __all__ = [
@@ -32,60 +35,6 @@ __all__ = [
     "numpy_dtype",
     "partition_spec",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some of a program's ops, seen as a program of its own.
-
-    Attributes:
-        ops: ids of top-level ops, in program order, constants included.
-        inputs: ids of the values it reads from outside.
-        outputs: ids of the values that others read from it.
-    """
-
-    ops: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-def cut_part(program: Program, wanted: Sequence[int]) -> Part:
-    """Completes a set of top-level ops with the constants that it needs."""
-    chosen = set(wanted)
-    stack = list(chosen)
-    while stack:
-        op = program.ops[stack.pop()]
-        reads = [*op.operands, *op.yields]
-        for inner in op.body:
-            reads.extend(program.ops[inner].operands)
-        for v in reads:
-            producer = program.values[v].producer
-            if producer >= 0 and producer not in chosen:
-                if producer in program.leaf_ops and program.ops[producer].parent < 0:
-                    chosen.add(producer)
-                    stack.append(producer)
-        chosen.update(op.body)
-    inside = {
-        r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)
-    }
-    inputs: dict[int, None] = {}
-    outputs: dict[int, None] = {}
-    for op_id in sorted(chosen):
-        op = program.ops[op_id]
-        for v in (*op.operands, *op.yields):
-            if v not in inside:
-                inputs[v] = None
-        if op.parent >= 0 or op_id in program.leaf_ops:
-            continue
-        for r in op.results:
-            if any(user not in chosen for user, _ in program.users[r]):
-                outputs[r] = None
-    made = {r for i in chosen for r in program.ops[i].results}
-    for v in program.outputs:
-        if v in made:
-            outputs[v] = None
-    top = tuple(i for i in sorted(chosen) if program.ops[i].parent < 0)
-    return Part(top, tuple(inputs), tuple(outputs))
 
 
 def lower_part(
@@ -125,11 +74,44 @@ def lower_part(
     lowered = jitted.lower(*avals)
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
+    cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
-        whole = ir.Module.parse(program.text)
-        constrain(whole, program, mesh, constraints)
-        _transplant(module, whole, program, part)
+        source = ir.Module.parse(cut.program.text)
+        constrain(source, cut.program, mesh, cut.translated(constraints))
+        _transplant(module, source, cut.program, cut.part)
+        _silence_callbacks(shardy.main_function(module))
     return lowered
+
+
+_CUTTING = Lock()
+
+
+def _excerpt(program: Program, part: Part) -> Excerpt:
+    """The part as a program; cut once, since it is built under many shardings."""
+    with _CUTTING:
+        key = (part.ops, part.inputs, part.outputs)
+        if key not in program.excerpts:
+            program.excerpts[key] = excerpt(program, part, _text(program, part))
+        return program.excerpts[key]
+
+
+def _text(program: Program, part: Part) -> bytes:
+    """The module of a part alone, without any shardings."""
+    results = [aval(program, v) for v in part.outputs]
+
+    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
+
+    jitted = jax.jit(stand_in, keep_unused=True)
+    module = jitted.lower(*(aval(program, v) for v in part.inputs)).compiler_ir(
+        "stablehlo"
+    )
+    assert module is not None, "JAX lowers to StableHLO"
+    buffer = BytesIO()
+    with module.context, ir.Location.unknown():
+        _transplant(module, ir.Module.parse(program.text), program, part)
+        module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
 
 
 def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
@@ -190,7 +172,6 @@ def _transplant(
         terminator.operands[place] = mapping[_constrained(by_id[value_id])]
     for op in reversed(stale):
         op.erase()
-    _silence_callbacks(function)
 
 
 def _silence_callbacks(function: ir.Operation) -> None:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 from cfp.program.rules import Rule
 
@@ -136,6 +137,11 @@ class Program:
             for index, value in enumerate((*op.operands, *op.yields)):
                 found[value].append((op.id, index))
         return tuple(tuple(u) for u in found)
+
+    @cached_property
+    def excerpts(self) -> dict[tuple, Any]:
+        """Parts of it as programs of their own, kept by `cfp.program.graft`."""
+        return {}
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:

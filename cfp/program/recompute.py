@@ -63,7 +63,7 @@ def _repeatable(program: Program, op_id: int) -> bool:
 def recompute(
     function: ir.Operation,
     ops: Sequence[ir.Operation],
-    wanted: Iterable[Recompute],
+    wanted: Sequence[Recompute],
 ) -> None:
     """Clones forward ops before the backward ops that read them, in place.
 
@@ -73,6 +73,8 @@ def recompute(
         ops: the program's ops, by id.
         wanted: what to compute again.
     """
+    if not wanted:
+        return
     place = {
         op: number
         for number, op in enumerate(

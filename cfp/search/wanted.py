@@ -140,15 +140,16 @@ class WantedMaker:
         self._environment = environment
         self._in_context = in_context
         self._family: dict[tuple[int, tuple], str] = {}
-        self._required: list[dict[tuple, Candidate]] = []
         self._made: Counter[int] = Counter()
-        for kind, index in enumerate(analysis.representatives):
-            parts: dict[tuple, Candidate] = {}
-            for name, choice in classics.items():
-                member = segment_candidate(analysis, index, choice)
-                parts.setdefault(member.key, member)
-                self._family.setdefault((kind, member.key), name)
-            self._required.append(parts)
+        self._required: list[dict[tuple, Candidate]]
+        self._required = [{} for _ in analysis.representatives]
+        for name, choice in classics.items():
+            # Equal segments may differ in a classic: the last layer hands over to
+            # something else than to a layer.
+            for segment in analysis.segments:
+                member = segment_candidate(analysis, segment.index, choice)
+                self._required[segment.kind].setdefault(member.key, member)
+                self._family.setdefault((segment.kind, member.key), name)
 
     def first(self, per_kind: int, others: int) -> list[Wanted]:
         """For each kind the parts of the classics, and the best others by estimate.

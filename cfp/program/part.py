@@ -1,0 +1,62 @@
+"""Parts of programs: some ops, and what crosses into and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cfp.program.graph import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a program's ops, seen as a program of its own.
+
+    Attributes:
+        ops: ids of top-level ops, in program order, constants included.
+        inputs: ids of the values it reads from outside.
+        outputs: ids of the values that others read from it.
+    """
+
+    ops: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def cut_part(program: Program, wanted: Sequence[int]) -> Part:
+    """Completes a set of top-level ops with the constants that it needs."""
+    chosen = set(wanted)
+    stack = list(chosen)
+    while stack:
+        op = program.ops[stack.pop()]
+        reads = [*op.operands, *op.yields]
+        for inner in op.body:
+            reads.extend(program.ops[inner].operands)
+        for v in reads:
+            producer = program.values[v].producer
+            if producer >= 0 and producer not in chosen:
+                if producer in program.leaf_ops and program.ops[producer].parent < 0:
+                    chosen.add(producer)
+                    stack.append(producer)
+        chosen.update(op.body)
+    inside = {
+        r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)
+    }
+    inputs: dict[int, None] = {}
+    outputs: dict[int, None] = {}
+    for op_id in sorted(chosen):
+        op = program.ops[op_id]
+        for v in (*op.operands, *op.yields):
+            if v not in inside:
+                inputs[v] = None
+        if op.parent >= 0 or op_id in program.leaf_ops:
+            continue
+        for r in op.results:
+            if any(user not in chosen for user, _ in program.users[r]):
+                outputs[r] = None
+    made = {r for i in chosen for r in program.ops[i].results}
+    for v in program.outputs:
+        if v in made:
+            outputs[v] = None
+    top = tuple(i for i in sorted(chosen) if program.ops[i].parent < 0)
+    return Part(top, tuple(inputs), tuple(outputs))

@@ -87,6 +87,12 @@ def segment_layout(
     return Layout(frame, strategies, storage)
 
 
+def _told_inside(layout: Layout, ops: Sequence[int]) -> Constraints:
+    """What the compiler is told of some top-level ops, without a look at all others."""
+    program = layout.frame.program
+    return constraints(layout, with_bodies(program, cut_part(program, ops).ops))
+
+
 def segment_job(
     frame: Frame,
     segments: Sequence[Segment],
@@ -98,8 +104,9 @@ def segment_job(
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
     again = _recomputed(frame, segments, [index] if candidate.remat else [])
-    told = replace(constraints(layout), recompute=again)
-    job = make_job(frame, layout, segments[index].ops, told, environment, label)
+    ops = segments[index].ops
+    told = replace(_told_inside(layout, ops), recompute=again)
+    job = make_job(frame, layout, ops, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
 
@@ -118,7 +125,8 @@ def pair_job(
         storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
-    job = make_job(frame, layout, ops, constraints(layout), environment, label)
+    told = _told_inside(layout, ops)
+    job = make_job(frame, layout, ops, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 

@@ -240,12 +240,14 @@ class _Subject:
             # A short sample is mostly launch and wait: do not believe its ratio
             # beyond a factor of ten.
             self._repeat = self._grown(least, seconds, at_most=10.0)
-        elif not self.calibrated:
+        else:
             self.calibrated = True
             repeat = self._repeat
             if seconds < self._min_sample_seconds:
                 repeat = self._grown(self._min_sample_seconds, seconds)
-            self._sample_repeat = max(repeat, self._min_repeat)
+            # The first that was long enough may have been held up once: the later
+            # ones tell, too.
+            self._sample_repeat = max(self._sample_repeat, repeat, self._min_repeat)
 
     def sample(self) -> float:
         """Milliseconds per execution, of one sample."""

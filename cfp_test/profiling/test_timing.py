@@ -90,6 +90,14 @@ def test_warm_up_samples_are_a_third_as_long():
     assert {n for _, n in device.log[-count:]} == {33}
 
 
+def test_one_slow_execution_does_not_settle_how_often_samples_repeat():
+    device = FakeDevice()
+    steps = {0: 0.2, 1: 0.006}
+    run = device.thing("a", lambda i, _: steps.get(i, 20e-6), launch_seconds=100e-6)
+    timing = measure(run, clock=device.clock, min_sample_ms=5.0, warmup_seconds=0.1)
+    assert all(n * 20e-6 >= 4.5e-3 for _, n in device.log[-len(timing.samples_ms) :])
+
+
 def test_warm_up_waits_for_clocks_that_drop_over_seconds():
     device = FakeDevice()
     started = device.now

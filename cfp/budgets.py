@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings, Profiles
 from cfp.profiling.builder import Job
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.search.costs import Costs, build_problem, measured_options
@@ -58,6 +60,8 @@ def _measured_again(
 ) -> dict[str, ProfileRecord]:
     """Records of jobs by key: in rounds, until it is late; then of what is known."""
     settings = planner.settings
+    if not Agreement.of(planner.mesh).alone:
+        end = math.inf  # A process that stops here would have the others wait.
     try:
         for start in range(0, len(jobs), _ROUND):
             if time.monotonic() > end:

@@ -46,6 +46,8 @@ class PlannerSettings:
         extents: how much the compiler is told of the classics; each way takes part.
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.
+        reach: classics that are predicted to take this many times as long as the plan
+            are not raced; by default 1.3, and 2 on virtual CPU devices.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
@@ -67,6 +69,7 @@ class PlannerSettings:
     in_context: bool = True
     plans: int | None = None
     extents: tuple[Told, ...] | None = None
+    reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     race: bool = True
     measure: bool = True
@@ -131,7 +134,7 @@ def extent_name(name: str, extent: Told) -> str:
 
 
 def in_reach(
-    decision: Decision, classics: Sequence[Decision], behind: float
+    decision: Decision, classics: Sequence[Decision], reach: float
 ) -> tuple[list[Decision], list[Decision]]:
     """Splits classics into those that may win, and those that are too far behind.
 
@@ -139,11 +142,11 @@ def in_reach(
         decision: what was found.
         classics: what it competes with; who has no prediction may win, and so may
             the best of them.
-        behind: how many times as long as the decision a classic may take.
+        reach: how many times as long as the decision a classic may take.
     """
     known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
     own_ms = decision.predicted_ms or float("inf")
-    limit = max(behind * own_ms, min(known, default=0.0))
+    limit = max(reach * own_ms, min(known, default=0.0))
     near = [c for c in classics if c.predicted_ms is None or c.predicted_ms <= limit]
     return near, [c for c in classics if c not in near]
 

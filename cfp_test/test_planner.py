@@ -225,9 +225,8 @@ def predicted_classics(plan):
     return {name: row for name, row in found.items() if row.predicted_ms is not None}
 
 
-def test_who_is_out_of_reach_stands_in_the_table(plan, monkeypatch):
-    monkeypatch.setattr("cfp.planner._BEHIND_ON_CPUS", 0.0)
-    known = predicted_classics(plan())
+def test_who_is_out_of_reach_stands_in_the_table(plan):
+    known = predicted_classics(plan(reach=1e-9))
     best = min(row.predicted_ms for row in known.values())
     raced = {name for name, row in known.items() if row.predicted_ms == best}
     assert raced < known.keys()
@@ -237,8 +236,8 @@ def test_who_is_out_of_reach_stands_in_the_table(plan, monkeypatch):
 
 
 def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
-    monkeypatch.setattr("cfp.planner._BEHIND_ON_CPUS", 1e9)
-    known = sorted(predicted_classics(plan()).values(), key=lambda row: row.peak_bytes)
+    free = plan(reach=float("inf"))
+    known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
     entries = Planner._entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +70,8 @@ def tradeoff(
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
+            if gap is None:  # What makes nothing faster may need less memory.
+                settings = replace(settings, patience=None)
             problem = measure_all_budgets(
                 session.analysis, session.mesh, workdir, settings
             )

@@ -1,8 +1,8 @@
 """A part of a program with numbers of its own, so that its builds see nothing else.
 
 A plan builds the same few parts under many shardings. To read and walk the whole
-program each time takes as long as the program is deep: 0.37 s for a layer of a GPT with
-48 of them.
+program each time takes as long as the program is deep: 0.37 s for a layer of a
+transformer with 48 of them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _race(plan: Plan) -> list[str]:
             measured = f"{row.time_ms:.2f}"
             spread = f"{min(row.samples_ms):.2f} to {max(row.samples_ms):.2f}"
         predicted = "-" if row.predicted_ms is None else f"{row.predicted_ms:.2f}"
-        memory = f"{row.peak_bytes / 2**30:.2f}"
+        memory = f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-"
         lines.append(f"| {name} | {measured} | {spread} | {predicted} | {memory} |")
     return lines
 

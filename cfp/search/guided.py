@@ -129,7 +129,9 @@ def explore(
         gained = view.see(wanted, records)
         asked = view.ask()
         idle = 0 if gained > effort.tolerance else idle + 1
-        if not asked or is_over() or idle == effort.patience:
+        # What runs out of memory is asked for next, computed again.
+        enough = effort.patience is not None and idle >= effort.patience + view.tight
+        if not asked or is_over() or enough:
             break
         rounds += 1
         wanted = [*wanted, *asked]

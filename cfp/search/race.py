@@ -21,7 +21,7 @@ from cfp.program.graph import Program
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
 _LOOK = TimingOptions(
-    warmup_seconds=0.1, min_samples=1, max_samples=3, budget_seconds=0.3
+    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
 )
 _TURN = TimingOptions(
     warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7

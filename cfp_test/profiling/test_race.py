@@ -144,3 +144,18 @@ def test_nobody_is_marked_after_a_race(timed, store):
     timed("ab")
     left = [path.name for path in MarksFolder(store.path).path.iterdir()]
     assert left == ["lock"]
+
+
+def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch):
+    programs: dict[str, Built] = {}
+    timed("ab", programs=programs)
+    assert set(programs) == {"a", "b"}
+
+    def only_c(program, mesh, job, environment) -> Built:
+        assert job.label == "c"
+        return Built(key=job.key, compiled=None)
+
+    monkeypatch.setattr(room, "build", only_c)
+    turns, found = timed("abc", programs=programs)
+    assert turns == ["a", "b", "c"]
+    assert found["a"].key == case.job("a").key.digest

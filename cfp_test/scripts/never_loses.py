@@ -1,13 +1,15 @@
 """Plans a model under several memory budgets, and compares with the best classic.
 
     python cfp_test/scripts/never_loses.py TARGET [TARGET'S OPTIONS] --json FILE
-        [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--workdir DIR]
+        [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.3]
+        [--workdir DIR]
 
 Budgets are shares of what data parallelism needs. The first plan is made with an
 empty store unless ``--workdir`` has one, and once more from what it stored: cold and
 warm. The times compared are those of the plan's own race, in which all take turns.
 Classics count with the compiler's default options, and in the faster of the ways to
-tell the compiler of them. Prints a line for each budget, and appends JSON lines.
+tell the compiler of them; all of them are raced unless ``--reach`` says who is too far
+behind for it by prediction. Prints a line for each budget, and appends JSON lines.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--platform")
     parser.add_argument("--budgets", default="none,0.6,0.35")
     parser.add_argument("--per-kind", type=int, default=16)
+    parser.add_argument("--reach", type=float, default=float("inf"))
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args()
@@ -101,7 +104,9 @@ def main() -> None:
                 memory_budget=budget,
                 preset=preset,
                 cache_dir=workdir,
-                settings=PlannerSettings(per_kind=options.per_kind),
+                settings=PlannerSettings(
+                    per_kind=options.per_kind, reach=options.reach
+                ),
             )
             return made, time.perf_counter() - begun
 

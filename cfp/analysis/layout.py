@@ -373,26 +373,12 @@ def _is_told_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
     if len(readers) != 1 or value in program.outputs:
         return False
     (user, index) = readers[0]
-    product = program.ops[program.values[value].producer]
+    loop = program.ops[program.values[value].producer].parent
     return (
         program.ops[user].kind == "transpose"
-        # Else other constraints may reach the product through what it reads.
-        and all(_is_told(layout, v, ops) for v in product.operands)
+        # Other branches' constraints may reach a product in a branch otherwise.
+        and (loop < 0 or program.ops[loop].kind == "while")
         and layout.covers(user)
         and (ops is None or user in ops)
         and layout.use_spec(user, index) == layout.value_spec[value]
     )
-
-
-def _is_told(layout: Layout, value: int, ops: Set[int] | None) -> bool:
-    """Whether the compiler is told of a value, or makes it anew wherever it is read."""
-    program = layout.frame.program
-    producer = program.values[value].producer
-    if producer < 0:
-        return value in program.args
-    if ops is not None and producer not in ops:
-        return True  # As an argument of what is compiled.
-    op = program.ops[producer]
-    if passes(op) and not op.has_regions:
-        return _is_told(layout, op.operands[op.results.index(value)], ops)
-    return layout.covers(producer) or producer in program.leaf_ops

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO
 from threading import Lock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +59,13 @@ def lower_part(
         in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.
     """
-    avals = [aval(program, v) for v in part.inputs]
-    results = [aval(program, v) for v in part.outputs]
-
-    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
-
-    jitted = jax.jit(
-        stand_in,
+    lowered = _stand_in(
+        program,
+        part,
         in_shardings=tuple(NamedSharding(mesh, partition_spec(s)) for s in in_specs),
         out_shardings=tuple(NamedSharding(mesh, partition_spec(s)) for s in out_specs),
         donate_argnums=tuple(donated),
-        keep_unused=True,
     )
-    lowered = jitted.lower(*avals)
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     cut = _excerpt(program, part)
@@ -81,6 +75,17 @@ def lower_part(
         _transplant(module, source, cut.program, cut.part)
         _silence_callbacks(shardy.main_function(module))
     return lowered
+
+
+def _stand_in(program: Program, part: Part, **options: Any) -> jax.stages.Lowered:
+    """A function with the part's signature, whose body is to be replaced."""
+    results = [aval(program, v) for v in part.outputs]
+
+    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
+
+    jitted = jax.jit(stand_in, keep_unused=True, **options)
+    return jitted.lower(*(aval(program, v) for v in part.inputs))
 
 
 _CUTTING = Lock()
@@ -97,15 +102,7 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
 
 def _text(program: Program, part: Part) -> bytes:
     """The module of a part alone, without any shardings."""
-    results = [aval(program, v) for v in part.outputs]
-
-    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
-
-    jitted = jax.jit(stand_in, keep_unused=True)
-    module = jitted.lower(*(aval(program, v) for v in part.inputs)).compiler_ir(
-        "stablehlo"
-    )
+    module = _stand_in(program, part).compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     buffer = BytesIO()
     with module.context, ir.Location.unknown():

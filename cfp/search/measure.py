@@ -160,7 +160,6 @@ def make_job(
     """The job that measures some of a program's ops under a layout."""
     program = frame.program
     part = cut_part(program, ops)
-    told = _about(program, told, with_bodies(program, part.ops))
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
@@ -187,16 +186,6 @@ def make_job(
         in_specs=in_specs,
         out_specs=tuple(out_specs),
         feedback=tuple(feedback),
-    )
-
-
-def _about(program: Program, told: Constraints, ops: set[int]) -> Constraints:
-    """What concerns some ops only."""
-    made = {v for op in ops for v in program.ops[op].results}
-    return replace(
-        told,
-        values={v: spec for v, spec in told.values.items() if v in made},
-        uses={use: spec for use, spec in told.uses.items() if use[0] in ops},
     )
 
 

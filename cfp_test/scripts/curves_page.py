@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="NAME=FILE")
     parser.add_argument("--page", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
+    parser.add_argument("--note", default="", help="a paragraph for the page's top")
     parser.add_argument("--link", type=float, help="GB/s that one device can send")
     options = parser.parse_args()
     named = [
@@ -48,6 +49,7 @@ def main() -> None:
         "group; what a device sends is by a ring's account"
         + (f"; the link sends {options.link:g} GB/s." if options.link else "."),
         "",
+        *([options.note, ""] if options.note else []),
         f"![time and bandwidth over size](../pictures/{options.plot.name})",
         "",
     ]

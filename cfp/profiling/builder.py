@@ -17,7 +17,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cfp.profiling.hlo import collectives_in
-from cfp.profiling.kernels import KernelFiles, kernel_files
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
@@ -94,37 +93,23 @@ class BuildEnvironment:
 
     Attributes:
       autotune_dir: XLA's per-fusion autotuning results.
-      kernels: files of compiled kernels, for programs that are built to be measured.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
     """
 
     autotune_dir: Path | None = None
-    kernels: KernelFiles | None = None
     compilation_cache_dir: Path | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
-        """Directories next to a profile store, and this process's kernels."""
-        return cls(autotune_dir=store_path.parent / "autotune", kernels=kernel_files())
+        """Directories next to a profile store."""
+        return cls(autotune_dir=store_path.parent / "autotune")
 
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform; none where there is nothing to keep."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
             return {}
         return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
-
-    @contextlib.contextmanager
-    def lent_options(self, platform: str) -> Iterator[dict[str, str]]:
-        """Compiler options for one compile, which nobody else has meanwhile."""
-        options = self.options(platform)
-        # A file's name would be part of what JAX keeps compiled programs under.
-        is_cached = getattr(jax.config, _CACHE_SETTING)
-        if not options or self.kernels is None or is_cached:
-            yield options
-            return
-        with self.kernels.lent() as path:
-            yield {**options, "xla_gpu_kernel_cache_file": str(path)}
 
     @contextlib.contextmanager
     def compilation_cache(self, platform: str) -> Iterator[None]:
@@ -216,9 +201,11 @@ def build(
       The compiled part, or the record of why there is none.
     """
     started = time.perf_counter()
-    environment = environment or BuildEnvironment()
-    platform = mesh.devices.flat[0].platform
-    environment.prepare(platform)
+    options = dict(job.options)
+    if environment is not None:
+        platform = mesh.devices.flat[0].platform
+        environment.prepare(platform)
+        options = {**environment.options(platform), **options}
     try:
         lowered = lower_part(
             program,
@@ -229,9 +216,7 @@ def build(
             job.out_specs,
             job.donated,
         )
-        with environment.lent_options(platform) as lent:
-            options = {**lent, **dict(job.options)}
-            return compile_lowered(job.key, lowered, options, started=started)
+        return compile_lowered(job.key, lowered, options, started=started)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
     except Exception as error:  # The compiler's errors have no type in common.

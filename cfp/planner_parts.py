@@ -47,7 +47,8 @@ class PlannerSettings:
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.
         reach: classics that are predicted to take this many times as long as the plan
-            are not raced; by default 1.3, and 2 on virtual CPU devices.
+            are not raced; by default 1.1, or 1.2 where the compiler is told of their
+            arguments alone, and 2 on virtual CPU devices.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
@@ -134,7 +135,7 @@ def extent_name(name: str, extent: Told) -> str:
 
 
 def in_reach(
-    decision: Decision, classics: Sequence[Decision], reach: float
+    decision: Decision, classics: Sequence[Decision], reach: Mapping[Told, float]
 ) -> tuple[list[Decision], list[Decision]]:
     """Splits classics into those that may win, and those that are too far behind.
 
@@ -142,13 +143,19 @@ def in_reach(
         decision: what was found.
         classics: what it competes with; who has no prediction may win, and so may
             the best of them.
-        reach: how many times as long as the decision a classic may take.
+        reach: how many times as long as the decision a classic may take, by how much
+            the compiler is told of it.
     """
-    known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
     own_ms = decision.predicted_ms or float("inf")
-    limit = max(reach * own_ms, min(known, default=0.0))
-    near = [c for c in classics if c.predicted_ms is None or c.predicted_ms <= limit]
-    return near, [c for c in classics if c not in near]
+    known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
+    best_ms = min(known, default=0.0)
+
+    def is_near(classic: Decision) -> bool:
+        limit = max(reach[classic.extent] * own_ms, best_ms)
+        return classic.predicted_ms is None or classic.predicted_ms <= limit
+
+    near = [c for c in classics if is_near(c)]
+    return near, [c for c in classics if not is_near(c)]
 
 
 def finalists(

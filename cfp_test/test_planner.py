@@ -15,6 +15,7 @@ from cfp.profiling.builder import build
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import Told
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()
@@ -210,14 +211,18 @@ def test_who_is_predicted_far_behind_is_out_of_reach():
         decision("unknown", None),
         decision("fast", 90.0),
     ]
-    near, far = in_reach(plan, classics, 1.1)
+    reach = {Told.EVERYTHING: 1.1, Told.ARGUMENTS: 1.2}
+    near, far = in_reach(plan, classics, reach)
     assert [c.name for c in near] == ["near", "unknown", "fast"]
     assert [c.name for c in far] == ["far"]
     # The best of them takes part in any case, so that there is something to compare.
-    near, far = in_reach(plan, [decision("a", 150.0), decision("b", 200.0)], 1.1)
+    near, far = in_reach(plan, [decision("a", 150.0), decision("b", 200.0)], reach)
     assert ([c.name for c in near], [c.name for c in far]) == (["a"], ["b"])
     # What has no prediction itself leaves nobody out.
-    assert in_reach(decision("planned", None), classics, 1.1) == (classics, [])
+    assert in_reach(decision("planned", None), classics, reach) == (classics, [])
+    # Of what the compiler is told less the prediction is less sure.
+    less = [replace(c, extent=Told.ARGUMENTS) for c in classics]
+    assert in_reach(plan, less, reach) == (less, [])
 
 
 def predicted_classics(plan):

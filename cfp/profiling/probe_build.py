@@ -11,10 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.inputs import generator
-from cfp.profiling.key import ProfileKey
+from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.probes import Probe
 from cfp.profiling.record import ProfileRecord
 from cfp.program.graft import partition_spec
+
+# Vendors' libraries multiply large matrices as fast as any; to have the compiler try
+# kernels of its own takes seconds.
+_ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 
 def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRecord:
@@ -43,7 +47,9 @@ def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRec
             donate_argnums=(len(avals) - 1,),
             keep_unused=True,
         ).lower(*avals)
-        built = compile_lowered(key, lowered, {}, started=started)
+        is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
+        options = _ON_GPUS if is_gpu else {}
+        built = compile_lowered(key, lowered, options, started=started)
         generator(probe.kind, mesh)
     except jax.errors.JaxRuntimeError as error:
         seconds = time.perf_counter() - started

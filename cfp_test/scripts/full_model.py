@@ -213,14 +213,15 @@ def train(options: argparse.Namespace, rest: list[str], folder: Path) -> dict[st
         static_argnums=target.static,
         donate_argnums=target.donate,
     )
-    plan = Plan.load(folder / options.phase, mesh=mesh).bind(target.step, *target.args)
-    assert plan.mesh is not None
-    program, _ = trace(step, planning_mesh(mesh))
+    mesh = planning_mesh(mesh)
+    program, lowering = trace(step, mesh)
+    plan = Plan.load(folder / options.phase, mesh=mesh)
+    plan = plan.bound_to(step, lowering.out_tree)
     job = training_job(program, plan)
     clock.tell("traced; compiling, or loading what the race compiled")
     environment = BuildEnvironment.beside(store_path(options.workdir))
     with _compilation_cache(options.workdir, mesh):
-        built = build(program, plan.mesh, job, environment)
+        built = build(program, mesh, job, environment)
         if not isinstance(built, Built):
             return {"note": f"{built.status}: {built.reason}"}
         clock.tell(f"built in {built.build_seconds:.1f} s; making the first state")

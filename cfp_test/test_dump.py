@@ -17,7 +17,7 @@ from cfp.analysis.dump import (
     sequence_lines,
     strategy_map,
 )
-from cfp.analysis.flops import program_flops
+from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError
 from cfp.presets import presets
@@ -215,3 +215,32 @@ def test_gradients_of_convolutions_count_like_the_convolution():
     whole, _ = traced(jax.grad(squared, (0, 1)), *args)
     flops = program_flops(once.frame.program)
     assert program_flops(whole.frame.program) == 3 * flops
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_flops_of_what_a_checkpoint_computes_again_are_told_apart(scanned):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.T)
+
+    def stack(x, ws, layer):
+        if scanned:
+            return jax.lax.scan(lambda c, w: (layer(c, w), None), x, ws)[0].sum()
+        for w in ws:
+            x = layer(x, w)
+        return x.sum()
+
+    def both(layer):
+        analysis, _ = traced(
+            jax.grad(lambda x, ws: stack(x, ws, layer), (0, 1)),
+            *(shape(8, 16), shape(3, 16, 32)),
+        )
+        frame = analysis.frame
+        again = recomputed_flops(frame.program, frame.blocks)
+        return program_flops(frame.program), again
+
+    product = 2 * 8 * 16 * 32
+    plain, none = both(layer)
+    whole, again = both(jax.checkpoint(layer))
+    assert (plain, none) == (3 * 6 * product, 0)
+    # The last product of a layer is not needed again: only what follows from it is.
+    assert again > 0 and whole - again == plain

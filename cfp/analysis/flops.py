@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import prod
 
+from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import is_contraction
 from cfp.program.graph import Op, Program
 
@@ -18,6 +20,21 @@ def program_flops(program: Program) -> int:
     counts as often as it runs.
     """
     return sum(op_flops(program, op) for op in program.ops if is_contraction(op))
+
+
+def recomputed_flops(program: Program, blocks: Sequence[Block]) -> int:
+    """Of `program_flops` those of the forward pass that is computed again.
+
+    That is what the step itself asks for, as with ``jax.checkpoint``; what a plan
+    computes again is no part of its program.
+    """
+    again = [
+        program.ops[member.op]
+        for block in blocks
+        for member in block.members[1:]  # The first is the anchor.
+        if not member.derived
+    ]
+    return sum(op_flops(program, op) for op in again if is_contraction(op))
 
 
 def op_flops(program: Program, op: Op) -> int:

@@ -22,6 +22,7 @@ from cfp.planner_parts import (
     extent_name,
     finalists,
     in_reach,
+    leanest_of,
     left_out,
     no_winner,
     race_row,
@@ -175,10 +176,13 @@ class Planner:
         return classics, found, looker
 
     def search(self, profiles: Profiles) -> Decision:
-        """The fastest measured choice that fits in memory.
+        """The fastest measured choice that fits in memory, by prediction.
+
+        Where none does it is the leanest, if that is compiled next: only the compiler
+        knows what a plan needs, and so what budget would do.
 
         Raises:
-            MemoryBudgetError: none fits.
+            MemoryBudgetError: none fits, and nothing is compiled to make sure.
         """
         started = time.perf_counter()
         problems = self._problems(profiles)
@@ -202,7 +206,10 @@ class Planner:
                 choice = whole_choice(self.analysis, problem, best)
                 found.setdefault(choice, problems[0].cost_ms(best.picks))
         if not found:
-            raise over_budget(self.analysis, problems[0])
+            if not self._races and self.asked_bytes is None:
+                raise over_budget(self.analysis, problems[0])
+            lean = leanest_of(self.analysis, problems[0])
+            found[lean.choice] = lean.predicted_ms or 0.0
         counts = {
             "strategies_measured": profiles.measured,
             "strategies_cached": profiles.cached,
@@ -237,8 +244,7 @@ class Planner:
             DeviceError: none of them runs.
         """
         self.winner = decision
-        races = self.settings.race and self.settings.measure
-        if not races or self.interrupted:
+        if not self._races:
             if self.asked_bytes is not None:
                 return self._compiled_within(self.asked_bytes, decision)
             return self._plan(decision, decision, [])
@@ -246,8 +252,9 @@ class Planner:
         entries, far = self._entries(decision)
         programs: dict[str, Built] = {}
         results = self._race(entries, self.environment, programs)
-        if far and all(r.time_ms == float("inf") for r in results):
-            entries, far = [*entries, *far], []
+        if decision.problem and all(r.time_ms == float("inf") for r in results):
+            lean = leanest_of(self.analysis, decision.problem)
+            entries, far = [*entries, *far, lean], []
             results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
         first = [entries[i] for i in leaders[:_LEADERS]]
@@ -264,7 +271,7 @@ class Planner:
             entries = [*again, *entries]
         best = min(range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
-            raise no_winner(results, self.budget_bytes)
+            raise no_winner(self.analysis, results, self.budget_bytes)
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
         counts["race_cached"] = float(all(r.cached for r in results))
         self.winner = replace(entries[best], search=counts)
@@ -307,7 +314,20 @@ class Planner:
         near, far = self._entries(decision)
         rest = sorted([*near[1:], *far], key=lambda e: e.predicted_ms or float("inf"))
         entries = [decision, *rest]
-        refused, peak_bytes = first_that_fits(
+        refused, peak_bytes = self._first_that_fits(entries, budget_bytes)
+        if peak_bytes is None and decision.problem is not None:
+            entries.append(leanest_of(self.analysis, decision.problem))
+            more, peak_bytes = self._first_that_fits(entries[-1:], budget_bytes)
+            refused = [*refused, *more]
+        if peak_bytes is None:
+            raise no_winner(self.analysis, refused, budget_bytes)
+        self.winner = replace(entries[len(refused)], search=decision.search)
+        return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
+
+    def _first_that_fits(
+        self, entries: list[Decision], budget_bytes: int
+    ) -> tuple[list[RaceResult], int | None]:
+        return first_that_fits(
             self.analysis.frame.program,
             self.mesh,
             finalists(self.analysis, entries, self.environment),
@@ -315,10 +335,11 @@ class Planner:
             budget_bytes=budget_bytes,
             **self._manner,
         )
-        if peak_bytes is None:
-            raise no_winner(refused, budget_bytes)
-        self.winner = replace(entries[len(refused)], search=decision.search)
-        return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
+
+    @property
+    def _races(self) -> bool:
+        settings = self.settings
+        return settings.race and settings.measure and not self.interrupted
 
     def _race(
         self,

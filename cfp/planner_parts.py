@@ -21,7 +21,9 @@ from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
 from cfp.program.graft import aval
+from cfp.search.assemble import what_to_do, whole_choice
 from cfp.search.guided import Explored
+from cfp.search.ilp import leanest
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
@@ -158,6 +160,12 @@ def in_reach(
     return near, [c for c in classics if not is_near(c)]
 
 
+def leanest_of(analysis: Analysis, problem: Problem) -> Decision:
+    """What needs the least memory by prediction: who is tried if nobody else fits."""
+    best = leanest(problem)
+    return Decision("leanest", whole_choice(analysis, problem, best), best.cost_ms)
+
+
 def finalists(
     analysis: Analysis, decisions: Sequence[Decision], environment: Parts
 ) -> list[Finalist]:
@@ -260,7 +268,9 @@ def device_memory(device: Any) -> int | None:
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def no_winner(results: Sequence[RaceResult], budget_bytes: int | None) -> CfpError:
+def no_winner(
+    analysis: Analysis, results: Sequence[RaceResult], budget_bytes: int | None
+) -> CfpError:
     """The error for a race that nobody finished."""
     fits = [r for r in results if r.fits]
     if fits:
@@ -271,8 +281,7 @@ def no_winner(results: Sequence[RaceResult], budget_bytes: int | None) -> CfpErr
     return MemoryBudgetError(
         f"{which if len(results) > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(smallest)} on each device; the budget is "
-        f"{format_bytes(budget_bytes or 0)}. Raise the budget, use more devices, or "
-        "make the batch smaller.",
+        f"{format_bytes(budget_bytes or 0)}. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
         contributors=[(r.name, r.peak_bytes) for r in results],
     )

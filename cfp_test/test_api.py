@@ -268,10 +268,12 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
         donate_argnums=(0,),
         cache_dir=cache,
     )
-    with pytest.raises(cfp.MemoryBudgetError, match="smallest budget") as caught:
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled plans") as caught:
         run(memory_budget=1000, settings=QUICK)
-    assert caught.value.smallest_feasible_bytes > 1000
     assert "up/kernel" in str(caught.value)
+    # Predictions are off by a few percent; what the error names is not.
+    least = caught.value.smallest_feasible_bytes
+    assert run(memory_budget=least, settings=QUICK).peak_bytes == least
     plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4))
     assert plan.peak_bytes is not None and plan.peak_bytes <= 2**20
 

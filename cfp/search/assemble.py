@@ -67,24 +67,32 @@ def best_solutions(problem: Problem, count: int) -> list[Solution]:
 
 
 def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
-    """The error for a budget that nothing fits in."""
+    """The error for a budget that nothing fits in by prediction."""
     smallest = smallest_budget(problem)
-    frame = analysis.frame
-    program = frame.program
-    largest = sorted(
-        (
-            (program.arg_names[a], program.values[program.args[a]].size_bytes)
-            for a in range(len(program.args))
-        ),
-        key=lambda item: -item[1],
-    )[:5]
-    names = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     budget = format_bytes(problem.budget_bytes or 0)
     return MemoryBudgetError(
         f"No plan fits in {budget} of memory on each device. The "
-        f"smallest budget that would do is about {format_bytes(smallest)}. The "
-        f"largest arguments, unsharded: {names}. Raise the budget, use more devices, "
-        "or make the batch smaller.",
+        f"smallest budget that would do is about {format_bytes(smallest)}, by "
+        f"prediction. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
-        contributors=largest,
+        contributors=_largest_arguments(analysis),
     )
+
+
+def what_to_do(analysis: Analysis) -> str:
+    """What takes much memory, and what would help: the end of an error's message."""
+    largest = _largest_arguments(analysis)
+    names = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    return (
+        f"The largest arguments, unsharded: {names}. Raise the budget, use more "
+        "devices, or make the batch smaller."
+    )
+
+
+def _largest_arguments(analysis: Analysis) -> list[tuple[str, int]]:
+    program = analysis.frame.program
+    sizes = (
+        (name, program.values[v].size_bytes)
+        for name, v in zip(program.arg_names, program.args, strict=True)
+    )
+    return sorted(sizes, key=lambda item: -item[1])[:5]

@@ -47,8 +47,13 @@ def solve_ilp(problem: Problem) -> Solution | None:
     return solution(problem, picks)
 
 
-def smallest_budget(problem: Problem, *, time_limit_s: float = 60.0) -> int:
-    """The smallest budget in bytes that some choice fits in.
+def smallest_budget(problem: Problem) -> int:
+    """The smallest budget in bytes that some choice fits in; see :func:`leanest`."""
+    return leanest(problem).memory_bytes
+
+
+def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
+    """The choice that needs the least memory, whatever the budget.
 
     Raises:
         AssertionError: the solver found nothing, which only lack of time explains.
@@ -62,7 +67,7 @@ def smallest_budget(problem: Problem, *, time_limit_s: float = 60.0) -> int:
     model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
     assert pulp.LpStatus[model.status] in ("Optimal", "Not Solved"), "a choice exists"
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
-    return problem.memory_bytes(picks)
+    return solution(problem, picks)
 
 
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,25 +240,12 @@ def _row_of(plan: Plan) -> Row:
         "peak_bytes": plan.peak_bytes,
         "search": dict(plan.search),
         "environment": dict(plan.environment),
-        "race": [
-            {
-                "name": r.name,
-                "predicted_ms": r.predicted_ms,
-                "time_ms": r.time_ms,
-                "samples_ms": list(r.samples_ms),
-                "peak_bytes": r.peak_bytes,
-                "note": r.note,
-            }
-            for r in plan.race
-        ],
+        "race": [asdict(row) for row in plan.race],
     }
 
 
 def _digest(plan: Plan) -> str:
-    """A name for what a plan does: alike for plans that differ in how they were found.
-
-    Plans without a race and such have the same shardings and compile alike.
-    """
+    """A name for what a plan does, however it was found."""
     data = json.loads(plan.to_json())
     parts = ("arguments", "output_specs", "constraints", "recompute", "options")
     text = json.dumps([data[part] for part in parts], sort_keys=True)
@@ -300,7 +287,7 @@ def _run(plan: Plan, target: Target, options: argparse.Namespace) -> Row:
     held = look("bytes_in_use")
 
     def watch(doing: str) -> None:
-        marks.setdefault(f"before {doing}", look("peak_bytes_in_use"))
+        marks.setdefault(f"before {doing.split()[0]}", look("peak_bytes_in_use"))
 
     # What was tuned for the race needs no tuning again.
     beside = BuildEnvironment.beside(store_path(options.workdir))
@@ -314,10 +301,7 @@ def _run(plan: Plan, target: Target, options: argparse.Namespace) -> Row:
     return {
         "winner": plan.winner,
         "held_before_bytes": held,
-        "peaks_by_phase_bytes": {
-            k: v for k, v in marks.items() if not k.startswith("before step")
-        }
-        | {"before step": marks.get(f"before step 1 of {options.steps}")},
+        "peaks_by_phase_bytes": marks,
         "peaks_bytes": look("peak_bytes_in_use"),
         "compiled_bytes": plan.peak_bytes,
         "time_ms": trial.median_ms,
@@ -443,15 +427,14 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("target")
-    parser.add_argument("--mesh")
-    parser.add_argument("--devices", type=int)
-    parser.add_argument("--platform")
+    for name, kind in (("mesh", str), ("devices", int), ("platform", str)):
+        parser.add_argument(f"--{name}", type=kind)
+    for name in ("workdir", "json"):
+        parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--per-kind", type=int, default=16)
-    parser.add_argument("--workdir", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if options.stage:

@@ -70,10 +70,13 @@ class RaceResult:
         return self.record.time_ms if self.fits and self.record.ok else float("inf")
 
 
-# Who is slower than this many times the fastest gets no more turns: after the look,
-# and after every turn.
+# Who is slower than this many times the fastest of a turn sits out: after the look, and
+# after every turn.
 _HOPE_AT_FIRST = 1.08
 _HOPE = 1.04
+# How many more turns there may be until the fastest is one who took part in the last
+# two: then most of its samples are of the same time as those of the others.
+_MORE_ROUNDS = 3
 
 
 def race(
@@ -91,8 +94,9 @@ def race(
 ) -> list[RaceResult]:
     """Compiles the finalists whole and times them in turn, A B C A B C.
 
-    Who is far behind after a turn takes no further part, so that turns go to those
-    between whom it is close.
+    Who is far behind after a turn sits out, so that turns go to those between whom it
+    is close. Where all others become slower meanwhile, because the devices did, who sat
+    out takes part again: nobody wins by having sat out.
     Finalists with one key run once. If all of them are in the store already, nothing
     runs; otherwise all run again, because only times of one run compare. What failed
     before is not tried again unless asked.
@@ -103,7 +107,7 @@ def race(
         finalists: who takes part.
         store: where records are kept.
         budget_bytes: who needs more memory is not run and cannot win.
-        rounds: how many turns each gets.
+        rounds: how many turns there are; a few more where it takes them to tell.
         programs: compiled programs by the names of finalists: used, and added to.
         retry_failures: run again what failed before, or before a moment.
         progress: told what is being done.
@@ -247,16 +251,21 @@ class _Turns:
                 records[digest] = outcome.record("out_of_memory", reason=reason)
             else:
                 ready[digest] = outcome
-        order = list(ready)
-        for turn in range(rounds):
+        order = before = list(ready)
+        for turn in range(rounds + _MORE_ROUNDS):
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
                 tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {rounds}")
                 found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
                 records[digest] = _join(records.get(digest), found)
-            best = min((records[d].time_ms for d in order), default=0.0)
+            times = {digest: records[digest].time_ms for digest in ready}
+            best = min((times[d] for d in order), default=0.0)
+            steady = min((times[d] for d in order if d in before), default=0.0)
+            if turn + 1 >= rounds and steady == min(times.values(), default=0.0):
+                break
             hope = _HOPE if turn else _HOPE_AT_FIRST
-            order = [d for d in order if records[d].time_ms <= hope * best]
+            before = order
+            order = [d for d in ready if times[d] <= hope * best]
         # Together, since half a race is none.
         store.put_all(list(records.values()), replace=True)
         return records

@@ -70,6 +70,39 @@ def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
     assert timed("a") == ([], {"a": ran_out})
 
 
+@pytest.mark.parametrize("slowed", [1.3, 1.5, 2.0, 4.0])
+def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
+    """The devices become slower while one, who is behind, sits out."""
+    turns = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        slow = slowed if len(turns) >= 3 else 1.0
+        turns.append(job.label)
+        alone_ms = {"a": 10.0, "b": 10.1, "c": 12.0}[job.label]
+        return built.record("ok", samples_ms=[slow * alone_ms] * 4, run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    finalists = [Finalist(name=name, job=case.job(name)) for name in "abc"]
+    results = race(case.program, case.mesh, finalists, store, rounds=3)
+    assert turns[:5] == ["a", "b", "c", "b", "a"]
+    assert turns.count("c") > 1
+    assert min(results, key=lambda r: r.time_ms).name == "a"
+
+
+def test_who_is_far_behind_sits_out(case, store, monkeypatch):
+    turns = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        turns.append(job.label)
+        samples_ms = [{"a": 10.0, "b": 10.1, "c": 12.0}[job.label]]
+        return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    finalists = [Finalist(name=name, job=case.job(name)) for name in "abc"]
+    race(case.program, case.mesh, finalists, store, rounds=3)
+    assert turns == ["a", "b", "c", "b", "a", "a", "b"]
+
+
 # ---------------------------------------------------------------- without a race
 
 

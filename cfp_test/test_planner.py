@@ -122,7 +122,7 @@ def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
 
 
 def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch):
-    """The best by prediction turns out too large; then, all."""
+    """The best by prediction turns out too large; then, others; then, all."""
     quick = {"cache_dir": tmp_path, "per_kind": 1, "race": False}
     first = plan("1GiB", **quick)
     assert first.winner == "planned" and 0 < first.peak_bytes <= 2**30
@@ -140,8 +140,39 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
     assert made.search["gap"] == first.search["gap"]
     check_step(made)
     too_large.update([*PRESETS, "planned 2"])
+    made = plan("1GiB", **quick)
+    assert made.winner == "leanest" and 0 < made.peak_bytes <= 2**30
+    check_step(made)
+    too_large.add("leanest")
+    (tmp_path / "none").mkdir()
     with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled plans"):
-        plan("1GiB", **quick)
+        plan("1GiB", **{**quick, "cache_dir": tmp_path / "none"})
+
+
+def test_what_an_error_names_as_the_smallest_budget_does(plan):
+    """For the race and for the compiler alone: both go by what was compiled."""
+    with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled") as caught:
+        plan(1000)
+    least = caught.value.smallest_feasible_bytes
+    assert plan(least).peak_bytes <= least
+    assert plan(least, race=False).peak_bytes <= least
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1000, race=False)
+    assert caught.value.smallest_feasible_bytes <= least
+
+
+def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
+    """By prediction nothing fits: the leanest is raced, with the classics."""
+    free = plan()
+    monkeypatch.setattr("cfp.planner.best_solutions", lambda problem, count: [])
+    made = plan(2 * free.peak_bytes)
+    assert {"planned", *PRESETS} >= {made.winner.split(", ")[0]}
+    assert rows(made)["planned"].time_ms is not None
+    check_step(made)
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        # Nothing is compiled, so that nobody knows better.
+        monkeypatch.setattr("cfp.planner.device_memory", lambda device: 1000)
+        plan(race=False)
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -444,16 +444,18 @@ def main() -> None:
         workdir = (options.workdir or Path(temporary)).resolve()
         workdir.mkdir(parents=True, exist_ok=True)
         _lines_file(workdir).write_text("")
+        failed = 0
         for stage in STAGES:
             # A process that has used a device holds its memory until it ends.
             again = ["--workdir", str(workdir), "--stage", stage]
             command = [sys.executable, __file__, *sys.argv[1:], *again]
-            subprocess.run(command, check=True)
+            failed = failed or subprocess.run(command, check=False).returncode
         rows = _read(workdir)
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(verdict(rows)) + "\n")
         print(report(rows))
+    sys.exit(failed)
 
 
 STAGES = {"plan": plan_all, "measure": measure_all}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute
 from cfp.search.problem import Problem
-from cfp.search.race import RaceResult, first_that_fits, race
+from cfp.search.race import Finalist, RaceResult, first_that_fits, race
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
@@ -193,12 +194,9 @@ class Planner:
                 for s in self.analysis.segments
                 if can_recompute(self.analysis.frame, s)
             ]
-            classics = {
-                **classics,
-                **{
-                    f"{name}, recomputed": replace(choice, remat=tuple(again))
-                    for name, choice in classics.items()
-                },
+            classics = dict(classics) | {
+                f"{name}, recomputed": replace(choice, remat=tuple(again))
+                for name, choice in classics.items()
             }
         found: dict[Choice, float] = {}
         for problem in problems:
@@ -314,32 +312,29 @@ class Planner:
         near, far = self._entries(decision)
         rest = sorted([*near[1:], *far], key=lambda e: e.predicted_ms or float("inf"))
         entries = [decision, *rest]
-        refused, peak_bytes = self._first_that_fits(entries, budget_bytes)
-        if peak_bytes is None and decision.problem is not None:
-            entries.append(leanest_of(self.analysis, decision.problem))
-            more, peak_bytes = self._first_that_fits(entries[-1:], budget_bytes)
-            refused = [*refused, *more]
+
+        def hopefuls() -> Iterator[Finalist]:
+            yield from finalists(self.analysis, entries, self.environment)
+            if decision.problem is not None:
+                entries.append(leanest_of(self.analysis, decision.problem))
+                yield from finalists(self.analysis, entries[-1:], self.environment)
+
+        refused, peak_bytes = first_that_fits(
+            self.analysis.frame.program,
+            self.mesh,
+            hopefuls(),
+            self.store,
+            budget_bytes=budget_bytes,
+            **self._manner,
+        )
         if peak_bytes is None:
             raise no_winner(self.analysis, refused, budget_bytes)
         self.winner = replace(entries[len(refused)], search=decision.search)
         return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
 
-    def _first_that_fits(
-        self, entries: list[Decision], budget_bytes: int
-    ) -> tuple[list[RaceResult], int | None]:
-        return first_that_fits(
-            self.analysis.frame.program,
-            self.mesh,
-            finalists(self.analysis, entries, self.environment),
-            self.store,
-            budget_bytes=budget_bytes,
-            **self._manner,
-        )
-
     @property
     def _races(self) -> bool:
-        settings = self.settings
-        return settings.race and settings.measure and not self.interrupted
+        return self.settings.race and self.settings.measure and not self.interrupted
 
     def _race(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -163,7 +163,7 @@ def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
 def first_that_fits(
     program: Program,
     mesh: Mesh,
-    finalists: Sequence[Finalist],
+    finalists: Iterable[Finalist],
     store: ProfileStore,
     *,
     budget_bytes: int,

@@ -25,8 +25,10 @@ from cfp.planner_parts import (
     in_reach,
     leanest_of,
     left_out,
+    nearly_fitting,
     no_winner,
     race_row,
+    with_options,
 )
 from cfp.presets import presets
 from cfp.profiling.builder import Built
@@ -77,6 +79,8 @@ class Planner:
         self.plans = self.settings.plans or (1 if is_cpu else 2)
         everywhere = self.settings.reach or (_REACH_ON_CPUS if is_cpu else None)
         self.reach = dict.fromkeys(Told, everywhere) if everywhere else _REACH
+        asked = self.settings.compiler_options
+        self.options = variants(self.devices[0].platform) if asked is None else asked
         self.extents = self.settings.extents or (
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
@@ -208,6 +212,7 @@ class Planner:
                 raise over_budget(self.analysis, problems[0])
             lean = leanest_of(self.analysis, problems[0])
             found[lean.choice] = lean.predicted_ms or 0.0
+            classics = nearly_fitting(self.analysis, problems[0], classics)
         counts = {
             "strategies_measured": profiles.measured,
             "strategies_cached": profiles.cached,
@@ -257,7 +262,7 @@ class Planner:
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
         first = [entries[i] for i in leaders[:_LEADERS]]
         programs = {e.name: programs[e.name] for e in first if e.name in programs}
-        again = self._with_options(first)
+        again = with_options(first, self.options)
         if again:
             # The leaders run again beside them, since only times of one run compare,
             # and are kept apart: who leads must not change with it.
@@ -267,7 +272,9 @@ class Planner:
             shorter = self._race(again, beside, programs, rounds=_ROUNDS_AMONG_LEADERS)
             results = [*shorter, *results]
             entries = [*again, *entries]
-        best = min(range(len(results)), key=lambda i: results[i].time_ms)
+        # Who was not among the leaders has lost already, at another time.
+        contest = [i for i in range(len(again)) if results[i].time_ms < float("inf")]
+        best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
             raise no_winner(self.analysis, results, self.budget_bytes)
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
@@ -353,18 +360,6 @@ class Planner:
             **how,
             **self._manner,
         )
-
-    def _with_options(self, leaders: list[Decision]) -> list[Decision]:
-        """The leaders and their variants; nothing if there are no options to try."""
-        options = self.settings.compiler_options
-        if options is None:
-            options = variants(self.devices[0].platform)
-        varied = [
-            replace(entry, name=f"{entry.name}, {name}", options=chosen)
-            for entry in leaders
-            for name, chosen in options.items()
-        ]
-        return [*leaders, *varied] if varied else []
 
     def _problems(self, profiles: Profiles) -> list[Problem]:
         """The search problem with times in context, and with times alone."""

@@ -256,6 +256,38 @@ def test_who_is_predicted_far_behind_is_out_of_reach():
     assert in_reach(plan, less, reach) == (less, [])
 
 
+def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path):
+    """Nothing is near it by prediction, so that one tells what would do."""
+    plan(race=False, cache_dir=tmp_path)
+    compiled = []
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1024, cache_dir=tmp_path, progress=compiled.append)
+    compiled = [e for e in compiled if str(e).startswith("compiling")]
+    assert compiled == ["compiling planned"]
+    least = caught.value.smallest_feasible_bytes
+    assert plan(least, cache_dir=tmp_path).peak_bytes <= least
+
+
+def test_the_winner_is_a_leader(plan, monkeypatch):
+    """Who lost to the leaders has not won because these are slower now."""
+    race, called = Planner._race, []
+
+    def slower(planner, entries, *where, **how):
+        results = race(planner, entries, *where, **how)
+        called.append([e.name for e in entries])
+        if len(called) == 2:
+            return [
+                replace(r, record=replace(r.record, samples_ms=(1e6,))) for r in results
+            ]
+        return results
+
+    monkeypatch.setattr(Planner, "_race", slower)
+    made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
+    first, second = called
+    assert set(first) - set(second)
+    assert made.winner in second
+
+
 def predicted_classics(plan):
     found = {name: row for name, row in rows(plan).items() if name in PRESETS}
     return {name: row for name, row in found.items() if row.predicted_ms is not None}

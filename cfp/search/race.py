@@ -127,8 +127,9 @@ def race(
     cached = len(known) == len(jobs)
     records: Mapping[str, ProfileRecord] = known
     if not cached:
-        failed = {digest: r for digest, r in known.items() if not r.ok}
-        again = {digest: job for digest, job in jobs.items() if digest not in failed}
+        # What is known to be too large need not be compiled to find that out again.
+        out = {d: r for d, r in known.items() if not (r.ok and _fits(r, budget_bytes))}
+        again = {digest: job for digest, job in jobs.items() if digest not in out}
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
         places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
         with Marks(store.path, limits) as marks:
@@ -136,7 +137,7 @@ def race(
             names = {f.job.key.digest: f.name for f in finalists}
             turns = _Turns(places, mesh, again, expected, marks, names, built)
             records = turns.run(store, budget_bytes, rounds, progress)
-        records = {**failed, **records}
+        records = {**out, **records}
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
@@ -146,18 +147,21 @@ def race(
                 predicted_ms=finalist.predicted_ms,
                 record=record,
                 peak_bytes=record.peak_bytes,
-                fits=budget_bytes is None or record.peak_bytes <= budget_bytes,
+                fits=_fits(record, budget_bytes),
                 cached=cached,
             )
         )
     return results
 
 
+def _fits(record: ProfileRecord, budget_bytes: int | None) -> bool:
+    return budget_bytes is None or record.peak_bytes <= budget_bytes
+
+
 def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
     """Whether something was refused for its size alone, and the budget has grown."""
-    peak = record.peak_bytes
-    refused = record.status == "out_of_memory" and peak and not record.run_seconds
-    return bool(refused) and (budget_bytes is None or peak <= budget_bytes)
+    refused = record.status == "out_of_memory" and not record.run_seconds
+    return refused and record.peak_bytes > 0 and _fits(record, budget_bytes)
 
 
 def first_that_fits(

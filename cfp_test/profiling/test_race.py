@@ -63,6 +63,31 @@ def test_a_larger_budget_is_a_new_chance(timed):
     assert found["a"].ok
 
 
+def test_what_is_known_to_be_too_large_is_not_compiled_again(timed, monkeypatch):
+    _, before = timed("a")
+    compiled = []
+
+    def note(program, mesh, job, environment):
+        compiled.append(job.label)
+        return build(program, mesh, job, environment)
+
+    build = room.build
+    monkeypatch.setattr(room, "build", note)
+    timed("ab", budget_bytes=before["a"].peak_bytes - 1)
+    assert compiled == ["b"]
+
+
+def test_a_budget_leaves_good_records_alone(timed, case, store):
+    _, before = timed("a")
+    needed = before["a"].peak_bytes
+    turns, found = timed("ab", budget_bytes=needed - 1)
+    assert turns == []
+    assert found["a"] == before["a"]
+    assert found["b"].status == "out_of_memory"
+    # So under a larger one it need not run for what is known.
+    assert timed("a", budget_bytes=needed) == ([], before)
+
+
 def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
     _, found = timed("a")
     ran_out = replace(found["a"], status="out_of_memory", samples_ms=())

@@ -2,7 +2,7 @@
 
     python cfp_test/scripts/budgets.py TARGET [TARGET'S OPTIONS] [--mesh x=2]
         [--count 20] [--steps 10] [--seconds S] [--per-kind N] [--workdir DIR]
-        [--json FILE] [--platform cpu]
+        [--plain] [--json FILE] [--platform cpu]
 
 What it shows, or does not: the memory that devices really used stays within the
 budget, time never rises with more memory, and where nothing fits the error names a
@@ -16,6 +16,7 @@ drift alone. The second process runs them, from the smallest budget up: the high
 mark of a device never falls, so that each must leave it within its own budget.
 Virtual CPU devices have none; what the compiler says stands in for it there.
 
+``--plain`` races classics told of every value alone, and no compiler options.
 ``--seconds`` ends the planning of further budgets; what was left out is told. Prints a
 line as each thing is done, a table, and which parts of the claim hold. ``--json`` gets
 a line for each, all samples included, as soon as it is known.
@@ -54,6 +55,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import Told
 from cfp.search.race import race
 from cfp.targets import Target
 from cfp.trial import run_trial
@@ -155,6 +157,8 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     lines = _Lines(options, [options.target, *rest])
     step = _step(target)
     settings = PlannerSettings(per_kind=options.per_kind)
+    if options.plain:
+        settings = replace(settings, extents=(Told.EVERYTHING,), compiler_options={})
     found: dict[str, Found] = {}
 
     def plan(what: str, budget: int | None) -> Row:
@@ -432,6 +436,7 @@ def main() -> None:
     for name in ("workdir", "json"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--per-kind", type=int, default=16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -18,9 +17,9 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.search.costs import Costs, build_problem, measured_options
-from cfp.search.measure import can_recompute, segment_job
+from cfp.search.measure import can_recompute
 from cfp.search.problem import Problem
-from cfp.search.wanted import Wanted
+from cfp.search.wanted import Wanted, computed_again
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
@@ -50,7 +49,9 @@ def measure_all_budgets(
         if not planner.interrupted:
             again = _again(planner, profiles)
             wanted = [*wanted, *again]
-            records |= _measured_again(planner, [item.job for item in again], end)
+            records |= _measured_again(
+                planner, [job for item in again for job in item.jobs], end
+            )
     costs = Costs(analysis, profiles.rates, profiles.moved_ms)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
@@ -100,14 +101,7 @@ def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
         ]
         good.sort(key=lambda item: item.time_ms(records))
         for number, item in enumerate(good[: planner.settings.per_kind], 1):
-            candidate = replace(item.candidate, remat=True)
-            job = segment_job(
-                analysis.frame,
-                analysis.segments,
-                index,
-                candidate,
-                planner.environment,
-                f"strategy {number} of segment {kind}, computed again",
-            )
-            found.append((number, Wanted(kind, candidate, job, base=item)))
+            label = f"strategy {number} of segment {kind}, computed again"
+            again = computed_again(analysis, planner.environment, item, label)
+            found.append((number, again))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -23,10 +23,12 @@ from cfp.planner_parts import (
     extent_name,
     finalists,
     in_reach,
+    known_to_fit,
     leanest_of,
     left_out,
     nearly_fitting,
     no_winner,
+    predicted_ms,
     race_row,
     with_options,
 )
@@ -40,7 +42,6 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
-from cfp.search.explain import picks_of
 from cfp.search.guided import Effort, Explored, explore
 from cfp.search.measure import Told, can_recompute
 from cfp.search.problem import Problem
@@ -305,7 +306,11 @@ class Planner:
             for name, choice in decision.classics.items()
         ]
         near, far = in_reach(decision, varied, self.reach)
-        return [decision, *near, *decision.rivals], far
+        entries = [decision, *near, *decision.rivals]
+        if self.asked_bytes is not None and Agreement.of(self.mesh).alone:
+            where = (self.analysis, self.store, self.environment)
+            entries += known_to_fit(*where, entries, self.asked_bytes, self.plans)
+        return entries, far
 
     # -- inside --------------------------------------------------------------
 
@@ -388,8 +393,4 @@ class Planner:
 
     def predict(self, decision: Decision, choice: Choice) -> float | None:
         """What the profiles say about another choice, if all of it was measured."""
-        problem = decision.problem
-        if problem is None:
-            return None
-        picks = picks_of(self.analysis, problem, choice)
-        return None if picks is None else problem.cost_ms(picks)
+        return predicted_ms(self.analysis, decision.problem, choice)

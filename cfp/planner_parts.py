@@ -20,6 +20,7 @@ from cfp.profiling.key import Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
+from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
 from cfp.search.assemble import what_to_do, whole_choice
 from cfp.search.explain import picks_of
@@ -28,6 +29,7 @@ from cfp.search.ilp import leanest
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
+from cfp.search.remembered import remembered
 from cfp.units import format_bytes
 
 # Of the budget: on 2 H200 predictions of memory were off by 3.2% at most.
@@ -181,6 +183,52 @@ def nearly_fitting(
         for name, found in picks.items()
         if found is not None and problem.memory_bytes(found) <= limit
     }
+
+
+def known_to_fit(
+    analysis: Analysis,
+    store: ProfileStore,
+    environment: Parts,
+    taking_part: Sequence[Decision],
+    budget_bytes: int,
+    count: int,
+) -> list[Decision]:
+    """Choices that were compiled before and fit, the fastest; or else the leanest.
+
+    With them a plan is no worse than it was with less memory, and what an error names
+    as the smallest budget does.
+
+    Args:
+        analysis: of the program.
+        store: what knows them.
+        environment: what measurements depend on.
+        taking_part: who races anyway.
+        budget_bytes: memory of one device.
+        count: how many at most.
+    """
+    [first] = finalists(analysis, taking_part[:1], environment)
+    present = {(entry.choice, entry.extent) for entry in taking_part}
+    known = remembered(analysis, store, first.job)
+    new = [one for one in known if (one.choice, one.extent) not in present]
+    fitting = [one for one in new if one.record.peak_bytes <= budget_bytes][:count]
+    leanest = sorted(new, key=lambda one: one.record.peak_bytes)[:1]
+    return [
+        Decision(
+            f"planned before {number}",
+            one.choice,
+            predicted_ms(analysis, taking_part[0].problem, one.choice),
+            extent=one.extent,
+        )
+        for number, one in enumerate(fitting or leanest, 1)
+    ]
+
+
+def predicted_ms(
+    analysis: Analysis, problem: Problem | None, choice: Choice
+) -> float | None:
+    """What the profiles say about a choice, if all of it was measured."""
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    return None if problem is None or picks is None else problem.cost_ms(picks)
 
 
 def with_options(

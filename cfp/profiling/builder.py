@@ -42,6 +42,7 @@ class Job:
         the output takes its place in the next iteration.
       options: compiler options, by name.
       expected_ms: how long one execution should take; 0 where nobody knows.
+      choice: of a whole program what its record is to keep beside the figures.
 
     Raises:
       ValueError: if specs or positions do not fit the part or each other.
@@ -56,6 +57,7 @@ class Job:
     feedback: tuple[tuple[int, int], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     expected_ms: float = 0.0
+    choice: str = ""
 
     def __post_init__(self):
         found = (len(self.in_specs), len(self.out_specs))

@@ -85,6 +85,7 @@ class ProfileRecord(CompiledBytes):
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
+      choice: of a whole program what was chosen for it; see `cfp.search.remembered`.
       created: ISO 8601, UTC.
 
     Raises:
@@ -100,6 +101,7 @@ class ProfileRecord(CompiledBytes):
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     collectives: tuple[Collective, ...] = ()
+    choice: str = ""
     created: str = field(default_factory=utc_now)
 
     def __post_init__(self):
@@ -149,8 +151,9 @@ class ProfileRecord(CompiledBytes):
         """
         data = json.loads(text)
         if isinstance(data, dict):
-            # Records from before there was one say nothing of it.
+            # Records from before there were these say nothing of them.
             data.setdefault("reference_ms", [])
+            data.setdefault("choice", "")
         data = _fields(cls, data, "record")
         return cls(
             key=_string(data, "key"),
@@ -168,6 +171,7 @@ class ProfileRecord(CompiledBytes):
             build_seconds=_number(data["build_seconds"], "build_seconds"),
             run_seconds=_number(data["run_seconds"], "run_seconds"),
             collectives=tuple(_collective(item) for item in _list(data, "collectives")),
+            choice=_string(data, "choice"),
             created=_string(data, "created"),
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import ceil
 
@@ -119,6 +120,7 @@ def pair_job(
 ) -> Job:
     """The job that measures neighbouring segments together."""
     strategies, storage = {}, {}
+    again = [index for index, candidate in candidates.items() if candidate.remat]
     for index, candidate in candidates.items():
         blocks = segments[index].blocks
         strategies.update(zip(blocks, candidate.strategies, strict=True))
@@ -126,6 +128,7 @@ def pair_job(
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
     told = _told_inside(layout, ops)
+    told = replace(told, recompute=_recomputed(frame, segments, again))
     job = make_job(frame, layout, ops, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -146,7 +149,8 @@ def whole_job(
     ops = [op.id for op in frame.program.ops if op.parent < 0]
     told = told_of(frame, segments, choice, extent)
     job = make_job(frame, lay_out(frame, choice), ops, told, environment, label)
-    return replace(job, options=tuple(sorted((options or {}).items())))
+    chosen = json.dumps({**asdict(choice), "extent": extent})
+    return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
 
 
 def make_job(

@@ -208,7 +208,7 @@ def first_that_fits(
                     return refused, outcome.peak_bytes
                 reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
-            store.put(outcome, replace=True)
+            store.put(replace(outcome, choice=job.choice), replace=True)
         fits = outcome.peak_bytes <= budget_bytes
         if fits and outcome.ok:
             return refused, outcome.peak_bytes
@@ -270,6 +270,9 @@ class _Turns:
             hope = _HOPE if turn else _HOPE_AT_FIRST
             before = order
             order = [d for d in ready if times[d] <= hope * best]
+        records = {
+            d: replace(r, choice=self.jobs[d].choice) for d, r in records.items()
+        }
         # Together, since half a race is none.
         store.put_all(list(records.values()), replace=True)
         return records

@@ -38,8 +38,9 @@ class Wanted:
         pair_job: both.
         handover: what moves between the two, and estimated milliseconds; the search
             adds them by itself.
+        carrier: the neighbour's place and choice, or None.
         base: for a candidate that is computed again the same without that, whose
-            time in context it shares; or None.
+            time in context it shares but for what computing again adds; or None.
     """
 
     kind: int
@@ -48,6 +49,7 @@ class Wanted:
     carrier_job: Job | None = None
     pair_job: Job | None = None
     handover: tuple[tuple[Move, float], ...] = ()
+    carrier: tuple[int, Candidate] | None = None
     base: Wanted | None = None
 
     @property
@@ -77,8 +79,11 @@ class Wanted:
             less = records[self.base.job.key.digest]
             if not less.ok:
                 return alone  # Only computed again does it run at all.
-            base_ms = self.base.time_ms(records, moved_ms)
-            return base_ms + max(0.0, alone - less.time_ms)
+            more_ms = alone - less.time_ms
+            context, plain = self._context(records), self.base._context(records)
+            if context is not None and plain is not None:
+                more_ms = context[1].time_ms - plain[1].time_ms
+            return self.base.time_ms(records, moved_ms) + max(0.0, more_ms)
         context = self._context(records)
         if context is None:
             return alone
@@ -185,16 +190,12 @@ class WantedMaker:
             f"{label}, in context",
         )
         alone = self._alone(carrier_index, carrier, label)
-        return Wanted(kind, candidate, job, alone, together, moves)
+        return Wanted(kind, candidate, job, alone, together, moves, (near, carrier))
 
     def again(self, base: Wanted) -> Wanted:
         """The same candidate, with its forward pass computed again."""
-        candidate = replace(base.candidate, remat=True)
-        index = self._analysis.representatives[base.kind]
         label = f"{self._label(base.kind)}, computed again"
-        return Wanted(
-            base.kind, candidate, self._alone(index, candidate, label), base=base
-        )
+        return computed_again(self._analysis, self._environment, base, label)
 
     def _label(self, kind: int) -> str:
         self._made[kind] += 1
@@ -229,6 +230,27 @@ class WantedMaker:
             ahead = handover(estimator, layout, there, out)
             ways.append((option, (*ahead, *handover(estimator, there, layout, back))))
         return min(ways, key=lambda way: total_ms(way[1]))
+
+
+def computed_again(
+    analysis: Analysis, environment: Parts, base: Wanted, label: str
+) -> Wanted:
+    """A candidate with its forward pass computed again, and what tells its cost.
+
+    The neighbour's tells what it keeps then, which may be more than it has to: the
+    compiler need not see a way to let go of the rest.
+    """
+    frame, segments = analysis.frame, analysis.segments
+    index = analysis.representatives[base.kind]
+    candidate = replace(base.candidate, remat=True)
+    job = segment_job(frame, segments, index, candidate, environment, label)
+    if base.carrier is None:
+        return Wanted(base.kind, candidate, job, base=base)
+    near, carrier = base.carrier
+    picks = {index: candidate, near: carrier}
+    label = f"{label}, in context"
+    together = pair_job(frame, segments, picks, environment, label)
+    return replace(base, candidate=candidate, job=job, pair_job=together, base=base)
 
 
 def tuning_jobs(

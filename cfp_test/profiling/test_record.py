@@ -38,6 +38,7 @@ def records(draw) -> ProfileRecord:
             draw(st.lists(times, min_size=1 if status == "ok" else 0, max_size=5))
         ),
         reference_ms=tuple(draw(st.lists(times, max_size=2))),
+        choice=draw(st.text(max_size=9)),
         argument_bytes=draw(counts),
         output_bytes=draw(counts),
         alias_bytes=draw(counts),
@@ -116,8 +117,8 @@ def test_every_field_is_required_and_no_other_is_known():
     data = json.loads(OK.to_json())
     assert set(data) == {item.name for item in dataclasses.fields(ProfileRecord)}
     for name in data:
-        if name == "reference_ms":
-            continue  # Records from before there was one have none.
+        if name in ("reference_ms", "choice"):
+            continue  # Records from before there were these have none.
         less = {key: value for key, value in data.items() if key != name}
         with pytest.raises(ValueError, match=f"missing fields.*{name}"):
             ProfileRecord.from_json(json.dumps(less))
@@ -128,9 +129,10 @@ def test_every_field_is_required_and_no_other_is_known():
         ProfileRecord.from_json(json.dumps(data))
 
 
-def test_records_without_a_reference_are_read():
+@pytest.mark.parametrize("name", ["reference_ms", "choice"])
+def test_records_from_before_a_field_are_read(name):
     data = json.loads(OK.to_json())
-    del data["reference_ms"]
+    del data[name]
     assert ProfileRecord.from_json(json.dumps(data)) == OK
 
 

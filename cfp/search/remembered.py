@@ -1,0 +1,83 @@
+"""Choices for a whole program that were compiled before, and what they need.
+
+Memory is predicted, and compiled programs need a few percent more or less. What was
+compiled is known: of two budgets the plan for the smaller is known to fit into the
+larger, and the smallest that any compiled plan needs is a budget that does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.profiling.builder import Job
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+from cfp.search.measure import Told
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A choice that was compiled whole.
+
+    Attributes:
+        choice: the choice.
+        extent: how much of it the compiler was told.
+        record: what it needs on each device and, if it was timed, takes.
+    """
+
+    choice: Choice
+    extent: Told
+    record: ProfileRecord
+
+
+def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
+    """What the store knows of other choices for a whole program, the fastest first.
+
+    Failures are left out, but for what was compiled and then refused for its size.
+
+    Args:
+        analysis: of the program.
+        store: where races keep their records.
+        job: the whole program under any choice, without compiler options.
+    """
+    like = _apart_from_shardings(job.key.parts)
+    found = [
+        Remembered(choice, extent, record)
+        for record in store.records()
+        if record.choice
+        and _apart_from_shardings(record.parts) == like
+        and (record.ok or _was_refused(record))
+        for choice, extent in _read(analysis, record.choice)
+    ]
+    return sorted(found, key=lambda one: one.record.time_ms)
+
+
+def _apart_from_shardings(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    return {name: value for name, value in parts if name != "shardings"}
+
+
+def _was_refused(record: ProfileRecord) -> bool:
+    is_large = record.status == "out_of_memory" and not record.run_seconds
+    return is_large and record.peak_bytes > 0
+
+
+def _read(analysis: Analysis, text: str) -> Iterator[tuple[Choice, Told]]:
+    """The choice, unless it is one that another version of cfp has made."""
+    data = json.loads(text)
+    blocks = tuple(
+        tuple(AxisChoice(**axis) for axis in strategy) for strategy in data["blocks"]
+    )
+    storage = tuple(map(Storage, data["storage"]))
+    frame = analysis.frame
+    if len(blocks) == len(frame.blocks) and len(storage) == len(frame.groups):
+        options = (
+            block_strategies(frame.program, block, frame.mesh) for block in frame.blocks
+        )
+        if all(block in those for block, those in zip(blocks, options, strict=True)):
+            choice = Choice(blocks, storage, tuple(data["remat"]))
+            yield choice, Told(data["extent"])

@@ -1,0 +1,125 @@
+"""Choices that were compiled before are known to need what they need."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.planner_parts import PlannerSettings
+from cfp.presets import presets
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import Told, whole_job
+from cfp.search.remembered import remembered
+from cfp_test.program.test_recompute import stack_step
+
+STEP, ARGS = stack_step()
+HERE = (("device", "some"),)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+
+
+@pytest.fixture(scope="module")
+def analysis(mesh):
+    program, _ = trace(flatten_step(STEP, ARGS, {}), mesh)
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+@pytest.fixture
+def known(analysis, tmp_path):
+    """Keeps records of whole programs, and tells what is remembered of them."""
+    classics = presets(analysis.frame)
+
+    def job(name, *how):
+        choice = replace(classics[name], remat=(1,))
+        frame, segments = analysis.frame, analysis.segments
+        return whole_job(frame, segments, choice, HERE, name, *how)
+
+    def keep(one, peak, ms, **changes):
+        record = ProfileRecord(
+            key=one.key.digest,
+            parts=one.key.parts,
+            status="ok",
+            samples_ms=(ms,),
+            argument_bytes=peak,
+            choice=one.choice,
+        )
+        store.put(replace(record, **changes))
+
+    with ProfileStore(tmp_path / "profiles.sqlite") as store:
+        yield keep, job, lambda: remembered(analysis, store, job("zero1"))
+
+
+def test_what_was_compiled_comes_back(analysis, known):
+    keep, job, found = known
+    assert found() == []
+    keep(job("data_parallel"), 20, 1.0)
+    keep(job("tensor_parallel", Told.ARGUMENTS), 30, 3.0)
+    refused = {"status": "out_of_memory", "samples_ms": ()}
+    keep(job("fully_sharded"), 10, 0.0, **refused)
+    classics = presets(analysis.frame)
+    assert [(r.choice, r.extent, r.record.peak_bytes) for r in found()] == [
+        (replace(classics["data_parallel"], remat=(1,)), Told.EVERYTHING, 20),
+        (replace(classics["tensor_parallel"], remat=(1,)), Told.ARGUMENTS, 30),
+        (replace(classics["fully_sharded"], remat=(1,)), Told.EVERYTHING, 10),
+    ]
+
+
+def test_what_is_of_no_use_is_left_out(known):
+    keep, job, found = known
+    fast = job("data_parallel", Told.EVERYTHING, {"xla_an_option": "1"})
+    keep(fast, 10, 1.0)  # It was measured with another option.
+    crash = {"status": "crashed", "samples_ms": ()}
+    keep(job("tensor_parallel"), 10, 1.0, **crash)
+    keep(job("fully_sharded"), 10, 1.0, choice="")
+    ran_out = {"status": "out_of_memory", "samples_ms": (), "run_seconds": 1.0}
+    keep(job("zero1"), 10, 1.0, **ran_out)
+    assert found() == []
+
+
+def test_choices_of_another_version_are_left_out(known):
+    keep, job, found = known
+    data = json.loads(job("data_parallel").choice)
+    for name, change in (
+        ("fully_sharded", {"blocks": data["blocks"][1:]}),
+        ("zero1", {"storage": [*data["storage"], "used"]}),
+        ("tensor_parallel", {"blocks": [[{"inner": 99, "exit": -1}]] * 99}),
+    ):
+        keep(job(name), 10, 1.0, choice=json.dumps(data | change))
+    assert found() == []
+
+
+def test_more_memory_is_no_worse(mesh, tmp_path):
+    """What won with little memory takes part where there is more of it."""
+
+    def plan(budget, **settings):
+        return cfp.plan(
+            STEP,
+            *ARGS,
+            mesh=mesh,
+            memory_budget=budget,
+            cache_dir=tmp_path,
+            settings=PlannerSettings(per_kind=3, in_context=False, **settings),
+        )
+
+    free = plan(None)
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1024)
+    least = caught.value.smallest_feasible_bytes
+    small = plan(least)
+    assert small.peak_bytes <= least
+    large = plan(2 * free.peak_bytes)
+    peaks = {row.peak_bytes for row in large.race if row.time_ms is not None}
+    assert small.peak_bytes in peaks
+    # Without a race it is found, too.
+    assert plan(least, race=False).peak_bytes <= least

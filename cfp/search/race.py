@@ -13,7 +13,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.pipeline import default_threads
-from cfp.profiling.record import ProfileRecord, is_to_retry
+from cfp.profiling.record import ProfileRecord, is_to_retry, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
@@ -97,9 +97,9 @@ def race(
     Who is far behind after a turn sits out, so that turns go to those between whom it
     is close. Where all others become slower meanwhile, because the devices did, who sat
     out takes part again: nobody wins by having sat out.
-    Finalists with one key run once. If all of them are in the store already, nothing
-    runs; otherwise all run again, because only times of one run compare. What failed
-    before is not tried again unless asked.
+    Finalists with one key run once. If all of them are in the store already, from one
+    race, nothing runs; otherwise all run again, because only times of one run compare.
+    What failed before is not tried again unless asked.
 
     Args:
         program: the program.
@@ -124,7 +124,9 @@ def race(
         if not is_to_retry(record, retry_failures)
         and not _fits_by_now(record, budget_bytes)
     }
-    cached = len(known) == len(jobs)
+    # Times of two races do not compare. All of one were put into the store as it ended.
+    ended = {r.created for r in known.values() if r.ok and _fits(r, budget_bytes)}
+    cached = len(known) == len(jobs) and len(ended) <= 1
     records: Mapping[str, ProfileRecord] = known
     if not cached:
         # What is known to be too large need not be compiled to find that out again.
@@ -270,8 +272,10 @@ class _Turns:
             hope = _HOPE if turn else _HOPE_AT_FIRST
             before = order
             order = [d for d in ready if times[d] <= hope * best]
+        ended = utc_now()
         records = {
-            d: replace(r, choice=self.jobs[d].choice) for d, r in records.items()
+            d: replace(r, choice=self.jobs[d].choice, created=ended)
+            for d, r in records.items()
         }
         # Together, since half a race is none.
         store.put_all(list(records.values()), replace=True)

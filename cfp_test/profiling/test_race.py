@@ -52,6 +52,17 @@ def test_what_failed_is_not_run_again_unless_asked(timed, case, store):
     assert store.get(key.digest) == found["b"]
 
 
+def test_times_of_two_races_are_not_compared(timed, monkeypatch):
+    moments = iter(["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"])
+    monkeypatch.setattr(room, "utc_now", lambda: next(moments))
+    timed("ab")
+    timed("bc")
+    assert timed("bc")[0] == []
+    monkeypatch.setattr(room, "utc_now", lambda: "2026-01-03T00:00:00+00:00")
+    assert timed("ab")[0] == ["a", "b"]
+    assert timed("ab")[0] == []
+
+
 def test_a_larger_budget_is_a_new_chance(timed):
     turns, found = timed("a", budget_bytes=10)
     assert turns == []

@@ -151,7 +151,7 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
 
 def test_what_an_error_names_as_the_smallest_budget_does(plan):
     """For the race and for the compiler alone: both go by what was compiled."""
-    with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled") as caught:
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled") as caught:
         plan(1000)
     least = caught.value.smallest_feasible_bytes
     assert plan(least).peak_bytes <= least
@@ -271,6 +271,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
         plan(1024, progress=compiled.append, **asked)
     compiled = [e for e in compiled if str(e).startswith("compiling")]
     assert compiled == ["compiling planned"]
+    assert str(caught.value).startswith("The plan, compiled, needs")
     least = caught.value.smallest_feasible_bytes
     assert plan(least, cache_dir=tmp_path).peak_bytes <= least
 

@@ -261,14 +261,16 @@ class Planner:
             entries, far = [*entries, *far, lean], []
             results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
-        first = [entries[i] for i in leaders[:_LEADERS]]
+        # Who does not fit or run leads nobody.
+        able = [i for i in leaders[:_LEADERS] if results[i].time_ms < float("inf")]
+        first = [entries[i] for i in able]
         programs = {e.name: programs[e.name] for e in first if e.name in programs}
         again = with_options(first, self.options)
         if again:
             # The leaders run again beside them, since only times of one run compare,
             # and are kept apart: who leads must not change with it.
-            entries = [entries[i] for i in leaders[_LEADERS:]]
-            results = [results[i] for i in leaders[_LEADERS:]]
+            entries = [entries[i] for i in leaders[len(able) :]]
+            results = [results[i] for i in leaders[len(able) :]]
             beside = (*self.environment, ("race", "with other compiler options"))
             shorter = self._race(again, beside, programs, rounds=_ROUNDS_AMONG_LEADERS)
             results = [*shorter, *results]

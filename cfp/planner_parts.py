@@ -354,9 +354,10 @@ def no_winner(
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
         return DeviceError(f"No plan ran on the devices. {reasons}")
     smallest = min(r.peak_bytes for r in results)
-    which = f"Of {len(results)} compiled plans the smallest"
+    programs = len({r.record.key for r in results})
+    which = f"Of {programs} compiled plans the smallest"
     return MemoryBudgetError(
-        f"{which if len(results) > 1 else 'The plan, compiled,'} needs "
+        f"{which if programs > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(smallest)} on each device; the budget is "
         f"{format_bytes(budget_bytes or 0)}. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,

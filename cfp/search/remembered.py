@@ -8,12 +8,12 @@ larger, and the smallest that any compiled plan needs is a budget that does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
-from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -46,13 +46,15 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         job: the whole program under any choice, without compiler options.
     """
     like = _apart_from_shardings(job.key.parts)
+    frame = analysis.frame
+    options = [block_strategies(frame.program, b, frame.mesh) for b in frame.blocks]
     found = [
-        Remembered(choice, extent, record)
+        Remembered(*made, record)
         for record in store.records()
         if record.choice
         and _apart_from_shardings(record.parts) == like
         and (record.ok or _was_refused(record))
-        for choice, extent in _read(analysis, record.choice)
+        and (made := _read(analysis, options, record.choice)) is not None
     ]
     return sorted(found, key=lambda one: one.record.time_ms)
 
@@ -66,18 +68,31 @@ def _was_refused(record: ProfileRecord) -> bool:
     return is_large and record.peak_bytes > 0
 
 
-def _read(analysis: Analysis, text: str) -> Iterator[tuple[Choice, Told]]:
-    """The choice, unless it is one that another version of cfp has made."""
-    data = json.loads(text)
-    blocks = tuple(
-        tuple(AxisChoice(**axis) for axis in strategy) for strategy in data["blocks"]
-    )
-    storage = tuple(map(Storage, data["storage"]))
-    frame = analysis.frame
-    if len(blocks) == len(frame.blocks) and len(storage) == len(frame.groups):
-        options = (
-            block_strategies(frame.program, block, frame.mesh) for block in frame.blocks
+def _read(
+    analysis: Analysis, options: Sequence[Sequence[Strategy]], text: str
+) -> tuple[Choice, Told] | None:
+    """The choice, unless it is one that another version of cfp has made.
+
+    Args:
+        analysis: of the program.
+        options: the strategies of each block.
+        text: as a record has it.
+    """
+    try:
+        data = json.loads(text)
+        blocks = tuple(
+            tuple(AxisChoice(**axis) for axis in strategy)
+            for strategy in data["blocks"]
         )
-        if all(block in those for block, those in zip(blocks, options, strict=True)):
-            choice = Choice(blocks, storage, tuple(data["remat"]))
-            yield choice, Told(data["extent"])
+        storage = tuple(map(Storage, data["storage"]))
+        remat, extent = tuple(data["remat"]), Told(data["extent"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if (
+        len(blocks) == len(options)
+        and len(storage) == len(analysis.frame.groups)
+        and all(block in those for block, those in zip(blocks, options, strict=True))
+        and all(place in range(len(analysis.segments)) for place in remat)
+    ):
+        return Choice(blocks, storage, remat), extent
+    return None

@@ -99,6 +99,29 @@ def test_choices_of_another_version_are_left_out(known):
     assert found() == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remat": [99]},
+        {"remat": 1},
+        {"remat": [[1]]},
+        {"extent": "half of it"},
+        {"storage": ["somewhere else"]},
+        {"blocks": [[{"inner": 0, "exit": -1, "another": 1}]]},
+        {"blocks": [[{"inner": [0]}]]},
+        None,
+    ],
+)
+def test_what_cannot_be_read_is_left_out(known, change):
+    """A store is shared with other versions of cfp, and its text can be anything."""
+    keep, job, found = known
+    keep(job("zero1"), 10, 1.0)
+    one = job("data_parallel")
+    whole = json.loads(one.choice)
+    keep(one, 10, 1.0, choice=json.dumps(whole | change) if change else "{}")
+    assert [r.record.key for r in found()] == [job("zero1").key.digest]
+
+
 def test_more_memory_is_no_worse(mesh, tmp_path):
     """What won with little memory takes part where there is more of it."""
 

@@ -210,6 +210,10 @@ def known_to_fit(
     present = {(entry.choice, entry.extent) for entry in taking_part}
     known = remembered(analysis, store, first.job)
     new = [one for one in known if (one.choice, one.extent) not in present]
+    # Who raced with the plan the last time does again: then the answer is known.
+    last = store.get(first.job.key.digest)
+    ended = last.created if last is not None and last.ok else ""
+    new.sort(key=lambda one: one.record.created != ended)
     fitting = [one for one in new if one.record.peak_bytes <= budget_bytes][:count]
     leanest = sorted(new, key=lambda one: one.record.peak_bytes)[:1]
     return [
@@ -349,17 +353,19 @@ def no_winner(
     analysis: Analysis, results: Sequence[RaceResult], budget_bytes: int | None
 ) -> CfpError:
     """The error for a race that nobody finished."""
-    fits = [r for r in results if r.fits]
-    if fits:
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in fits)
+    # Of what could not be compiled nobody knows what it needs.
+    compiled = [r for r in results if r.peak_bytes]
+    failed = [r for r in compiled or results if r.fits]
+    if failed:
+        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
         return DeviceError(f"No plan ran on the devices. {reasons}")
-    smallest = min(r.peak_bytes for r in results)
-    programs = len({r.record.key for r in results})
+    smallest = min(r.peak_bytes for r in compiled)
+    programs = len({r.record.key for r in compiled})
     which = f"Of {programs} compiled plans the smallest"
     return MemoryBudgetError(
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(smallest)} on each device; the budget is "
         f"{format_bytes(budget_bytes or 0)}. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
-        contributors=[(r.name, r.peak_bytes) for r in results],
+        contributors=[(r.name, r.peak_bytes) for r in compiled],
     )

@@ -10,12 +10,14 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, in_reach
+from cfp.planner_parts import Decision, PlannerSettings, in_reach, no_winner
 from cfp.profiling.builder import build
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.measure import Told
+from cfp.search.race import RaceResult
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()
@@ -294,6 +296,37 @@ def test_the_winner_is_a_leader(plan, monkeypatch):
     first, second = called
     assert set(first) - set(second)
     assert made.winner in second
+
+
+@pytest.mark.parametrize(
+    ("peaks", "error", "smallest"),
+    [
+        ((0, 30, 20), cfp.MemoryBudgetError, 20),  # One could not be compiled.
+        ((0, 5, 20), cfp.DeviceError, None),  # One fits, and did not run.
+        ((0, 0), cfp.DeviceError, None),
+    ],
+)
+def test_what_an_error_says_where_nobody_wins(mesh, peaks, error, smallest):
+    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
+    analysis = analyze(program, (("x", 4),))
+    results = [
+        RaceResult(
+            name=f"plan {number}",
+            predicted_ms=None,
+            record=ProfileRecord(
+                key=str(number), parts=(), status="crashed", reason="why"
+            ),
+            peak_bytes=peak,
+            fits=peak <= 10,
+            cached=False,
+        )
+        for number, peak in enumerate(peaks)
+    ]
+    found = no_winner(analysis, results, 10)
+    assert isinstance(found, error)
+    if smallest is not None:
+        assert found.smallest_feasible_bytes == smallest
+        assert "Of 2 compiled plans" in str(found)
 
 
 def predicted_classics(plan):

@@ -142,6 +142,9 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
     small = plan(least)
     assert small.peak_bytes <= least
     large = plan(2 * free.peak_bytes)
+    again = plan(2 * free.peak_bytes)
+    assert again.search["race_cached"] == 1.0
+    assert again.winner == large.winner
     peaks = {row.peak_bytes for row in large.race if row.time_ms is not None}
     assert small.peak_bytes in peaks
     # Without a race it is found, too.

@@ -357,4 +357,8 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
 
     monkeypatch.setattr(Planner, "_entries", split)
     made = plan(small.peak_bytes)
-    assert (made.winner, made.peak_bytes) == (small.name, small.peak_bytes)
+    # The leanest takes part then, too, and may be as fast.
+    assert made.winner in (small.name, "leanest")
+    assert rows(made)[small.name].time_ms is not None
+    assert "over the memory budget" in rows(made)[large.name].note
+    assert made.peak_bytes <= small.peak_bytes

@@ -119,7 +119,10 @@ def test_loops_of_unknown_length_are_told():
 
     assert counted(until, x, count) == 1
     assert counted(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x @ x, x), x) == 0
-    added = lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x + x, x)  # noqa: E731
+
+    def added(x, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: x + x, x)
+
     assert counted(added, x, count) == 0
 
 

@@ -5,7 +5,9 @@ goes through an ``optimization_barrier``, together with a value that only the ba
 pass has: so XLA neither merges the clones with the originals nor runs them early, and
 frees the originals' results once the forward pass is through with them. That is what
 ``jax.checkpoint`` does when it traces; here it is done to a program that has been
-differentiated already.
+differentiated already. What depends on no argument stays outside of the barrier: the
+compiler would have to write a broadcast constant to memory to hand it through, and
+keep it there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from cfp.program.graph import Program
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
 _BARRIER = "stablehlo.optimization_barrier"
+_NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,7 @@ def recomputable(program: Program, ops: Iterable[int], turn: int) -> Recompute |
 def _repeatable(program: Program, op_id: int) -> bool:
     """Whether an op gives the same again: no loop, no call, no random state."""
     op = program.ops[op_id]
-    return not op.has_regions and op.kind not in (
-        "custom_call",
-        "rng",
-        "optimization_barrier",
-    )
+    return not op.has_regions and op.kind not in _NOT_REPEATABLE
 
 
 def recompute(
@@ -75,14 +74,22 @@ def recompute(
     """
     if not wanted:
         return
-    place = {
-        op: number
-        for number, op in enumerate(
-            o.operation for o in function.regions[0].blocks[0].operations
-        )
-    }
+    body = [o.operation for o in function.regions[0].blocks[0].operations]
+    place = {op: number for number, op in enumerate(body)}
+    fixed = _without_arguments(body)
     for one in wanted:
-        _Recomputation(ops, one, place).run()
+        _Recomputation(ops, one, place, fixed).run()
+
+
+def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
+    """The ops whose results are the same in every step, whatever the arguments."""
+    never = {"func.call", *(f"stablehlo.{kind}" for kind in _NOT_REPEATABLE)}
+    found: set[ir.Operation] = set()
+    for op in body:
+        repeats = not len(op.regions) and op.name not in never
+        if repeats and all(_owner(v) in found for v in op.operands):
+            found.add(op)
+    return found
 
 
 class _Recomputation:
@@ -91,9 +98,11 @@ class _Recomputation:
         ops: Sequence[ir.Operation],
         wanted: Recompute,
         place: dict[ir.Operation, int],
+        fixed: set[ir.Operation],
     ) -> None:
         self.wanted = wanted
         self.place = place
+        self.fixed = fixed
         self.number = {ops[i]: i for i in wanted.forward}
         self.readers = [ops[i] for i in wanted.backward]
 
@@ -111,7 +120,7 @@ class _Recomputation:
         outside: dict[ir.Value, None] = {}
         for op in clones:
             for operand in op.operands:
-                if operand not in made and not _is_constant(operand):
+                if operand not in made and _owner(operand) not in self.fixed:
                     outside[operand] = None
         first = self.readers[0]
         entering = list(outside)
@@ -183,13 +192,6 @@ class _Recomputation:
 def _owner(value: ir.Value) -> ir.Operation | None:
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
-
-
-def _is_constant(value: ir.Value) -> bool:
-    owner = _owner(value)
-    if owner is not None and owner.name == _CONSTRAINT:
-        return _is_constant(owner.operands[0])
-    return owner is not None and owner.name == "stablehlo.constant"
 
 
 def tag_of(op: ir.Operation) -> int | None:

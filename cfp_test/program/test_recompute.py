@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.mlir import ir
 
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
@@ -122,6 +123,35 @@ def test_a_part_computes_the_same(case):
     outputs = run_part(case, layout, part, known, told)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
+
+
+def test_what_depends_on_no_argument_goes_through_no_barrier():
+    """The compiler would have to write it to memory, and keep it there."""
+
+    def step():
+        params = [{"a": normal(i, 16, 16)} for i in range(3)]
+
+        def loss(p, x):
+            later = jnp.arange(16) > jnp.arange(8)[:, None]
+            for w in p:
+                x = x + 0.5 * jnp.tanh(jnp.where(later, x @ w["a"], -1.0))
+            return squares(x)
+
+        return training(loss, params, normal(21, 8, 16))
+
+    case = prepare("masked", step, SIZES)
+    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
+    found = clones(lowering)
+    barriers = [op for op in found if op.name.endswith("optimization_barrier")]
+    through = [v for op in barriers for v in op.operands]
+    assert through
+
+    def depends(value):
+        if not isinstance(value.owner, ir.Operation | ir.OpView):
+            return True
+        return any(map(depends, value.owner.operands))
+
+    assert [v for v in through if not depends(v)] == []
 
 
 def test_loops_and_inference_have_nothing_to_compute_again():

@@ -12,6 +12,18 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.entries import (
+    computed_again,
+    extent_name,
+    in_reach,
+    known_to_fit,
+    leanest_of,
+    nearly_fitting,
+    one_by_one,
+    predicted_ms,
+    told_of_budget,
+    with_options,
+)
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner_parts import (
@@ -20,17 +32,11 @@ from cfp.planner_parts import (
     Profiles,
     compose_plan,
     device_memory,
-    extent_name,
     finalists,
-    in_reach,
-    known_to_fit,
-    leanest_of,
     left_out,
-    nearly_fitting,
     no_winner,
-    predicted_ms,
     race_row,
-    with_options,
+    room_within,
 )
 from cfp.presets import presets
 from cfp.profiling.builder import Built
@@ -38,16 +44,17 @@ from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.guided import Effort, Explored, explore
-from cfp.search.measure import Told, can_recompute
-from cfp.search.problem import Problem
+from cfp.search.measure import Told
 from cfp.search.race import Finalist, RaceResult, first_that_fits, race
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
+from cfp.search.squeeze import Room, squeezed
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
 # How many of the fastest are raced with other compiler options, too.
@@ -85,8 +92,9 @@ class Planner:
         self.extents = self.settings.extents or (
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
-        self.asked_bytes = budget_bytes
-        self.budget_bytes = budget_bytes or device_memory(self.devices[0])
+        self.device_bytes = device_memory(self.devices[0])
+        self.budget_bytes = budget_bytes or self.device_bytes
+        self.room = room_within(self.devices[0], budget_bytes)
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
@@ -191,29 +199,35 @@ class Planner:
             MemoryBudgetError: none fits, and nothing is compiled to make sure.
         """
         started = time.perf_counter()
-        problems = self._problems(profiles)
+        costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
+        known = (profiles.found.wanted, profiles.found.records)
+        # With times in context, and with times alone.
+        problem, other = (
+            build_problem(
+                costs, measured_options(costs, *known, alone), self.budget_bytes
+            )
+            for alone in (False, True)
+        )
         classics = profiles.classics
-        if profiles.found.tight:
-            again = [
-                s.index
-                for s in self.analysis.segments
-                if can_recompute(self.analysis.frame, s)
-            ]
-            classics = dict(classics) | {
-                f"{name}, recomputed": replace(choice, remat=tuple(again))
-                for name, choice in classics.items()
-            }
         found: dict[Choice, float] = {}
-        for problem in problems:
-            for best in best_solutions(problem, self.plans):
-                choice = whole_choice(self.analysis, problem, best)
-                found.setdefault(choice, problems[0].cost_ms(best.picks))
+        for one in (problem, other):
+            for best in best_solutions(one, self.plans):
+                choice = whole_choice(self.analysis, one, best)
+                found.setdefault(choice, problem.cost_ms(best.picks))
+        # Where the compiler may yet save some memory, more may fit.
+        hoped = squeezed(problem) if self.device_bytes else problem
+        if profiles.found.tight:
+            for best in best_solutions(hoped, 1):
+                choice = whole_choice(self.analysis, hoped, best)
+                found.setdefault(choice, best.cost_ms)
+            again = computed_again(self.analysis, (problem, hoped), classics)
+            classics = dict(classics) | again
         if not found:
-            if not self._races and self.asked_bytes is None:
-                raise over_budget(self.analysis, problems[0])
-            lean = leanest_of(self.analysis, problems[0])
+            if not self._races and self.room is None:
+                raise over_budget(self.analysis, problem)
+            lean = leanest_of(self.analysis, problem)
             found[lean.choice] = lean.predicted_ms or 0.0
-            classics = nearly_fitting(self.analysis, problems[0], classics)
+            classics = nearly_fitting(self.analysis, hoped, classics)
         counts = {
             "strategies_measured": profiles.measured,
             "strategies_cached": profiles.cached,
@@ -222,7 +236,7 @@ class Planner:
             "gap": profiles.found.gap,
             "search_seconds": time.perf_counter() - started,
         }
-        (choice, predicted_ms), *others = found.items()
+        (choice, best_ms), *others = found.items()
         rivals = tuple(
             Decision(f"planned {number}", other, cost)
             for number, (other, cost) in enumerate(others, 2)
@@ -230,10 +244,10 @@ class Planner:
         return Decision(
             "planned",
             choice,
-            predicted_ms,
+            best_ms,
             rivals=rivals,
             classics=classics,
-            problem=problems[0],
+            problem=problem,
             search=counts,
         )
 
@@ -249,9 +263,9 @@ class Planner:
         """
         self.winner = decision
         if not self._races:
-            if self.asked_bytes is not None:
-                return self._compiled_within(self.asked_bytes, decision)
-            return self._plan(decision, decision, [])
+            if self.room is None:
+                return self._plan(decision, decision, [])
+            return self._compiled_within(self.room, decision)
         started = time.perf_counter()
         entries, far = self._entries(decision)
         programs: dict[str, Built] = {}
@@ -266,7 +280,10 @@ class Planner:
         first = [entries[i] for i in able]
         programs = {e.name: programs[e.name] for e in first if e.name in programs}
         again = with_options(first, self.options)
+        if self.room is not None:
+            again += told_of_budget(entries, results, self.room)
         if again:
+            again = [*first, *again]
             # The leaders run again beside them, since only times of one run compare,
             # and are kept apart: who leads must not change with it.
             entries = [entries[i] for i in leaders[len(able) :]]
@@ -283,12 +300,8 @@ class Planner:
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
         counts["race_cached"] = float(all(r.cached for r in results))
         self.winner = replace(entries[best], search=counts)
-        return self._plan(
-            self.winner,
-            decision,
-            [*map(race_row, results), *map(left_out, far)],
-            results[best],
-        )
+        rows = [*map(race_row, results), *map(left_out, far)]
+        return self._plan(self.winner, decision, rows, results[best])
 
     def _entries(self, decision: Decision) -> tuple[list[Decision], list[Decision]]:
         """Who takes part, and who does only if none of them can.
@@ -301,7 +314,7 @@ class Planner:
             Decision(
                 extent_name(name, extent),
                 choice,
-                self.predict(decision, choice),
+                predicted_ms(self.analysis, decision.problem, choice),
                 extent=extent,
             )
             for extent in self.extents
@@ -309,9 +322,10 @@ class Planner:
         ]
         near, far = in_reach(decision, varied, self.reach)
         entries = [decision, *near, *decision.rivals]
-        if self.asked_bytes is not None and Agreement.of(self.mesh).alone:
+        if self.room is not None and Agreement.of(self.mesh).alone:
             where = (self.analysis, self.store, self.environment)
-            entries += known_to_fit(*where, entries, self.asked_bytes, self.plans)
+            how = (self.plans, self.options.values(), self.room)
+            entries += known_to_fit(*where, entries, *how)
         return entries, far
 
     # -- inside --------------------------------------------------------------
@@ -321,28 +335,32 @@ class Planner:
             self.analysis, self.mesh, dict(self.environment), winner, *how
         )
 
-    def _compiled_within(self, budget_bytes: int, decision: Decision) -> Plan:
+    def _compiled_within(self, room: Room, decision: Decision) -> Plan:
         """The best by prediction whose whole program, compiled, fits in a budget."""
-        near, far = self._entries(decision)
-        rest = sorted([*near[1:], *far], key=lambda e: e.predicted_ms or float("inf"))
-        entries = [decision, *rest]
+        [_, *near], far = self._entries(decision)
+        rest = sorted([*near, *far], key=lambda e: e.predicted_ms or float("inf"))
+        lean = decision.problem and leanest_of(self.analysis, decision.problem)
+        entries: list[Decision] = []
+
+        def record_of(entry: Decision) -> ProfileRecord | None:
+            [finalist] = finalists(self.analysis, [entry], self.environment)
+            return self.store.get(finalist.job.key.digest)
 
         def hopefuls() -> Iterator[Finalist]:
-            yield from finalists(self.analysis, entries, self.environment)
-            if decision.problem is not None:
-                entries.append(leanest_of(self.analysis, decision.problem))
-                yield from finalists(self.analysis, entries[-1:], self.environment)
+            for entry in one_by_one([decision, *rest], lean, record_of, room):
+                entries.append(entry)
+                yield from finalists(self.analysis, [entry], self.environment)
 
         refused, peak_bytes = first_that_fits(
             self.analysis.frame.program,
             self.mesh,
             hopefuls(),
             self.store,
-            budget_bytes=budget_bytes,
+            budget_bytes=room.budget_bytes,
             **self._manner,
         )
         if peak_bytes is None:
-            raise no_winner(self.analysis, refused, budget_bytes)
+            raise no_winner(self.analysis, refused, room.budget_bytes)
         self.winner = replace(entries[len(refused)], search=decision.search)
         return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
 
@@ -368,19 +386,6 @@ class Planner:
             **self._manner,
         )
 
-    def _problems(self, profiles: Profiles) -> list[Problem]:
-        """The search problem with times in context, and with times alone."""
-        found = profiles.found
-        costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
-        return [
-            build_problem(
-                costs,
-                measured_options(costs, found.wanted, found.records, alone),
-                self.budget_bytes,
-            )
-            for alone in (False, True)
-        ]
-
     @property
     def _manner(self) -> dict[str, Any]:
         return {
@@ -392,7 +397,3 @@ class Planner:
     def _tell(self, event: Any) -> None:
         if self.settings.progress is not None:
             self.settings.progress(event)
-
-    def predict(self, decision: Decision, choice: Choice) -> float | None:
-        """What the profiles say about another choice, if all of it was measured."""
-        return predicted_ms(self.analysis, decision.problem, choice)

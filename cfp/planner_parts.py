@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -20,20 +20,14 @@ from cfp.profiling.key import Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
-from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
-from cfp.search.assemble import what_to_do, whole_choice
-from cfp.search.explain import picks_of
+from cfp.search.assemble import what_to_do
 from cfp.search.guided import Explored
-from cfp.search.ilp import leanest
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
-from cfp.search.remembered import remembered
+from cfp.search.squeeze import Room
 from cfp.units import format_bytes
-
-# Of the budget: without recomputation predictions were off by 3.2% at most on 2 H200.
-_NEARLY = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,115 +130,10 @@ class Decision:
     problem: Problem | None = None
     search: Mapping[str, float] = field(default_factory=dict)
 
-
-def extent_name(name: str, extent: Told) -> str:
-    """What a choice is called of which the compiler is told as much."""
-    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
-
-
-def in_reach(
-    decision: Decision, classics: Sequence[Decision], reach: Mapping[Told, float]
-) -> tuple[list[Decision], list[Decision]]:
-    """Splits classics into those that may win, and those that are too far behind.
-
-    Args:
-        decision: what was found.
-        classics: what it competes with; who has no prediction may win, and so may
-            the best of them.
-        reach: how many times as long as the decision a classic may take, by how much
-            the compiler is told of it.
-    """
-    own_ms = decision.predicted_ms or float("inf")
-    known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
-    best_ms = min(known, default=0.0)
-
-    def is_near(classic: Decision) -> bool:
-        limit = max(reach[classic.extent] * own_ms, best_ms)
-        return classic.predicted_ms is None or classic.predicted_ms <= limit
-
-    near = [c for c in classics if is_near(c)]
-    return near, [c for c in classics if not is_near(c)]
-
-
-def leanest_of(analysis: Analysis, problem: Problem) -> Decision:
-    """What needs the least memory by prediction: who is tried if nobody else fits."""
-    best = leanest(problem)
-    return Decision("leanest", whole_choice(analysis, problem, best), best.cost_ms)
-
-
-def nearly_fitting(
-    analysis: Analysis, problem: Problem, classics: Mapping[str, Choice]
-) -> dict[str, Choice]:
-    """The classics that might fit after all, though none does by prediction."""
-    limit = _NEARLY * (problem.budget_bytes or 0)
-    picks = {name: picks_of(analysis, problem, c) for name, c in classics.items()}
-    return {
-        name: classics[name]
-        for name, found in picks.items()
-        if found is not None and problem.memory_bytes(found) <= limit
-    }
-
-
-def known_to_fit(
-    analysis: Analysis,
-    store: ProfileStore,
-    environment: Parts,
-    taking_part: Sequence[Decision],
-    budget_bytes: int,
-    count: int,
-) -> list[Decision]:
-    """Choices that were compiled before and fit, the fastest; or else the leanest.
-
-    With them a plan is no worse than it was with less memory, and what an error names
-    as the smallest budget does.
-
-    Args:
-        analysis: of the program.
-        store: what knows them.
-        environment: what measurements depend on.
-        taking_part: who races anyway.
-        budget_bytes: memory of one device.
-        count: how many at most.
-    """
-    [first] = finalists(analysis, taking_part[:1], environment)
-    present = {(entry.choice, entry.extent) for entry in taking_part}
-    known = remembered(analysis, store, first.job)
-    new = [one for one in known if (one.choice, one.extent) not in present]
-    # Who raced with the plan the last time does again: then the answer is known.
-    last = store.get(first.job.key.digest)
-    ended = last.created if last is not None and last.ok else ""
-    new.sort(key=lambda one: one.record.created != ended)
-    fitting = [one for one in new if one.record.peak_bytes <= budget_bytes][:count]
-    smallest = sorted(new, key=lambda one: one.record.peak_bytes)[:1]
-    return [
-        Decision(
-            f"planned before {number}",
-            one.choice,
-            predicted_ms(analysis, taking_part[0].problem, one.choice),
-            extent=one.extent,
-        )
-        for number, one in enumerate(fitting or smallest, 1)
-    ]
-
-
-def predicted_ms(
-    analysis: Analysis, problem: Problem | None, choice: Choice
-) -> float | None:
-    """What the profiles say about a choice, if all of it was measured."""
-    picks = None if problem is None else picks_of(analysis, problem, choice)
-    return None if problem is None or picks is None else problem.cost_ms(picks)
-
-
-def with_options(
-    leaders: Sequence[Decision], options: Mapping[str, Mapping[str, str]]
-) -> list[Decision]:
-    """The leaders and, of each, variants by name; nothing if there are no variants."""
-    varied = [
-        replace(entry, name=f"{entry.name}, {name}", options=chosen)
-        for entry in leaders
-        for name, chosen in options.items()
-    ]
-    return [*leaders, *varied] if varied else []
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells whole programs apart."""
+        return self.choice, self.extent, tuple(sorted(self.options.items()))
 
 
 def finalists(
@@ -347,6 +236,17 @@ def device_memory(device: Any) -> int | None:
     """Memory of a device that programs may use, or None where it does not say."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def room_within(device: Any, budget_bytes: int | None) -> Room | None:
+    """What there is in a budget that was asked for."""
+    if budget_bytes is None:
+        return None
+    return Room(
+        budget_bytes=budget_bytes,
+        device_bytes=device_memory(device),
+        platform=device.platform,
+    )
 
 
 def no_winner(

@@ -33,6 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
         "planner_parts",
     ),
     ("planner_parts",),
+    ("entries",),
     ("planner",),
     ("budgets",),
     ("models",),

@@ -9,8 +9,9 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
+from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, in_reach, no_winner
+from cfp.planner_parts import Decision, PlannerSettings, no_winner
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -97,16 +98,55 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     assert not made.winner.endswith(", wrong")
 
 
-def test_where_memory_is_tight_the_classics_race_recomputed_too(plan, monkeypatch):
-    """What counts as tight is lowered: small programs need all their memory at once."""
-    monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
-    made = plan(memory_budget="1GiB")
-    again = {n: row for n, row in rows(made).items() if n.endswith(", recomputed")}
-    assert {name.removesuffix(", recomputed") for name in again} == {
-        name for name in rows(made) if name in PRESETS
-    }
-    assert all(row.time_ms is not None for row in again.values())
+@pytest.fixture
+def lean_compiler(monkeypatch):
+    """A compiler that makes do with half of the temporaries, if told of the budget.
+
+    It takes its word for CPUs, too, which have no such thing.
+    """
+    monkeypatch.setattr("cfp.search.squeeze.GPU_PLATFORMS", ("cpu",))
+    for module in ("planner", "planner_parts"):
+        monkeypatch.setattr(f"cfp.{module}.device_memory", lambda device: 2**40)
+
+    def lean(program, mesh, job, environment):
+        built = build(program, mesh, job, environment)
+        told = any("memory_limit" in name for name, _ in job.options)
+        less = built.temp_bytes // 2
+        return replace(built, temp_bytes=less) if told else built
+
+    monkeypatch.setattr("cfp.search.race.build", lean)
+
+
+def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
+    quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
+    free = plan(**quick)
+    least = min(row.peak_bytes for row in free.race if row.time_ms is not None)
+    made = plan(least - 1, **quick)
+    assert "within the budget" in made.winner
+    assert "xla_gpu_memory_limit_slop_factor" in made.options
+    assert made.peak_bytes < least
+    large = [row for row in made.race if row.note == "over the memory budget"]
+    assert large, "what won so is compared with what did not fit"
     check_step(made)
+    # What was compiled so is known: it does for its own size, and as it was told then.
+    again = plan(made.peak_bytes, **quick)
+    assert again.peak_bytes <= made.peak_bytes
+    assert plan(made.peak_bytes, **quick).search["race_cached"] == 1.0
+    # Without a race, too.
+    assert plan(least - 1, race=False, **quick).peak_bytes < least
+
+
+def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp_path):
+    quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
+    named = {}
+    for race in (True, False):
+        with pytest.raises(cfp.MemoryBudgetError) as caught:
+            plan(1024, race=race, **quick)
+        named[race] = caught.value.smallest_feasible_bytes
+        made = plan(named[race], race=race, **quick)
+        assert made.peak_bytes <= named[race]
+        assert "xla_gpu_memory_limit_slop_factor" in made.options
+    assert named[True] == named[False]
 
 
 def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):

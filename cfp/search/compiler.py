@@ -14,8 +14,9 @@ from cfp.profiling.key import GPU_PLATFORMS
 Options = Mapping[str, str]
 
 _LARGE = str(2**28)
+NO_LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": "False"}
 _ON_GPUS: dict[str, Options] = {
-    "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "False"},
+    "no latency hiding": NO_LATENCY_HIDING,
     "large collectives": {
         "xla_gpu_all_gather_combine_threshold_bytes": _LARGE,
         "xla_gpu_all_reduce_combine_threshold_bytes": _LARGE,

@@ -149,7 +149,9 @@ def whole_job(
     ops = [op.id for op in frame.program.ops if op.parent < 0]
     told = told_of(frame, segments, choice, extent)
     job = make_job(frame, lay_out(frame, choice), ops, told, environment, label)
-    chosen = json.dumps({**asdict(choice), "extent": extent})
+    chosen = json.dumps(
+        {**asdict(choice), "extent": extent, "options": dict(options or {})}
+    )
     return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
 
 

@@ -8,7 +8,7 @@ larger, and the smallest that any compiled plan needs is a budget that does.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
@@ -27,11 +27,13 @@ class Remembered:
     Attributes:
         choice: the choice.
         extent: how much of it the compiler was told.
+        options: of the compiler.
         record: what it needs on each device and, if it was timed, takes.
     """
 
     choice: Choice
     extent: Told
+    options: Mapping[str, str]
     record: ProfileRecord
 
 
@@ -45,22 +47,23 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         store: where races keep their records.
         job: the whole program under any choice, without compiler options.
     """
-    like = _apart_from_shardings(job.key.parts)
+    like = _apart_from_choice(job.key.parts)
     frame = analysis.frame
     options = [block_strategies(frame.program, b, frame.mesh) for b in frame.blocks]
     found = [
         Remembered(*made, record)
         for record in store.records()
         if record.choice
-        and _apart_from_shardings(record.parts) == like
+        and _apart_from_choice(record.parts) == like
         and (record.ok or _was_refused(record))
-        and (made := _read(analysis, options, record.choice)) is not None
+        and (made := _read(analysis, options, record)) is not None
     ]
     return sorted(found, key=lambda one: one.record.time_ms)
 
 
-def _apart_from_shardings(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    return {name: value for name, value in parts if name != "shardings"}
+def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    chosen = ("shardings", "options", "race")
+    return {name: value for name, value in parts if name not in chosen}
 
 
 def _was_refused(record: ProfileRecord) -> bool:
@@ -69,24 +72,25 @@ def _was_refused(record: ProfileRecord) -> bool:
 
 
 def _read(
-    analysis: Analysis, options: Sequence[Sequence[Strategy]], text: str
-) -> tuple[Choice, Told] | None:
+    analysis: Analysis, options: Sequence[Sequence[Strategy]], record: ProfileRecord
+) -> tuple[Choice, Told, Mapping[str, str]] | None:
     """The choice, unless it is one that another version of cfp has made.
 
     Args:
         analysis: of the program.
         options: the strategies of each block.
-        text: as a record has it.
+        record: what has it.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(record.choice)
         blocks = tuple(
             tuple(AxisChoice(**axis) for axis in strategy)
             for strategy in data["blocks"]
         )
         storage = tuple(map(Storage, data["storage"]))
         remat, extent = tuple(data["remat"]), Told(data["extent"])
-    except (KeyError, TypeError, ValueError):
+        told = {str(name): str(value) for name, value in data["options"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
     if (
         len(blocks) == len(options)
@@ -94,5 +98,5 @@ def _read(
         and all(block in those for block, those in zip(blocks, options, strict=True))
         and all(place in range(len(analysis.segments)) for place in remat)
     ):
-        return Choice(blocks, storage, remat), extent
+        return Choice(blocks, storage, remat), extent, told
     return None

@@ -22,6 +22,7 @@ from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
 from cfp.describe import plan_rows
+from cfp.entries import predicted_ms
 from cfp.errors import CfpError
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings, Profiles
@@ -176,7 +177,7 @@ def planned(
         if "cost_model" in groups:
             modelled = _modelled(done, budget_bytes)
             for name, one in modelled.items():
-                predicted = planner.predict(decision, one.choice)
+                predicted = predicted_ms(planner.analysis, decision.problem, one.choice)
                 made = Decision(f"{name}{label}", one.choice, predicted)
                 found.append(_entry(done, made, "cost_model", made.name))
                 if (winner.extent, winner.options) != (made.extent, made.options):
@@ -192,7 +193,11 @@ def planned(
             found += [
                 _entry(
                     done,
-                    Decision(name, choice, planner.predict(decision, choice)),
+                    Decision(
+                        name,
+                        choice,
+                        predicted_ms(planner.analysis, decision.problem, choice),
+                    ),
                     "preset",
                     f"preset {name}{label}",
                 )

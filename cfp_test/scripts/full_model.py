@@ -49,13 +49,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cfp import platform
 from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.cli.session import analyse, open_target
+from cfp.entries import extent_name, predicted_ms
 from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import (
     Decision,
     PlannerSettings,
     compose_plan,
-    extent_name,
 )
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
@@ -146,7 +146,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
             extent_name(name, extent): Decision(
                 extent_name(name, extent),
                 choice,
-                planner.predict(decision, choice),
+                predicted_ms(planner.analysis, decision.problem, choice),
                 extent=extent,
             )
             for extent in planner.extents

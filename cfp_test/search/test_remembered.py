@@ -68,17 +68,24 @@ def test_what_was_compiled_comes_back(analysis, known):
     refused = {"status": "out_of_memory", "samples_ms": ()}
     keep(job("fully_sharded"), 10, 0.0, **refused)
     classics = presets(analysis.frame)
+    again = {name: replace(choice, remat=(1,)) for name, choice in classics.items()}
     assert [(r.choice, r.extent, r.record.peak_bytes) for r in found()] == [
-        (replace(classics["data_parallel"], remat=(1,)), Told.EVERYTHING, 20),
-        (replace(classics["tensor_parallel"], remat=(1,)), Told.ARGUMENTS, 30),
-        (replace(classics["fully_sharded"], remat=(1,)), Told.EVERYTHING, 10),
+        (again["data_parallel"], Told.EVERYTHING, 20),
+        (again["tensor_parallel"], Told.ARGUMENTS, 30),
+        (again["fully_sharded"], Told.EVERYTHING, 10),
     ]
+    assert all(r.options == {} for r in found())
+
+
+def test_options_of_the_compiler_come_back_too(known):
+    keep, job, found = known
+    options = {"xla_an_option": "1"}
+    keep(job("data_parallel", Told.EVERYTHING, options), 10, 1.0)
+    assert [(r.options, r.record.peak_bytes) for r in found()] == [(options, 10)]
 
 
 def test_what_is_of_no_use_is_left_out(known):
     keep, job, found = known
-    fast = job("data_parallel", Told.EVERYTHING, {"xla_an_option": "1"})
-    keep(fast, 10, 1.0)  # It was measured with another option.
     crash = {"status": "crashed", "samples_ms": ()}
     keep(job("tensor_parallel"), 10, 1.0, **crash)
     keep(job("fully_sharded"), 10, 1.0, choice="")
@@ -106,6 +113,7 @@ def test_choices_of_another_version_are_left_out(known):
         {"remat": 1},
         {"remat": [[1]]},
         {"extent": "half of it"},
+        {"options": ["some"]},
         {"storage": ["somewhere else"]},
         {"blocks": [[{"inner": 0, "exit": -1, "another": 1}]]},
         {"blocks": [[{"inner": [0]}]]},

@@ -1,0 +1,258 @@
+"""Who takes part in a race, besides the plan and the classics that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.planner_parts import Decision, finalists
+from cfp.profiling.key import Parts
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+from cfp.search.assemble import whole_choice
+from cfp.search.compiler import Options
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.explain import picks_of
+from cfp.search.ilp import leanest
+from cfp.search.measure import Told
+from cfp.search.problem import Problem
+from cfp.search.race import RaceResult
+from cfp.search.remembered import Remembered, remembered
+from cfp.search.squeeze import Room
+
+# Of the budget: without recomputation predictions were off by 3.2% at most on 2 H200.
+_NEARLY = 1.1
+# How many of those that are too large are compiled again, told of the budget.
+_TOLD = 2
+# Times of two races differ by as much.
+_NOISE = 0.02
+
+
+def extent_name(name: str, extent: Told) -> str:
+    """What a choice is called of which the compiler is told as much."""
+    return name if extent is Told.EVERYTHING else f"{name}, {extent} told"
+
+
+def in_reach(
+    decision: Decision, classics: Sequence[Decision], reach: Mapping[Told, float]
+) -> tuple[list[Decision], list[Decision]]:
+    """Splits classics into those that may win, and those that are too far behind.
+
+    Args:
+        decision: what was found.
+        classics: what it competes with; who has no prediction may win, and so may
+            the best of them.
+        reach: how many times as long as the decision a classic may take, by how much
+            the compiler is told of it.
+    """
+    own_ms = decision.predicted_ms or float("inf")
+    known = [c.predicted_ms for c in classics if c.predicted_ms is not None]
+    best_ms = min(known, default=0.0)
+
+    def is_near(classic: Decision) -> bool:
+        limit = max(reach[classic.extent] * own_ms, best_ms)
+        return classic.predicted_ms is None or classic.predicted_ms <= limit
+
+    near = [c for c in classics if is_near(c)]
+    return near, [c for c in classics if not is_near(c)]
+
+
+def with_options(
+    leaders: Sequence[Decision], options: Mapping[str, Mapping[str, str]]
+) -> list[Decision]:
+    """Of each leader a variant for each name: its own options, and those."""
+    return [
+        replace(
+            entry,
+            name=f"{entry.name}, {name}",
+            options={**entry.options, **chosen},
+        )
+        for entry in leaders
+        for name, chosen in options.items()
+    ]
+
+
+def computed_again(
+    analysis: Analysis, problems: Sequence[Problem], classics: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """Classics that fit with some of their segments computed again.
+
+    Args:
+        analysis: of the program.
+        problems: what fits, at first by the strictest reckoning.
+        classics: strategies and storage, by name.
+    """
+    [problem, *_] = problems
+    found = {}
+    for name, choice in classics.items():
+        picks = picks_of(analysis, problem, choice)
+        if picks is None:
+            continue
+        taken = dict(zip(problem.kinds, picks, strict=True))
+        kept = [
+            [
+                place
+                for place, option in enumerate(options)
+                if option.candidate.key[:2] == options[taken[kind]].candidate.key[:2]
+            ]
+            for kind, options in enumerate(problem.options)
+        ]
+        alike = problem.keep(kept)
+        solved = (solve_dynamically(one.keep(kept)) for one in problems)
+        best = next((one for one in solved if one is not None), None)
+        if best is not None:
+            again = whole_choice(analysis, alike, best)
+            if again.remat:
+                found[f"{name}, recomputed"] = again
+    return found
+
+
+def nearly_fitting(
+    analysis: Analysis, problem: Problem, classics: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """The classics that might fit after all, though none does by prediction."""
+    limit = _NEARLY * (problem.budget_bytes or 0)
+    picks = {name: picks_of(analysis, problem, c) for name, c in classics.items()}
+    return {
+        name: classics[name]
+        for name, found in picks.items()
+        if found is not None and problem.memory_bytes(found) <= limit
+    }
+
+
+def leanest_of(analysis: Analysis, problem: Problem) -> Decision:
+    """What needs the least memory by prediction: who is tried if nobody else fits."""
+    best = leanest(problem)
+    return Decision("leanest", whole_choice(analysis, problem, best), best.cost_ms)
+
+
+def known_to_fit(
+    analysis: Analysis,
+    store: ProfileStore,
+    environment: Parts,
+    taking_part: Sequence[Decision],
+    count: int,
+    options: Collection[Options],
+    room: Room,
+) -> list[Decision]:
+    """Choices that were compiled before and fit, the fastest; or else the leanest.
+
+    With them a plan is no worse than it was with less memory, and what an error names
+    as the smallest budget does.
+
+    Args:
+        analysis: of the program.
+        store: what knows them.
+        environment: what measurements depend on.
+        taking_part: who races anyway.
+        count: how many at most.
+        options: of the compiler that leaders are raced with anyway.
+        room: what they have to fit into.
+    """
+    [first] = finalists(analysis, taking_part[:1], environment)
+    known = remembered(analysis, store, first.job)
+    present = {entry.key for entry in taking_part}
+    alike = {(entry.choice, entry.extent) for entry in taking_part}
+    new = {
+        decision.key: (one.record, decision)
+        for one in reversed(known)  # of those that are the same the fastest stays
+        if (decision := _remembered_decision(analysis, taking_part[0].problem, one))
+        and decision.key not in present
+        and not (
+            (one.choice, one.extent) in alike
+            and one.options in [*options, *room.options(one.record).values()]
+        )
+    }
+    fitting = [pair for pair in new.values() if pair[0].peak_bytes <= room.budget_bytes]
+    if not fitting:
+        chosen = sorted(new.values(), key=lambda pair: pair[0].peak_bytes)[:1]
+    else:
+        # Who raced with the plan the last time does so again: then the answer is known.
+        last = store.get(first.job.key.digest)
+        ended = last.created if last is not None and last.ok else ""
+        fitting.sort(key=lambda pair: pair[0].time_ms)
+        chosen = sorted(fitting, key=lambda pair: pair[0].created != ended)[:count]
+        best_ms = min(record.time_ms for record, _ in chosen)
+        if fitting[0][0].time_ms < (1.0 - _NOISE) * best_ms:
+            chosen = [fitting[0], *chosen][:count]
+    return [
+        replace(decision, name=f"planned before {number}")
+        for number, (_, decision) in enumerate(chosen, 1)
+    ]
+
+
+def told_of_budget(
+    entries: Sequence[Decision], results: Sequence[RaceResult], room: Room
+) -> list[Decision]:
+    """Who is too large, but told of the budget may fit and win: variants of them.
+
+    Args:
+        entries: who took part.
+        results: how they did. Where nobody fits the leanest is worth a try, too.
+        room: what they have to fit into.
+    """
+    best_ms = min(result.time_ms for result in results)
+    large = [
+        (entry, result.record)
+        for entry, result in zip(entries, results, strict=True)
+        if result.peak_bytes and not result.fits
+    ]
+    hopeful = [
+        (entry, record)
+        for entry, record in large
+        if room.may_do(record) and (entry.predicted_ms or 0.0) < best_ms
+    ]
+    hopeful.sort(key=lambda pair: pair[0].predicted_ms or float("inf"))
+    chosen = hopeful[:_TOLD]
+    if large and best_ms == float("inf"):
+        leanest = min(large, key=lambda pair: pair[1].peak_bytes)
+        chosen = [*(pair for pair in chosen if pair is not leanest), leanest]
+    return [one for entry, record in chosen for one in _variants(entry, record, room)]
+
+
+def one_by_one(
+    entries: Sequence[Decision],
+    lean: Decision | None,
+    record_of: Callable[[Decision], ProfileRecord | None],
+    room: Room,
+) -> Iterator[Decision]:
+    """Whom to compile in turn until somebody fits: entries, and variants of them.
+
+    Args:
+        entries: the best first.
+        lean: who comes last.
+        record_of: what is known of an entry that was compiled.
+        room: what they have to fit into.
+    """
+    for entry in (*entries, *([lean] if lean else [])):
+        yield entry
+        # It is too large, since the next is asked for.
+        record = record_of(entry)
+        if record is not None and (entry is lean or room.may_do(record)):
+            yield from _variants(entry, record, room)
+
+
+def predicted_ms(
+    analysis: Analysis, problem: Problem | None, choice: Choice
+) -> float | None:
+    """What the profiles say about a choice, if all of it was measured."""
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    return None if problem is None or picks is None else problem.cost_ms(picks)
+
+
+def _remembered_decision(
+    analysis: Analysis, problem: Problem | None, one: Remembered
+) -> Decision:
+    return Decision(
+        "planned before",
+        one.choice,
+        predicted_ms(analysis, problem, one.choice),
+        extent=one.extent,
+        options=one.options,
+    )
+
+
+def _variants(entry: Decision, record: ProfileRecord, room: Room) -> list[Decision]:
+    return with_options([entry], room.options(record))

@@ -1,0 +1,80 @@
+"""What the compiler is told of a budget, and for whom."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfp.profiling.record import CompiledBytes
+from cfp.search.squeeze import Room, squeezed
+from cfp_test.search.drawn import problems
+
+GIB = 2**30
+SHARE = "xla_gpu_memory_limit_slop_factor"
+
+
+def compiled(fixed_gib, temp_gib):
+    """What holds its state in place, and needs temporaries."""
+    return CompiledBytes(
+        argument_bytes=int(fixed_gib * GIB),
+        output_bytes=int(fixed_gib * GIB),
+        alias_bytes=int(fixed_gib * GIB),
+        temp_bytes=int(temp_gib * GIB),
+    )
+
+
+def room(budget_gib, platform="gpu", device_gib=100):
+    return Room(
+        budget_bytes=int(budget_gib * GIB),
+        device_bytes=device_gib and device_gib * GIB,
+        platform=platform,
+    )
+
+
+def test_the_share_is_of_what_the_arguments_leave():
+    found = room(52).options(compiled(20, 60))
+    assert {name: options[SHARE] for name, options in found.items()} == {
+        "within the budget": "40",  # 52 - 20 of 100 - 20
+        "well within the budget": "36",
+        "within the budget, no latency hiding": "36",
+    }
+
+
+@given(st.floats(0, 99), st.floats(0, 99))
+def test_what_is_allowed_stays_within_the_budget(fixed_gib, budget_gib):
+    one, there = compiled(fixed_gib, 10), room(budget_gib)
+    for options in there.options(one).values():
+        share = int(options[SHARE])
+        allowed = fixed_gib + share / 100 * (100 - fixed_gib)
+        assert share >= 1
+        assert allowed <= budget_gib + 1e-6 or share == 1
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        room(52, platform="cpu"),
+        room(52, device_gib=None),
+        room(100),  # The compiler reckons with that anyway.
+        room(52, device_gib=10),
+    ],
+)
+def test_where_there_is_nothing_to_tell(elsewhere):
+    assert elsewhere.options(compiled(20, 60)) == {}
+
+
+def test_who_may_fit():
+    assert room(53.1).may_do(compiled(20, 60))
+    assert not room(52.9).may_do(compiled(20, 60))
+    assert not room(52.9).may_do(CompiledBytes()), "it could not be compiled"
+
+
+@given(problems())
+def test_the_state_is_not_squeezed(problem):
+    less = squeezed(problem)
+    for before, after in zip(problem.options, less.options, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert other.state_bytes == one.state_bytes
+            assert other.residual_bytes <= one.residual_bytes
+            assert other.temp_bytes <= one.temp_bytes
+            assert other.candidate is one.candidate
+            assert other.time_ms == one.time_ms

@@ -1,0 +1,125 @@
+"""Who takes part in a race besides the plan: recomputed classics, lean variants."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice
+from cfp.entries import computed_again, told_of_budget, with_options
+from cfp.planner_parts import Decision
+from cfp.presets import presets
+from cfp.profiling.record import CompiledBytes
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.explain import segment_candidate
+from cfp.search.problem import Option, Problem
+from cfp.search.squeeze import Room, squeezed
+from cfp_test.program.test_recompute import stack_step
+
+SLOW_MS, FAST_MS = 9.0, 1.0
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    step, args = stack_step()
+    mesh = planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+    program, _ = trace(flatten_step(step, args, {}), mesh)
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+def problem_of(analysis, budget_bytes):
+    """Two classics, each plain and computed again, which frees 80 of 100 bytes.
+
+    Every segment keeps as much; the last one also if it is computed again.
+    """
+    classics = presets(analysis.frame)
+    last = analysis.segments[-1].kind
+
+    def options(kind):
+        index = analysis.representatives[kind]
+        for name, time_ms in (("data_parallel", FAST_MS), ("tensor_parallel", SLOW_MS)):
+            plain = segment_candidate(analysis, index, classics[name])
+            for again in (False, True):
+                yield Option(
+                    candidate=replace(plain, remat=again),
+                    time_ms=time_ms + again,
+                    state_bytes=0,
+                    residual_bytes=20 if again and kind != last else 100,
+                    temp_bytes=0,
+                )
+
+    return Problem(
+        kinds=tuple(s.kind for s in analysis.segments),
+        options=tuple(tuple(options(k)) for k in range(len(analysis.representatives))),
+        edge_ms={},
+        budget_bytes=budget_bytes,
+    )
+
+
+def again(analysis, budget_bytes, *more):
+    problem = problem_of(analysis, budget_bytes)
+    classics = presets(analysis.frame)
+    names = ("data_parallel", "fully_sharded")  # Of one nothing was measured.
+    asked = {name: classics[name] for name in names}
+    found = computed_again(analysis, (problem, *(f(problem) for f in more)), asked)
+    return {name: choice.remat for name, choice in found.items()}
+
+
+def test_classics_compute_again_as_few_segments_as_do(analysis):
+    count = len(analysis.segments)
+    most = 100 * count
+    assert again(analysis, most) == {}, "they fit as they are"
+    [(name, one)] = again(analysis, most - 1).items()
+    assert (name, len(one)) == ("data_parallel, recomputed", 1)
+    [(_, all_but_last)] = again(analysis, 20 * (count - 1) + 100).items()
+    assert all_but_last == tuple(range(count - 1))
+
+
+def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
+    least = 20 * (len(analysis.segments) - 1) + 100
+    assert again(analysis, least - 1) == {}
+    assert again(analysis, least - 1, squeezed)
+    assert again(analysis, least // 2, squeezed) == {}
+
+
+def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
+    """An entry, and how it did: half of what it needs are temporaries."""
+    half = peak_bytes // 2
+    record = CompiledBytes(argument_bytes=half, temp_bytes=peak_bytes - half)
+    fits = time_ms < float("inf")
+    result = SimpleNamespace(
+        record=record, peak_bytes=peak_bytes, fits=fits, time_ms=time_ms
+    )
+    return Decision(name, Choice((), ()), predicted_ms), result
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([("fits", 5.0, 90, 5.0), ("fast", 4.0, 120)], ["fast"]),
+        ([("fits", 5.0, 90, 5.0), ("slow", 6.0, 120)], []),
+        ([("fits", 5.0, 90, 5.0), ("huge", 4.0, 150)], []),
+        ([("fits", 5.0, 90, 5.0), ("unknown", None, 120)], ["unknown"]),
+        # Where nothing fits the leanest has a try, however far off.
+        ([("huge", 4.0, 150), ("larger", 3.0, 200)], ["huge"]),
+        ([("a", 3.0, 120), ("b", 2.0, 121), ("c", 1.0, 122)], ["c", "b", "a"]),
+        ([("failed", 1.0, 0)], []),
+    ],
+)
+def test_who_is_told_of_the_budget(others, expected):
+    entries, results = zip(*(entry(*other) for other in others), strict=True)
+    room = Room(budget_bytes=100, device_bytes=1000, platform="gpu")
+    found = told_of_budget(entries, results, room)
+    names = dict.fromkeys(one.name.split(", ")[0] for one in found)
+    assert list(names) == expected
+    assert all(one.options for one in found)
+
+
+def test_variants_keep_the_options_that_an_entry_has():
+    one = Decision("one", Choice((), ()), options={"a": "1", "b": "1"})
+    [varied] = with_options([one], {"other": {"b": "2", "c": "2"}})
+    assert varied.name == "one, other"
+    assert varied.options == {"a": "1", "b": "2", "c": "2"}

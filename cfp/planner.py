@@ -321,7 +321,8 @@ class Planner:
             for name, choice in decision.classics.items()
         ]
         near, far = in_reach(decision, varied, self.reach)
-        entries = [decision, *near, *decision.rivals]
+        rivals, behind = in_reach(decision, decision.rivals, self.reach)
+        entries, far = [decision, *near, *rivals], [*far, *behind]
         if self.room is not None and Agreement.of(self.mesh).alone:
             where = (self.analysis, self.store, self.environment)
             how = (self.plans, self.options.values(), self.room)

@@ -27,6 +27,7 @@ from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
+from cfp.search.ilp import leanest
 from cfp.search.measure import can_recompute
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution
@@ -222,6 +223,8 @@ class _View:
         unseen = [self._unseen(kind) for kind in range(len(self._measured))]
         lowest = self._solve(self._problem(self._joined(unseen)))
         self.gap = self._gap(lowest)
+        if lowest is None:
+            return self._leaner()
         goal = (1.0 - self.effort.tolerance) * self._best_ms
         found: list[Wanted] = []
         while len(found) < self.effort.batch:
@@ -242,6 +245,19 @@ class _View:
                 break
             for kind, place in sorted(new, reverse=True):
                 found += self._wanted(kind, unseen[kind].pop(place).candidate)
+        return found
+
+    def _leaner(self) -> list[Wanted]:
+        """What is leanest, computed again: an error is to name how little would do."""
+        best = leanest(self._problem(self._measured))
+        found: list[Wanted] = []
+        for segment, pick in zip(self.analysis.segments, best.picks, strict=True):
+            kind = segment.kind
+            lean = self._measured[kind][pick].candidate
+            again = replace(lean, remat=True)
+            is_new = again.key not in self._asked[kind]
+            if is_new and self._can_recompute(kind) and self._may_ask(kind, again):
+                found += self._wanted(kind, again)
         return found
 
     def _joined(self, unseen: Sequence[Sequence[Option]]) -> list[list[Option]]:
@@ -286,9 +302,7 @@ class _View:
             lean = self._first_unasked(kind, weighed.at_price(self._price))
             fresh = list({c.key: c for c in (*fresh, *lean)}.values())
         found = [self._option(kind, c, weighed.total_ms(c)) for c in fresh]
-        index = self.analysis.representatives[kind]
-        segment = self.analysis.segments[index]
-        if not self.tight or not can_recompute(self.analysis.frame, segment):
+        if not self.tight or not self._can_recompute(kind):
             return found
         again = [
             *((o.candidate, o.time_ms) for o in (*self._measured[kind], *found)),
@@ -300,6 +314,10 @@ class _View:
             if not candidate.remat
         ]
         return [*found, *(o for o in recomputed if o.candidate.key not in asked)]
+
+    def _can_recompute(self, kind: int) -> bool:
+        index = self.analysis.representatives[kind]
+        return can_recompute(self.analysis.frame, self.analysis.segments[index])
 
     def _first_unasked(self, kind: int, estimate: SegmentEstimate) -> list[Candidate]:
         """The best by an estimate of what was not asked for yet."""

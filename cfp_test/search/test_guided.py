@@ -333,3 +333,12 @@ def test_weighed_parts_bound_all_that_was_measured(rows):
         more[i] += 1e-3
         beyond = np.any(parts @ more > times) or more[i] > 1
         assert beyond or not parts[:, i].any()
+
+
+def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
+    """An error then names how little memory would do, as far as that is known."""
+    devices = Devices(*model)
+    found = devices.explore(1)
+    again = [w for w in found.wanted if w.candidate.remat]
+    assert {w.kind for w in again} == set(range(len(devices.estimates.kinds)))
+    assert len(found.wanted) == found.required + len(again), "nothing else is"

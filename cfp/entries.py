@@ -206,9 +206,9 @@ def told_of_budget(
         if result.peak_bytes and not result.fits
     ]
     hopeful = [
-        (entry, record)
-        for entry, record in large
-        if room.may_do(record) and (entry.predicted_ms or 0.0) < best_ms
+        pair
+        for pair in large
+        if room.may_do(pair[1]) and (pair[0].predicted_ms or 0.0) < best_ms
     ]
     hopeful.sort(key=lambda pair: pair[0].predicted_ms or float("inf"))
     chosen = hopeful[:_TOLD]

@@ -106,6 +106,7 @@ def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
         # Where nothing fits the leanest has a try, however far off.
         ([("huge", 4.0, 150), ("larger", 3.0, 200)], ["huge"]),
         ([("a", 3.0, 120), ("b", 2.0, 121), ("c", 1.0, 122)], ["c", "b", "a"]),
+        ([("only", 3.0, 120)], ["only"]),
         ([("failed", 1.0, 0)], []),
     ],
 )
@@ -115,6 +116,7 @@ def test_who_is_told_of_the_budget(others, expected):
     found = told_of_budget(entries, results, room)
     names = dict.fromkeys(one.name.split(", ")[0] for one in found)
     assert list(names) == expected
+    assert len({one.name for one in found}) == len(found)
     assert all(one.options for one in found)
 
 

@@ -93,8 +93,9 @@ class Planner:
             (Told.EVERYTHING,) if is_cpu else tuple(Told)
         )
         self.device_bytes = device_memory(self.devices[0])
-        self.budget_bytes = budget_bytes or self.device_bytes
         self.room = room_within(self.devices[0], budget_bytes)
+        self.budget_bytes = self.room.budget_bytes if self.room else self.device_bytes
+        self.reserve = self.room.reserve_bytes if self.room else 0
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)
@@ -272,7 +273,8 @@ class Planner:
         results = self._race(entries, self.environment, programs)
         if decision.problem and all(r.time_ms == float("inf") for r in results):
             lean = leanest_of(self.analysis, decision.problem)
-            entries, far = [*entries, *far, lean], []
+            entries, far = [*entries, *far], []
+            entries += [lean] if lean.key not in {e.key for e in entries} else []
             results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
         # Who does not fit or run leads nobody.
@@ -296,7 +298,7 @@ class Planner:
         contest = [i for i in range(len(again)) if results[i].time_ms < float("inf")]
         best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
         if results[best].time_ms == float("inf"):
-            raise no_winner(self.analysis, results, self.budget_bytes)
+            raise no_winner(self.analysis, results, self.budget_bytes, self.reserve)
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
         counts["race_cached"] = float(all(r.cached for r in results))
         self.winner = replace(entries[best], search=counts)
@@ -304,10 +306,7 @@ class Planner:
         return self._plan(self.winner, decision, rows, results[best])
 
     def _entries(self, decision: Decision) -> tuple[list[Decision], list[Decision]]:
-        """Who takes part, and who does only if none of them can.
-
-        What was found takes part, and the classics in all ways to tell them.
-        """
+        """Who takes part, and who does only if none of them can."""
         if decision.problem is None:
             return [decision], []
         varied = [
@@ -320,9 +319,9 @@ class Planner:
             for extent in self.extents
             for name, choice in decision.classics.items()
         ]
-        near, far = in_reach(decision, varied, self.reach)
+        classics, far = in_reach(decision, varied, self.reach)
         rivals, behind = in_reach(decision, decision.rivals, self.reach)
-        entries, far = [decision, *near, *rivals], [*far, *behind]
+        entries, far = [decision, *classics, *rivals], [*far, *behind]
         if self.room is not None and Agreement.of(self.mesh).alone:
             where = (self.analysis, self.store, self.environment)
             how = (self.plans, self.options.values(), self.room)
@@ -361,7 +360,7 @@ class Planner:
             **self._manner,
         )
         if peak_bytes is None:
-            raise no_winner(self.analysis, refused, room.budget_bytes)
+            raise no_winner(self.analysis, refused, self.budget_bytes, self.reserve)
         self.winner = replace(entries[len(refused)], search=decision.search)
         return replace(self._plan(self.winner, decision, []), peak_bytes=peak_bytes)
 

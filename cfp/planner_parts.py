@@ -16,7 +16,7 @@ from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
 from cfp.profiling.collectives import Rates
-from cfp.profiling.key import Parts
+from cfp.profiling.key import GPU_PLATFORMS, Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.runner import Progress
@@ -28,6 +28,11 @@ from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
 from cfp.search.squeeze import Room
 from cfp.units import format_bytes
+
+# XLA's allocator does not split a free block of which less than this would stay free,
+# and counts the whole block as used: what is measured is up to this much more than what
+# a program's largest allocation, that of all its temporaries, needs.
+_UNSPLIT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,34 +243,40 @@ def device_memory(device: Any) -> int | None:
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def room_within(device: Any, budget_bytes: int | None) -> Room | None:
+def room_within(device: Any, asked_bytes: int | None) -> Room | None:
     """What there is in a budget that was asked for."""
-    if budget_bytes is None:
+    if asked_bytes is None:
         return None
+    reserve = _UNSPLIT_BYTES if device.platform in GPU_PLATFORMS else 0
     return Room(
-        budget_bytes=budget_bytes,
+        budget_bytes=asked_bytes - reserve,
+        reserve_bytes=reserve,
         device_bytes=device_memory(device),
         platform=device.platform,
     )
 
 
 def no_winner(
-    analysis: Analysis, results: Sequence[RaceResult], budget_bytes: int | None
+    analysis: Analysis,
+    results: Sequence[RaceResult],
+    budget_bytes: int | None,
+    reserve_bytes: int = 0,
 ) -> CfpError:
-    """The error for a race that nobody finished."""
+    """The error for a race that nobody finished, in a budget and its reserve."""
     # Of what could not be compiled nobody knows what it needs.
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled or results if r.fits]
     if failed:
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
         return DeviceError(f"No plan ran on the devices. {reasons}")
-    smallest = min(r.peak_bytes for r in compiled)
+    budget = (budget_bytes or 0) + reserve_bytes
+    smallest = min(r.peak_bytes for r in compiled) + reserve_bytes
     programs = len({r.record.key for r in compiled})
     which = f"Of {programs} compiled plans the smallest"
     return MemoryBudgetError(
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(smallest)} on each device; the budget is "
-        f"{format_bytes(budget_bytes or 0)}. {what_to_do(analysis)}",
+        f"{format_bytes(budget)}. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
         contributors=[(r.name, r.peak_bytes) for r in compiled],
     )

@@ -42,14 +42,16 @@ class Room:
     """What a program has to fit into.
 
     Attributes:
-        budget_bytes: memory of one device that it may use.
+        budget_bytes: what it may need of a device's memory.
         device_bytes: memory that the compiler reckons with, or None if unknown.
         platform: of the devices.
+        reserve_bytes: what is there besides, since the allocator may add it.
     """
 
     budget_bytes: int
     device_bytes: int | None
     platform: str
+    reserve_bytes: int = 0
 
     def may_do(self, compiled: CompiledBytes) -> bool:
         """Whether a program may fit, its compiler told of the budget.

@@ -307,6 +307,7 @@ def _run(plan: Plan, target: Target, options: argparse.Namespace) -> Row:
         "held_before_bytes": held,
         "peaks_by_phase_bytes": marks,
         "peaks_bytes": look("peak_bytes_in_use"),
+        "largest_allocation_bytes": look("largest_alloc_size"),
         "compiled_bytes": plan.peak_bytes,
         "time_ms": trial.median_ms,
         "samples_ms": [step.time_ms for step in trial.steps],

@@ -124,6 +124,7 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> Row:
         "used_share": max((a / b for a, b in used), default=None),
         "rise_own_races": largest_rise(own) if own else None,
         "rise_one_race": largest_rise(one) if one else None,
+        "smallest_named": len(named),
         "smallest_infeasible": wrong,
         "smallest_untried": untried,
     }
@@ -379,7 +380,8 @@ def _claims(found: Mapping[str, Any]) -> list[str]:
         return f"{'holds' if value <= limit else 'FAILS':8} {text}: {value:.2%}"
 
     wrong, untried = found["smallest_infeasible"], found["smallest_untried"]
-    state = "FAILS" if wrong else "unknown" if untried else "holds"
+    is_open = untried or not found["smallest_named"]
+    state = "FAILS" if wrong else "unknown" if is_open else "holds"
     return [
         f"{found['feasible']} feasible, {found['infeasible']} infeasible, "
         f"{found['distinct_plans']} plans that differ",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -200,22 +201,22 @@ def told_of_budget(
         room: what they have to fit into.
     """
     best_ms = min(result.time_ms for result in results)
-    large = [
-        (entry, result.record)
-        for entry, result in zip(entries, results, strict=True)
-        if result.peak_bytes and not result.fits
-    ]
+    large: dict[tuple[Any, ...], tuple[Decision, ProfileRecord]] = {}
+    for entry, result in zip(entries, results, strict=True):
+        if result.peak_bytes and not result.fits:
+            # The plan may be the leanest, or a classic.
+            large.setdefault(entry.key, (entry, result.record))
     hopeful = [
-        (entry, record)
-        for entry, record in large
+        key
+        for key, (entry, record) in large.items()
         if room.may_do(record) and (entry.predicted_ms or 0.0) < best_ms
     ]
-    hopeful.sort(key=lambda pair: pair[0].predicted_ms or float("inf"))
+    hopeful.sort(key=lambda key: large[key][0].predicted_ms or float("inf"))
     chosen = hopeful[:_TOLD]
     if large and best_ms == float("inf"):
-        leanest = min(large, key=lambda pair: pair[1].peak_bytes)
-        chosen = [*(pair for pair in chosen if pair is not leanest), leanest]
-    return [one for entry, record in chosen for one in _variants(entry, record, room)]
+        leanest = min(large, key=lambda key: large[key][1].peak_bytes)
+        chosen = list(dict.fromkeys([*chosen, leanest]))
+    return [one for key in chosen for one in _variants(*large[key], room)]
 
 
 def one_by_one(

@@ -158,17 +158,27 @@ def known_to_fit(
     """
     [first] = finalists(analysis, taking_part[:1], environment)
     known = remembered(analysis, store, first.job)
+    made = [_remembered_decision(analysis, taking_part[0].problem, k) for k in known]
     present = {entry.key for entry in taking_part}
     alike = {(entry.choice, entry.extent) for entry in taking_part}
+    # Who is too large as it is leads nobody, to be raced with other options then.
+    large = {
+        (one.choice, one.extent)
+        for one in known
+        if not one.options and one.record.peak_bytes > room.budget_bytes
+    }
+
+    def is_raced_anyway(one: Remembered) -> bool:
+        told = [*room.options(one.record).values()]
+        if (one.choice, one.extent) not in large:
+            told += options
+        return (one.choice, one.extent) in alike and one.options in told
+
     new = {
         decision.key: (one.record, decision)
-        for one in reversed(known)  # of those that are the same the fastest stays
-        if (decision := _remembered_decision(analysis, taking_part[0].problem, one))
-        and decision.key not in present
-        and not (
-            (one.choice, one.extent) in alike
-            and one.options in [*options, *room.options(one.record).values()]
-        )
+        # Of those that are the same the fastest stays.
+        for one, decision in reversed([*zip(known, made, strict=True)])
+        if decision.key not in present and not is_raced_anyway(one)
     }
     fitting = [pair for pair in new.values() if pair[0].peak_bytes <= room.budget_bytes]
     fastest_ms = min((record.time_ms for record, _ in fitting), default=0.0)
@@ -179,8 +189,14 @@ def known_to_fit(
         # Who raced with the plan the last time does so again: then the answer is known.
         last = store.get(first.job.key.digest)
         ended = last.created if last is not None and last.ok else ""
+        # Leaders raced once more after that, so that their fastest record is another.
+        raced = {
+            decision.key
+            for one, decision in zip(known, made, strict=True)
+            if one.record.created == ended
+        }
         fitting.sort(key=lambda pair: pair[0].time_ms)
-        chosen = sorted(fitting, key=lambda pair: pair[0].created != ended)[:count]
+        chosen = sorted(fitting, key=lambda pair: pair[1].key not in raced)[:count]
         best_ms = min(record.time_ms for record, _ in chosen)
         if fitting[0][0].time_ms < (1.0 - _NOISE) * best_ms:
             chosen = [fitting[0], *chosen][:count]

@@ -83,18 +83,17 @@ class Planner:
         self.mesh = mesh
         self.devices = list(mesh.devices.flat)
         self.settings = settings or PlannerSettings()
-        is_cpu = self.devices[0].platform == "cpu"
+        is_cpu = (platform := self.devices[0].platform) == "cpu"
         self.plans = self.settings.plans or (1 if is_cpu else 2)
         everywhere = self.settings.reach or (_REACH_ON_CPUS if is_cpu else None)
         self.reach = dict.fromkeys(Told, everywhere) if everywhere else _REACH
         asked = self.settings.compiler_options
-        self.options = variants(self.devices[0].platform) if asked is None else asked
-        self.extents = self.settings.extents or (
-            (Told.EVERYTHING,) if is_cpu else tuple(Told)
-        )
-        self.device_bytes = device_memory(self.devices[0])
+        self.options = variants(platform) if asked is None else asked
+        every = (Told.EVERYTHING,) if is_cpu else tuple(Told)
+        self.extents = self.settings.extents or every
+        self.device_bytes = device_memory(mesh)
         self.budget_bytes = budget_bytes or self.device_bytes
-        self.room = room_within(self.devices[0], budget_bytes)
+        self.room = room_within(budget_bytes, self.device_bytes, platform)
         self.environment = environment_parts(self.devices)
         self.store = ProfileStore(store_path(cache_dir))
         self.classics = presets(analysis.frame)

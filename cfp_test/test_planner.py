@@ -1,6 +1,8 @@
 """What takes part in a race beside the plain plans: recomputation, compiler options."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, no_winner
+from cfp.planner_parts import Decision, PlannerSettings, device_memory, no_winner
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -98,6 +100,24 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     assert not made.winner.endswith(", wrong")
 
 
+def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
+    """The others would not answer. All processes then go by the least of them."""
+    gib = 2**30
+    mine = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80 * gib + 1})
+    far = SimpleNamespace(platform="gpu", process_index=1)
+    found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    mine.platform, mine.process_index = "gpu", 0
+    monkeypatch.setattr(
+        "cfp.profiling.processes.multihost_utils.process_allgather",
+        lambda number: np.array([number, 79 * 2**10], np.int32),
+    )
+    assert device_memory(found) == 79 * gib
+    alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])
+    assert device_memory(alone) == 80 * gib + 1
+    assert device_memory(mesh) is None, "virtual devices do not say"
+
+
 @pytest.fixture
 def lean_compiler(monkeypatch):
     """A compiler that makes do with half of the temporaries, if told of the budget.
@@ -105,8 +125,7 @@ def lean_compiler(monkeypatch):
     It takes its word for CPUs, too, which have no such thing.
     """
     monkeypatch.setattr("cfp.search.squeeze.GPU_PLATFORMS", ("cpu",))
-    for module in ("planner", "planner_parts"):
-        monkeypatch.setattr(f"cfp.{module}.device_memory", lambda device: 2**40)
+    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**40)
 
     def lean(program, mesh, job, environment):
         built = build(program, mesh, job, environment)
@@ -213,7 +232,7 @@ def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypa
     check_step(made)
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         # Nothing is compiled, so that nobody knows better.
-        monkeypatch.setattr("cfp.planner.device_memory", lambda device: 1000)
+        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 1000)
         plan(race=False)
 
 

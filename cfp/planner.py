@@ -213,8 +213,9 @@ class Planner:
             for best in best_solutions(one, self.plans):
                 choice = whole_choice(self.analysis, one, best)
                 found.setdefault(choice, problem.cost_ms(best.picks))
-        # Where the compiler may yet save some memory, more may fit.
-        hoped = squeezed(problem) if self.device_bytes else problem
+        is_compiled = self._races or self.room is not None
+        # Where the compiler may yet save some memory, more may fit; it will say so.
+        hoped = squeezed(problem) if self.device_bytes and is_compiled else problem
         if profiles.found.tight:
             for best in best_solutions(hoped, 1):
                 choice = whole_choice(self.analysis, hoped, best)
@@ -222,7 +223,7 @@ class Planner:
             again = computed_again(self.analysis, (problem, hoped), classics)
             classics = dict(classics) | again
         if not found:
-            if not self._races and self.room is None:
+            if not is_compiled:
                 raise over_budget(self.analysis, problem)
             lean = leanest_of(self.analysis, problem)
             found[lean.choice] = lean.predicted_ms or 0.0

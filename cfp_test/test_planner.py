@@ -236,6 +236,19 @@ def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypa
         plan(race=False)
 
 
+def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkeypatch):
+    def planned(device_bytes):
+        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: device_bytes)
+        return plan(race=False)
+
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction") as caught:
+        planned(1000)
+    least = caught.value.smallest_feasible_bytes
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        planned(least - 1)
+    assert planned(least).winner == "planned"
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
     plan, monkeypatch, at, tmp_path

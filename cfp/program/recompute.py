@@ -19,6 +19,8 @@ from jax.extend.mlir import ir
 
 from cfp.program.graph import Program
 
+# Another one where another program comes of it: what was measured does not count then.
+VERSION = "2"
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
 _BARRIER = "stablehlo.optimization_barrier"

@@ -15,7 +15,7 @@ from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
 from cfp.program.recompute import recomputable, tag_of
 from cfp.program.trace import lower_step
-from cfp.search.measure import turning_point
+from cfp.search.measure import turning_point, whole_job
 from cfp_test.checking import (
     differences,
     evaluate,
@@ -190,6 +190,20 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
         owners = [v.owner for v in barrier.operands]
         made = [o.operation for o in owners if not isinstance(o, ir.Block)]
         assert max(place[op] for op in made) > place[first]
+
+
+def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeypatch):
+    segments = find_segments(case.frame)
+    plain = presets(case.frame)["data_parallel"]
+    again = dataclasses.replace(plain, remat=(1,))
+
+    def keys():
+        made = [whole_job(case.frame, segments, c, (), "") for c in (plain, again)]
+        return [job.key for job in made]
+
+    before = keys()
+    monkeypatch.setattr("cfp.search.measure.VERSION", "another")
+    assert [a == b for a, b in zip(before, keys(), strict=True)] == [True, False]
 
 
 def test_loops_and_inference_have_nothing_to_compute_again():

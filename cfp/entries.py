@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -157,17 +158,27 @@ def known_to_fit(
     """
     [first] = finalists(analysis, taking_part[:1], environment)
     known = remembered(analysis, store, first.job)
+    made = [_remembered_decision(analysis, taking_part[0].problem, k) for k in known]
     present = {entry.key for entry in taking_part}
     alike = {(entry.choice, entry.extent) for entry in taking_part}
+    # Who is too large as it is leads nobody, to be raced with other options then.
+    large = {
+        (one.choice, one.extent)
+        for one in known
+        if not one.options and one.record.peak_bytes > room.budget_bytes
+    }
+
+    def is_raced_anyway(one: Remembered) -> bool:
+        told = [*room.options(one.record).values()]
+        if (one.choice, one.extent) not in large:
+            told += options
+        return (one.choice, one.extent) in alike and one.options in told
+
     new = {
         decision.key: (one.record, decision)
-        for one in reversed(known)  # of those that are the same the fastest stays
-        if (decision := _remembered_decision(analysis, taking_part[0].problem, one))
-        and decision.key not in present
-        and not (
-            (one.choice, one.extent) in alike
-            and one.options in [*options, *room.options(one.record).values()]
-        )
+        # Of those that are the same the fastest stays.
+        for one, decision in reversed([*zip(known, made, strict=True)])
+        if decision.key not in present and not is_raced_anyway(one)
     }
     fitting = [pair for pair in new.values() if pair[0].peak_bytes <= room.budget_bytes]
     fastest_ms = min((record.time_ms for record, _ in fitting), default=0.0)
@@ -178,8 +189,14 @@ def known_to_fit(
         # Who raced with the plan the last time does so again: then the answer is known.
         last = store.get(first.job.key.digest)
         ended = last.created if last is not None and last.ok else ""
+        # Leaders raced once more after that, so that their fastest record is another.
+        raced = {
+            decision.key
+            for one, decision in zip(known, made, strict=True)
+            if one.record.created == ended
+        }
         fitting.sort(key=lambda pair: pair[0].time_ms)
-        chosen = sorted(fitting, key=lambda pair: pair[0].created != ended)[:count]
+        chosen = sorted(fitting, key=lambda pair: pair[1].key not in raced)[:count]
         best_ms = min(record.time_ms for record, _ in chosen)
         if fitting[0][0].time_ms < (1.0 - _NOISE) * best_ms:
             chosen = [fitting[0], *chosen][:count]
@@ -200,22 +217,22 @@ def told_of_budget(
         room: what they have to fit into.
     """
     best_ms = min(result.time_ms for result in results)
-    large = [
-        (entry, result.record)
-        for entry, result in zip(entries, results, strict=True)
-        if result.peak_bytes and not result.fits
-    ]
+    large: dict[tuple[Any, ...], tuple[Decision, ProfileRecord]] = {}
+    for entry, result in zip(entries, results, strict=True):
+        if result.peak_bytes and not result.fits:
+            # The plan may be the leanest, or a classic.
+            large.setdefault(entry.key, (entry, result.record))
     hopeful = [
-        pair
-        for pair in large
-        if room.may_do(pair[1]) and (pair[0].predicted_ms or 0.0) < best_ms
+        key
+        for key, (entry, record) in large.items()
+        if room.may_do(record) and (entry.predicted_ms or 0.0) < best_ms
     ]
-    hopeful.sort(key=lambda pair: pair[0].predicted_ms or float("inf"))
+    hopeful.sort(key=lambda key: large[key][0].predicted_ms or float("inf"))
     chosen = hopeful[:_TOLD]
     if large and best_ms == float("inf"):
-        leanest = min(large, key=lambda pair: pair[1].peak_bytes)
-        chosen = [*(pair for pair in chosen if pair is not leanest), leanest]
-    return [one for entry, record in chosen for one in _variants(entry, record, room)]
+        leanest = min(large, key=lambda key: large[key][1].peak_bytes)
+        chosen = list(dict.fromkeys([*chosen, leanest]))
+    return [one for key in chosen for one in _variants(*large[key], room)]
 
 
 def one_by_one(

@@ -83,17 +83,16 @@ class Planner:
         self.mesh = mesh
         self.devices = list(mesh.devices.flat)
         self.settings = settings or PlannerSettings()
-        is_cpu = self.devices[0].platform == "cpu"
+        is_cpu = (platform := self.devices[0].platform) == "cpu"
         self.plans = self.settings.plans or (1 if is_cpu else 2)
         everywhere = self.settings.reach or (_REACH_ON_CPUS if is_cpu else None)
         self.reach = dict.fromkeys(Told, everywhere) if everywhere else _REACH
         asked = self.settings.compiler_options
-        self.options = variants(self.devices[0].platform) if asked is None else asked
-        self.extents = self.settings.extents or (
-            (Told.EVERYTHING,) if is_cpu else tuple(Told)
-        )
-        self.device_bytes = device_memory(self.devices[0])
-        self.room = room_within(self.devices[0], budget_bytes)
+        self.options = variants(platform) if asked is None else asked
+        every = (Told.EVERYTHING,) if is_cpu else tuple(Told)
+        self.extents = self.settings.extents or every
+        self.device_bytes = device_memory(mesh)
+        self.room = room_within(budget_bytes, self.device_bytes, platform)
         self.budget_bytes = self.room.budget_bytes if self.room else self.device_bytes
         self.reserve = self.room.reserve_bytes if self.room else 0
         self.environment = environment_parts(self.devices)
@@ -215,8 +214,9 @@ class Planner:
             for best in best_solutions(one, self.plans):
                 choice = whole_choice(self.analysis, one, best)
                 found.setdefault(choice, problem.cost_ms(best.picks))
-        # Where the compiler may yet save some memory, more may fit.
-        hoped = squeezed(problem) if self.device_bytes else problem
+        is_compiled = self._races or self.room is not None
+        # Where the compiler may yet save some memory, more may fit; it will say so.
+        hoped = squeezed(problem) if self.device_bytes and is_compiled else problem
         if profiles.found.tight:
             for best in best_solutions(hoped, 1):
                 choice = whole_choice(self.analysis, hoped, best)
@@ -224,7 +224,7 @@ class Planner:
             again = computed_again(self.analysis, (problem, hoped), classics)
             classics = dict(classics) | again
         if not found:
-            if not self._races and self.room is None:
+            if not is_compiled:
                 raise over_budget(self.analysis, problem)
             lean = leanest_of(self.analysis, problem)
             found[lean.choice] = lean.predicted_ms or 0.0

@@ -19,6 +19,7 @@ from cfp.profiling.collectives import Rates
 from cfp.profiling.key import GPU_PLATFORMS, Parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
+from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.program.graft import aval
 from cfp.search.assemble import what_to_do
@@ -237,22 +238,27 @@ def compose_plan(
     )
 
 
-def device_memory(device: Any) -> int | None:
+def device_memory(mesh: Mesh) -> int | None:
     """Memory of a device that programs may use, or None where it does not say."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+    if mesh.devices.flat[0].platform == "cpu":
+        return None
+    # A process may only ask its own; what follows must be the same in all.
+    stats = mesh.local_devices[0].memory_stats() or {}
+    return Agreement.of(mesh).least(int(stats.get("bytes_limit", 0))) or None
 
 
-def room_within(device: Any, asked_bytes: int | None) -> Room | None:
+def room_within(
+    asked_bytes: int | None, device_bytes: int | None, platform: str
+) -> Room | None:
     """What there is in a budget that was asked for."""
     if asked_bytes is None:
         return None
-    reserve = _UNSPLIT_BYTES if device.platform in GPU_PLATFORMS else 0
+    reserve = _UNSPLIT_BYTES if platform in GPU_PLATFORMS else 0
     return Room(
         budget_bytes=asked_bytes - reserve,
+        device_bytes=device_bytes,
+        platform=platform,
         reserve_bytes=reserve,
-        device_bytes=device_memory(device),
-        platform=device.platform,
     )
 
 

@@ -267,7 +267,7 @@ def _race_winners(
             mesh,
             finalists,
             store,
-            budget_bytes=budget_bytes or device_memory(mesh.devices.flat[0]),
+            budget_bytes=budget_bytes or device_memory(mesh),
             retry_failures=settings.retry_failures,
             progress=settings.progress,
             limits=settings.limits,

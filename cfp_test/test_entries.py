@@ -8,13 +8,15 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.entries import computed_again, told_of_budget, with_options
+from cfp.entries import computed_again, known_to_fit, told_of_budget, with_options
 from cfp.planner_parts import Decision
 from cfp.presets import presets
-from cfp.profiling.record import CompiledBytes
+from cfp.profiling.record import CompiledBytes, ProfileRecord
+from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.explain import segment_candidate
+from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem
 from cfp.search.squeeze import Room, squeezed
 from cfp_test.program.test_recompute import stack_step
@@ -86,14 +88,18 @@ def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
 
 
 def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
-    """An entry, and how it did: half of what it needs are temporaries."""
+    """An entry, and how it did: half of what it needs are temporaries.
+
+    What stands behind a colon in its name is of no matter to the program.
+    """
     half = peak_bytes // 2
     record = CompiledBytes(argument_bytes=half, temp_bytes=peak_bytes - half)
     fits = time_ms < float("inf")
     result = SimpleNamespace(
         record=record, peak_bytes=peak_bytes, fits=fits, time_ms=time_ms
     )
-    return Decision(name, Choice((), ()), predicted_ms), result
+    program = tuple(map(ord, name.split(":")[0]))
+    return Decision(name, Choice((), (), program), predicted_ms), result
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,8 @@ def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
         ([("huge", 4.0, 150), ("larger", 3.0, 200)], ["huge"]),
         ([("a", 3.0, 120), ("b", 2.0, 121), ("c", 1.0, 122)], ["c", "b", "a"]),
         ([("only", 3.0, 120)], ["only"]),
+        ([("a", 3.0, 121), ("b", 2.0, 120)], ["b", "a"]),
+        ([("a", 3.0, 120), ("b", 2.0, 121), ("a:2", 1.0, 120)], ["b", "a"]),
         ([("failed", 1.0, 0)], []),
     ],
 )
@@ -114,9 +122,10 @@ def test_who_is_told_of_the_budget(others, expected):
     entries, results = zip(*(entry(*other) for other in others), strict=True)
     room = Room(budget_bytes=100, device_bytes=1000, platform="gpu")
     found = told_of_budget(entries, results, room)
-    names = dict.fromkeys(one.name.split(", ")[0] for one in found)
-    assert list(names) == expected
-    assert len({one.name for one in found}) == len(found)
+    names = [one.name for one in found]
+    first = [name for name in names if name.endswith(", within the budget")]
+    assert first == [f"{name}, within the budget" for name in expected]
+    assert len(set(names)) == len(names)
     assert all(one.options for one in found)
 
 
@@ -125,3 +134,58 @@ def test_variants_keep_the_options_that_an_entry_has():
     [varied] = with_options([one], {"other": {"b": "2", "c": "2"}})
     assert varied.name == "one, other"
     assert varied.options == {"a": "1", "b": "2", "c": "2"}
+
+
+FIRST, SECOND = "2026-01-01T00:00:00+00:00", "2026-01-01T00:01:00+00:00"
+OPTION = {"xla_an_option": "1"}
+
+
+@pytest.fixture
+def known(analysis, tmp_path):
+    """Puts classics into a store, and tells who takes part beside data parallelism."""
+    classics = presets(analysis.frame)
+    names = {choice: name for name, choice in classics.items()}
+
+    def keep(name, peak_bytes, time_ms, created=FIRST, options=None):
+        race = () if created == FIRST else (("race", "of the leaders"),)
+        choice, parts = classics[name], (analysis.frame, analysis.segments)
+        job = whole_job(*parts, choice, race, name, options=options)
+        record = ProfileRecord(
+            key=job.key.digest,
+            parts=job.key.parts,
+            status="ok",
+            samples_ms=(time_ms,),
+            temp_bytes=peak_bytes,
+            choice=job.choice,
+            created=created,
+        )
+        store.put(record)
+
+    def found(budget_bytes):
+        room = Room(budget_bytes=budget_bytes, device_bytes=None, platform="cpu")
+        plan = Decision("planned", classics["data_parallel"])
+        there = known_to_fit(analysis, store, (), [plan], 1, [OPTION], room)
+        return [(names[one.choice], one.options) for one in there]
+
+    with ProfileStore(tmp_path / "store.sqlite") as store:
+        yield keep, found
+
+
+def test_who_raced_with_the_plan_does_so_again(known):
+    """Though who led with it ran a second time, as did who is faster by a little."""
+    keep, found = known
+    keep("data_parallel", 10, 10.0)
+    keep("zero1", 10, 10.0)
+    keep("zero1", 10, 9.7, SECOND)
+    keep("fully_sharded", 10, 9.6, SECOND)
+    assert found(10) == [("zero1", {})]
+    keep("tensor_parallel", 10, 9.0, SECOND)
+    assert found(10) == [("tensor_parallel", {})]
+
+
+def test_known_options_take_part_unless_they_are_tried_anyway(known):
+    keep, found = known
+    keep("data_parallel", 20, 10.0)
+    keep("data_parallel", 10, 9.0, SECOND, OPTION)
+    assert found(20) == [], "it leads, and is raced with the option then"
+    assert found(19) == [("data_parallel", OPTION)]

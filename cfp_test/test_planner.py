@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, no_winner
+from cfp.planner_parts import Decision, PlannerSettings, device_memory, no_winner
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -100,23 +102,39 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     assert not made.winner.endswith(", wrong")
 
 
+def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
+    """The others would not answer. All processes then go by the least of them."""
+    gib = 2**30
+    mine = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80 * gib + 1})
+    far = SimpleNamespace(platform="gpu", process_index=1)
+    found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    mine.platform, mine.process_index = "gpu", 0
+    monkeypatch.setattr(
+        "cfp.profiling.processes.multihost_utils.process_allgather",
+        lambda number: np.array([number, 79 * 2**10], np.int32),
+    )
+    assert device_memory(found) == 79 * gib
+    alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])
+    assert device_memory(alone) == 80 * gib + 1
+    assert device_memory(mesh) is None, "virtual devices do not say"
+
+
 @pytest.fixture
 def lean_compiler(monkeypatch):
-    """A compiler that makes do with half of the temporaries, if told of the budget.
+    """A compiler that makes do with half of the temporaries, if it is told anything.
 
     It takes its word for CPUs, too, which have no such thing.
     """
     for module in ("search.squeeze", "planner_parts"):
         monkeypatch.setattr(f"cfp.{module}.GPU_PLATFORMS", ("cpu",))
-    for module in ("planner", "planner_parts"):
-        monkeypatch.setattr(f"cfp.{module}.device_memory", lambda device: 2**40)
+    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**16)
     monkeypatch.setattr("cfp.planner_parts._UNSPLIT_BYTES", RESERVE)
 
     def lean(program, mesh, job, environment):
         built = build(program, mesh, job, environment)
-        told = any("memory_limit" in name for name, _ in job.options)
         less = built.temp_bytes // 2
-        return replace(built, temp_bytes=less) if told else built
+        return replace(built, temp_bytes=less) if job.options else built
 
     monkeypatch.setattr("cfp.search.race.build", lean)
 
@@ -128,7 +146,7 @@ def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
     little = least - 1 + RESERVE
     made = plan(little, **quick)
     assert "within the budget" in made.winner
-    assert "xla_gpu_memory_limit_slop_factor" in made.options
+    assert "xla_gpu_enable_latency_hiding_scheduler" in made.options
     assert made.peak_bytes < least
     large = [row for row in made.race if row.note == "over the memory budget"]
     assert large, "what won so is compared with what did not fit"
@@ -151,7 +169,7 @@ def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp
         named[race] = caught.value.smallest_feasible_bytes
         made = plan(named[race], race=race, **quick)
         assert made.peak_bytes <= named[race] - RESERVE
-        assert "xla_gpu_memory_limit_slop_factor" in made.options
+        assert "xla_gpu_enable_latency_hiding_scheduler" in made.options
     assert named[True] == named[False]
 
 
@@ -219,8 +237,21 @@ def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypa
     check_step(made)
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         # Nothing is compiled, so that nobody knows better.
-        monkeypatch.setattr("cfp.planner.device_memory", lambda device: 1000)
+        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 1000)
         plan(race=False)
+
+
+def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkeypatch):
+    def planned(device_bytes):
+        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: device_bytes)
+        return plan(race=False)
+
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction") as caught:
+        planned(1000)
+    least = caught.value.smallest_feasible_bytes
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        planned(least - 1)
+    assert planned(least).winner == "planned"
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -240,9 +240,9 @@ def search_stored(
             raise _profile_first(f"{planner.store.path} holds no measurements yet.")
         profiles = planner.profile()
         _check_complete(planner, profiles)
-        decision = planner.search(profiles)
-    assert decision.problem is not None, "a search has a problem"
     with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
+        decision = planner.search(profiles)
+        assert decision.problem is not None, "a search has a problem"
         made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
         assert planner.winner is not None, "a race has a winner"
         return Searched(

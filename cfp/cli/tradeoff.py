@@ -65,7 +65,7 @@ def tradeoff(
     o.check_drawable(plot)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
-        budget = budget or device_memory(session.mesh.devices.flat[0])
+        budget = budget or device_memory(session.mesh)
         with Display(quiet) as display:
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell

@@ -19,6 +19,8 @@ from jax.extend.mlir import ir
 
 from cfp.program.graph import Program
 
+# Another one where another program comes of it: what was measured does not count then.
+VERSION = "2"
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
 _BARRIER = "stablehlo.optimization_barrier"
@@ -161,16 +163,25 @@ class _Recomputation:
     def _latest(self, made: set[ir.Value]) -> ir.Value | None:
         """What the first reader reads that is made last: a value of the backward pass.
 
-        Without one the clones might run as soon as their originals.
+        If it reads nothing but what is computed again, and constants, what others read
+        that is made before it. Without one the clones might run as soon as their
+        originals.
         """
-        latest, found = -1, None
-        for operand in self.readers[0].operands:
-            owner = _owner(operand)
-            if owner is not None and operand not in made:
-                place = self.place.get(owner, -1)
-                if place > latest:
-                    latest, found = place, operand
-        return found
+        turn = max(self.place[op] for op in self.number)
+        end = self.place[self.readers[0]]
+        for readers, begin in ((self.readers[:1], -1), (self.readers, turn)):
+            places = {
+                self.place.get(owner, -1): operand
+                for reader in readers
+                for operand in reader.operands
+                if (owner := _owner(operand)) is not None
+                and operand not in made
+                and owner not in self.fixed
+            }
+            latest = max((p for p in places if begin < p < end), default=None)
+            if latest is not None:
+                return places[latest]
+        return None
 
     def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
         if not values:

@@ -25,22 +25,28 @@ def explanation_view(
     """A table for each kind of segment, and what memory has to do with it."""
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]
-    parts += map(Text, _headlines(found))
+    parts += map(Text, _headlines(problem, found))
     for item in found.kinds:
         parts += [Text(), _kind_table(analysis, problem, found, item, names, border)]
         parts += map(Text, _left_out(item))
     return Group(*parts, Text(), *map(Text, memory_lines(found)))
 
 
-def _headlines(found: Explanation) -> Iterator[str]:
+def _headlines(problem: Problem, found: Explanation) -> Iterator[str]:
     best, plan = found.best, found.plan
+    asked, reckoned = problem.budget_bytes, found.memory.budget_bytes
+    if asked is not None and reckoned is not None and asked != reckoned:
+        yield (
+            f"By prediction nothing that was measured fits in {format_bytes(asked)}: "
+            f"this is about a budget of {format_bytes(reckoned)}."
+        )
     if plan is None:
         yield (
             "Parts of the plan that won the race have not been measured. This is the "
             f"best of those measured, by prediction: {_ms(best)}."
         )
     elif plan.cost_ms - best.cost_ms < _SAME_MS:
-        yield f"No choice of those measured is predicted to beat its {_ms(best)}."
+        yield f"No choice of those measured is predicted to beat its {_ms(plan)}."
     else:
         yield (
             f"It won the race; the search had predicted {_ms(plan)} for it, and "

@@ -67,7 +67,8 @@ class MemoryExplanation:
     """What memory has to do with the best choice.
 
     Attributes:
-        budget_bytes: of each device, or None for no limit.
+        budget_bytes: of each device, or None for no limit. More than was asked for if
+            nothing fits in that.
         peak_bytes: what the best choice is predicted to need.
         binds: whether there is a faster choice that does not fit.
         unlimited: the fastest choice without a budget.
@@ -112,15 +113,19 @@ def explain(
     """Explains a choice.
 
     Args:
-        problem: what was searched; something fits in its budget.
+        problem: what was searched. If nothing fits in its budget, as where only the
+            compiler made it fit, this is about the smallest that the choice fits in.
         picks: the choice, as an option for each segment; the best, if not given.
         count: how many runners-up to find for each kind.
         step_bytes: by how much more and less memory to ask.
     """
+    plan = None if picks is None else solution(problem, picks)
+    if not can_fit(problem):
+        needed = plan.memory_bytes if plan else smallest_budget(problem)
+        problem = replace(problem, budget_bytes=needed)
     best = solve_dynamically(problem)
     assert best is not None, "something fits"
     price = memory_price(problem)
-    plan = None if picks is None else solution(problem, picks)
     return Explanation(
         plan=plan,
         best=best,

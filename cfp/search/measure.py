@@ -17,7 +17,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.graph import Program
-from cfp.program.recompute import Recompute, recomputable
+from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
 
@@ -240,7 +240,7 @@ def _key(
     told_digest.update(repr(shardings).encode())
     for one in told.recompute:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
-        told_digest.update(repr(again).encode())
+        told_digest.update(repr((VERSION, again)).encode())
     return ProfileKey(
         (
             ("ops", ops_digest.hexdigest()),

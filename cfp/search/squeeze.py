@@ -72,10 +72,15 @@ class Room:
         most = self.device_bytes or 0
         if self.platform not in GPU_PLATFORMS or most <= max(fixed, self.budget_bytes):
             return {}
-        percent = 100.0 * (self.budget_bytes - fixed) / (most - fixed)
+        percent_bytes = (most - fixed) / 100
+        asked = (self.budget_bytes - fixed) / percent_bytes
         # It is a whole number, and the compiler misses it by some percent.
-        shares = {str(max(1, int(part * percent))): None for part in (1.0, 0.9)}
+        shares = dict.fromkeys(max(1, int(part * asked)) for part in (1.0, 0.9))
+        told = [{_SHARE: str(share)} for share in shares]
+        if min(shares) * percent_bytes >= compiled.temp_bytes:
+            told = [{}]  # So much is what it needs anyway.
         names = ("within the budget", "well within the budget")
-        found = {name: {_SHARE: s} for name, s in zip(names, shares, strict=False)}
-        last = {_SHARE: list(shares)[-1], **NO_LATENCY_HIDING}
-        return found | {"within the budget, no latency hiding": last}
+        found = {name: o for name, o in zip(names, told, strict=False) if o}
+        return found | {
+            "within the budget, no latency hiding": {**told[-1], **NO_LATENCY_HIDING}
+        }

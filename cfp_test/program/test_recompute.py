@@ -15,7 +15,7 @@ from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
 from cfp.program.recompute import recomputable, tag_of
 from cfp.program.trace import lower_step
-from cfp.search.measure import turning_point
+from cfp.search.measure import turning_point, whole_job
 from cfp_test.checking import (
     differences,
     evaluate,
@@ -146,12 +146,64 @@ def test_what_depends_on_no_argument_goes_through_no_barrier():
     through = [v for op in barriers for v in op.operands]
     assert through
 
-    def depends(value):
-        if not isinstance(value.owner, ir.Operation | ir.OpView):
-            return True
-        return any(map(depends, value.owner.operands))
-
     assert [v for v in through if not depends(v)] == []
+
+
+def depends(value):
+    """Whether a value depends on an argument."""
+    if not isinstance(value.owner, ir.Operation | ir.OpView):
+        return True
+    return any(map(depends, value.owner.operands))
+
+
+@jax.custom_vjp
+def activation(x):
+    return x * x
+
+
+activation.defvjp(lambda x: (x * x, x), lambda x, grad: (jnp.maximum(x, 0.25) * grad,))
+
+
+def test_clones_wait_though_the_first_that_reads_them_does_not():
+    """What it reads besides is a constant; the gradient comes with the next op."""
+
+    def step():
+        params = [{"a": normal(2 * i, 16, 16), "b": normal(i, 16, 16)} for i in (0, 1)]
+
+        def loss(p, x):
+            for w in p:
+                x = x + activation(x @ w["a"]) @ w["b"]
+            return squares(x)
+
+        return training(loss, params, normal(21, 8, 16))
+
+    case = prepare("activation", step, SIZES)
+    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
+    block = shardy.main_function(lowering.module).regions[0].blocks[0]
+    place = {o.operation: number for number, o in enumerate(block.operations)}
+    barriers = [o for o in clones(lowering) if o.name.endswith("optimization_barrier")]
+    # Of the last segment the backward pass begins with what is computed again.
+    first, *others = barriers
+    assert len(others) == 2
+    for barrier in others:
+        assert all(map(depends, barrier.operands))
+        owners = [v.owner for v in barrier.operands]
+        made = [o.operation for o in owners if not isinstance(o, ir.Block)]
+        assert max(place[op] for op in made) > place[first]
+
+
+def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeypatch):
+    segments = find_segments(case.frame)
+    plain = presets(case.frame)["data_parallel"]
+    again = dataclasses.replace(plain, remat=(1,))
+
+    def keys():
+        made = [whole_job(case.frame, segments, c, (), "") for c in (plain, again)]
+        return [job.key for job in made]
+
+    before = keys()
+    monkeypatch.setattr("cfp.search.measure.VERSION", "another")
+    assert [a == b for a, b in zip(before, keys(), strict=True)] == [True, False]
 
 
 def test_loops_and_inference_have_nothing_to_compute_again():

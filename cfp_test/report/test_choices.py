@@ -170,6 +170,25 @@ def test_the_explanation_of_a_plan_that_only_the_race_prefers(analysis, problem)
     assert "200.00 MiB less" not in text
 
 
+def test_the_explanation_of_a_plan_that_only_the_compiler_made_fit(analysis, problem):
+    tight = replace(problem, budget_bytes=80 * MIB)
+    found = explain(tight, picks=[0] + [1] * LAYERS)
+    text = text_of(explanation_view(analysis, tight, found, box.ASCII))
+    needed = found.plan.memory_bytes / MIB
+    assert needed > 80
+    assert f"fits in 80.00 MiB: this is about a budget of {needed:.2f} MiB." in text
+
+
+def test_a_plan_faster_than_all_that_fits_is_told_by_its_own_time(analysis, problem):
+    """The compiler made it fit; by prediction it does not."""
+    found = explain(problem, picks=[0] + [0] * LAYERS)
+    assert found.plan.memory_bytes > problem.budget_bytes
+    assert found.plan.cost_ms < found.best.cost_ms
+    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
+    assert f"is predicted to beat its {found.plan.cost_ms:.3f} ms" in text
+    assert "this is about" not in text
+
+
 def test_the_curve_as_a_table(analysis, problem):
     found = trade_off(problem)
     budget = problem.budget_bytes

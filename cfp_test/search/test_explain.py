@@ -116,6 +116,19 @@ def test_a_plan_that_is_not_the_best_is_explained_too(problem, random):
             check(problem, item.kind, alternative)
 
 
+@settings(max_examples=50, deadline=None)
+@given(problems(times=EXACT), st.randoms(use_true_random=False))
+def test_where_nothing_fits_the_budget_is_what_the_plan_needs(problem, random):
+    """Only the compiler made it fit: by prediction it needs more."""
+    every = choices(problem)
+    least = min(map(problem.memory_bytes, every))
+    tight = replace(problem, budget_bytes=least - 1)
+    picks = random.choice(every)
+    needed = problem.memory_bytes(picks)
+    assert explain(tight, picks) == explain(replace(tight, budget_bytes=needed), picks)
+    assert explain(tight) == explain(replace(tight, budget_bytes=least))
+
+
 def test_what_does_not_fit_says_what_it_needs():
     """The fast option fits once only; a slow one never costs the most room."""
     fast, slim, slow = option(1, 0, 10, 0), option(3, 0, 2, 0), option(9, 0, 1, 0)

@@ -42,11 +42,17 @@ def test_the_share_is_of_what_the_arguments_leave():
 @given(st.floats(0, 99), st.floats(0, 99))
 def test_what_is_allowed_stays_within_the_budget(fixed_gib, budget_gib):
     one, there = compiled(fixed_gib, 10), room(budget_gib)
-    for options in there.options(one).values():
-        share = int(options[SHARE])
+    found = there.options(one).values()
+    for share in [int(options[SHARE]) for options in found if SHARE in options]:
         allowed = fixed_gib + share / 100 * (100 - fixed_gib)
         assert share >= 1
         assert allowed <= budget_gib + 1e-6 or share == 1
+
+
+def test_small_programs_need_no_more_than_the_smallest_share():
+    found = room(21).options(compiled(20, 0.7))
+    assert list(found) == ["within the budget, no latency hiding"]
+    assert SHARE not in found["within the budget, no latency hiding"]
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,27 @@ def told_of_budget(
     return [one for key in chosen for one in _variants(*large[key], room)]
 
 
+def let_down(
+    decision: Decision, told: Sequence[Decision], ran: Sequence[Decision]
+) -> Decision | None:
+    """The decision without those that left others out of reach, if none of them ran.
+
+    Args:
+        decision: with rivals that are faster, but fit only if the compiler makes them.
+        told: variants of which it knew the budget.
+        ran: who fitted, and ran.
+
+    Returns:
+        The decision with its other rivals; None if there are no such, or one ran.
+    """
+    own_ms = decision.predicted_ms or 0.0
+    slower = [r for r in decision.rivals if (r.predicted_ms or own_ms) >= own_ms]
+    hoped = {entry.key for entry in (*told, *decision.rivals) if entry not in slower}
+    if len(slower) == len(decision.rivals) or not hoped.isdisjoint(e.key for e in ran):
+        return None
+    return replace(decision, rivals=tuple(slower))
+
+
 def one_by_one(
     entries: Sequence[Decision],
     lean: Decision | None,

@@ -18,6 +18,7 @@ from cfp.entries import (
     in_reach,
     known_to_fit,
     leanest_of,
+    let_down,
     nearly_fitting,
     one_by_one,
     predicted_ms,
@@ -49,7 +50,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.assemble import best_solutions, over_budget, whole_choice
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
-from cfp.search.guided import Effort, Explored, explore
+from cfp.search.guided import Explored, explore
 from cfp.search.measure import Told
 from cfp.search.race import Finalist, RaceResult, first_that_fits, race
 from cfp.search.reshard import moves_between_measured
@@ -162,11 +163,7 @@ class Planner:
             self._manner,
         )
         end = time.monotonic() + settings.seconds
-        effort = Effort(
-            per_kind=settings.per_kind,
-            tolerance=settings.tolerance,
-            patience=settings.patience,
-        )
+        effort = settings.effort
         alone = Agreement.of(self.mesh).alone
         if not alone:
             # What is asked for later depends on times, which processes that remember
@@ -271,20 +268,19 @@ class Planner:
         entries, far = self._entries(decision)
         programs: dict[str, Built] = {}
         results = self._race(entries, self.environment, programs)
-        if decision.problem and all(r.time_ms == float("inf") for r in results):
+        if decision.problem and not any(r.ran for r in results):
             lean = leanest_of(self.analysis, decision.problem)
             entries, far = [*entries, *far], []
             entries += [lean] if lean.key not in {e.key for e in entries} else []
             results = self._race(entries, self.environment, programs)
         leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
         # Who does not fit or run leads nobody.
-        able = [i for i in leaders[:_LEADERS] if results[i].time_ms < float("inf")]
+        able = [i for i in leaders[:_LEADERS] if results[i].ran]
         first = [entries[i] for i in able]
         programs = {e.name: programs[e.name] for e in first if e.name in programs}
         again = with_options(first, self.options)
-        if self.room is not None:
-            again += told_of_budget(entries, results, self.room)
-        if again:
+        told = told_of_budget(entries, results, self.room) if self.room else []
+        if again := [*again, *told]:
             again = [*first, *again]
             # The leaders run again beside them, since only times of one run compare,
             # and are kept apart: who leads must not change with it.
@@ -294,10 +290,13 @@ class Planner:
             shorter = self._race(again, beside, programs, rounds=_ROUNDS_AMONG_LEADERS)
             results = [*shorter, *results]
             entries = [*again, *entries]
+        ran = [e for e, r in zip(entries, results, strict=True) if r.ran]
+        if (sober := let_down(decision, told, ran)) is not None:
+            return self.race(sober)  # Who was left out for them may win.
         # Who was not among the leaders has lost already, at another time.
-        contest = [i for i in range(len(again)) if results[i].time_ms < float("inf")]
+        contest = [i for i in range(len(again)) if results[i].ran]
         best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
-        if results[best].time_ms == float("inf"):
+        if not results[best].ran:
             raise no_winner(self.analysis, results, self.budget_bytes, self.reserve)
         counts = {**decision.search, "race_seconds": time.perf_counter() - started}
         counts["race_cached"] = float(all(r.cached for r in results))

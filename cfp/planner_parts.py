@@ -23,7 +23,7 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.program.graft import aval
 from cfp.search.assemble import what_to_do
-from cfp.search.guided import Explored
+from cfp.search.guided import Effort, Explored
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
@@ -85,6 +85,13 @@ class PlannerSettings:
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+
+    @property
+    def effort(self) -> Effort:
+        """When measuring ends."""
+        return Effort(
+            per_kind=self.per_kind, tolerance=self.tolerance, patience=self.patience
+        )
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,31 @@ def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
     assert plan(little, race=False, **quick).peak_bytes < least
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
+    mesh, tmp_path, monkeypatch, fails
+):
+    """A rival that only the compiler could make fit leaves out who is far behind it."""
+    found = planning_mesh(mesh)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    settings = PlannerSettings(per_kind=3, in_context=False, compiler_options={})
+
+    options = {"xla_no_such_option": "1"} if fails else {}
+
+    def told(entries, results, room):
+        return [replace(entries[0], name="told", options=options)]
+
+    monkeypatch.setattr("cfp.planner.told_of_budget", told)
+    with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
+        decision = planner.search(planner.profile())
+        fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
+        made = planner.race(replace(decision, rivals=(fast,)))
+    timed = {name for name, row in rows(made).items() if row.time_ms is not None}
+    assert "hoped" in rows(made) or fails
+    assert (len(timed & {*PRESETS}) > 1) == fails
+
+
 def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp_path):
     quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
     named = {}

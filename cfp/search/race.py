@@ -65,9 +65,14 @@ class RaceResult:
     cached: bool
 
     @property
+    def ran(self) -> bool:
+        """Whether it fits, and nothing failed."""
+        return self.fits and self.record.ok
+
+    @property
     def time_ms(self) -> float:
         """Median step time; infinite for what failed or does not fit."""
-        return self.record.time_ms if self.fits and self.record.ok else float("inf")
+        return self.record.time_ms if self.ran else float("inf")
 
 
 # Who is slower than this many times the fastest of a turn sits out: after the look, and

@@ -288,7 +288,7 @@ def no_winner(
     which = f"Of {programs} compiled plans the smallest"
     return MemoryBudgetError(
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
-        f"{format_bytes(smallest)} on each device; the budget is "
+        f"{format_bytes(smallest, up=True)} on each device; the budget is "
         f"{format_bytes(budget)}. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
         contributors=[(r.name, r.peak_bytes) for r in compiled],

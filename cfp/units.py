@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 
 from cfp.errors import CfpError
 
@@ -31,10 +32,16 @@ def parse_bytes(text: int | float | str | None) -> int | None:
     return int(amount)
 
 
-def format_bytes(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
+def format_bytes(count: float, *, up: bool = False) -> str:
+    """Bytes for people: ``1.5 GiB``.
+
+    Args:
+        count: how many.
+        up: whether to round up, so that as much as is written does.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+            rounded = ceil(count * 100) / 100 if up else count
+            return f"{count:.0f} {unit}" if unit == "B" else f"{rounded:.2f} {unit}"
         count /= 1024
     raise AssertionError

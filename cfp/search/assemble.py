@@ -72,7 +72,7 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     budget = format_bytes(problem.budget_bytes or 0)
     return MemoryBudgetError(
         f"No plan fits in {budget} of memory on each device. The "
-        f"smallest budget that would do is about {format_bytes(smallest)}, by "
+        f"smallest budget that would do is about {format_bytes(smallest, up=True)}, by "
         f"prediction. {what_to_do(analysis)}",
         smallest_feasible_bytes=smallest,
         contributors=_largest_arguments(analysis),

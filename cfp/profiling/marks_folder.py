@@ -148,9 +148,17 @@ class MarksFolder:
             path.unlink(missing_ok=True)
 
     def _held(self, name: str) -> bool | None:
-        with open(self.path / f"{name}.alive", "rb") as file:
-            locked = lock_file(file, wait=False)
-        return None if locked is None else not locked
+        """Whether a process lives; None if unknown, or it has just left by itself."""
+        path = self.path / f"{name}.alive"
+        try:
+            with open(path, "rb") as file:
+                locked = lock_file(file, wait=False)
+        except FileNotFoundError:
+            return None
+        # Who ends well takes its files away before it lets go of its lock.
+        if locked is None or (locked and not path.exists()):
+            return None
+        return not locked
 
     def _names(self) -> list[str]:
         return sorted(path.stem for path in self.path.glob("*.alive"))

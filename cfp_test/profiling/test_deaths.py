@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import IO
 
 import pytest
 
-from cfp.profiling import deaths
+from cfp.profiling import deaths, marks_folder
 from cfp.profiling.deaths import Ended, bury
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.locks import lock_file
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, write_whole
 from cfp.profiling.record import ProfileRecord
@@ -253,6 +255,34 @@ def test_the_living_are_not_buried(store):
         assert json.loads(json_file.read_text())["pid"] == os.getpid()
     left = [path.name for path in marks.folder.path.iterdir()]
     assert left == ["lock"]
+
+
+@pytest.mark.parametrize("moment", ["before its file is opened", "before the lock"])
+def test_who_leaves_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, moment):
+    owner = Marks(store.path)
+    owner.__enter__()
+    claims = [key_of("a")]
+    assert owner.claim(claims, 1) == claims
+
+    def leaves(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        owner.__exit__()
+
+    if moment == "before the lock":
+
+        def lock(file: IO[bytes], *, wait: bool) -> bool | None:
+            leaves()
+            return lock_file(file, wait=wait)
+
+        with owner.folder.locked():
+            monkeypatch.setattr(marks_folder, "lock_file", lock)
+            assert owner.folder.dead() == []
+    else:
+        names = owner.folder._names()
+        leaves()
+        monkeypatch.setattr(owner.folder, "_names", lambda: names)
+        assert owner.folder.living() == owner.folder.dead() == []
+    assert bury(store) == []
 
 
 def test_two_processes_never_claim_the_same(store):

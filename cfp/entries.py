@@ -286,6 +286,12 @@ def predicted_ms(
     return None if problem is None or picks is None else problem.cost_ms(picks)
 
 
+def predicted_bytes(analysis: Analysis, problem: Problem, choice: Choice) -> int | None:
+    """The memory that a choice needs by the profiles, if all of it was measured."""
+    picks = picks_of(analysis, problem, choice)
+    return None if picks is None else problem.memory_bytes(picks)
+
+
 def _remembered_decision(
     analysis: Analysis, problem: Problem | None, one: Remembered
 ) -> Decision:

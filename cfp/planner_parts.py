@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 from jax.sharding import Mesh
@@ -21,15 +22,19 @@ from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
+from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
 from cfp.search.assemble import what_to_do
 from cfp.search.guided import Effort, Explored
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
-from cfp.search.race import Finalist, RaceResult
+from cfp.search.race import Finalist, RaceResult, Whole
+from cfp.search.shortened import Shortened
 from cfp.search.squeeze import Room
 from cfp.units import format_bytes
 
+TOO_FAR = "predicted too far behind to be raced"
+TOO_LARGE = "predicted not to fit in the devices' memory"
 # XLA's allocator does not split a free block of which less than this would stay free,
 # and counts the whole block as used: what is measured is up to this much more than what
 # a program's largest allocation, that of all its temporaries, needs.
@@ -63,6 +68,9 @@ class PlannerSettings:
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
+        repeats: of segments that repeat back to back so many repeats are raced, where
+            memory is not in question, and the rest follows from the prediction; only
+            what wins is then compiled and timed whole. None races whole programs.
         measure: whether devices may be used; otherwise only records that are in the
             store already.
         retry_failures: whether what failed before is tried again; or what failed
@@ -81,6 +89,7 @@ class PlannerSettings:
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     race: bool = True
+    repeats: int | None = 4
     measure: bool = True
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
@@ -92,6 +101,58 @@ class PlannerSettings:
         return Effort(
             per_kind=self.per_kind, tolerance=self.tolerance, patience=self.patience
         )
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all passes of one program on some devices have in common.
+
+    Attributes:
+        analysis: of the program.
+        mesh: the devices.
+        store: where measurements are kept.
+        settings: how much to measure.
+        room: what there is in a budget that was asked for; None if none was.
+        device_bytes: memory of a device, or None where it does not say.
+        environment: what measurements depend on.
+    """
+
+    analysis: Analysis
+    mesh: Mesh
+    store: ProfileStore
+    settings: PlannerSettings
+    room: Room | None
+    device_bytes: int | None
+    environment: Parts
+
+    @property
+    def platform(self) -> str:
+        """Of the devices."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def plans(self) -> int:
+        """How many of the best plans by each way to predict take part in the race."""
+        return self.settings.plans or (1 if self.platform == "cpu" else 2)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Memory that a plan may use on each device."""
+        return self.room.budget_bytes if self.room else self.device_bytes
+
+    @property
+    def manner(self) -> dict[str, Any]:
+        """How anything is measured."""
+        return {
+            "retry_failures": self.settings.retry_failures,
+            "progress": self.tell,
+            "limits": self.settings.limits,
+        }
+
+    def tell(self, event: Progress | str) -> None:
+        """Passes an event on to who wants to know."""
+        if self.settings.progress is not None:
+            self.settings.progress(event)
 
 
 @dataclass(frozen=True)
@@ -150,9 +211,12 @@ class Decision:
 
 
 def finalists(
-    analysis: Analysis, decisions: Sequence[Decision], environment: Parts
+    analysis: Analysis,
+    decisions: Sequence[Decision],
+    environment: Parts,
+    shortened: Shortened | None = None,
 ) -> list[Finalist]:
-    """Decisions as whole programs that take part in a race."""
+    """Decisions as programs that take part in a race: whole, or shortened."""
     return [
         Finalist(
             name=entry.name,
@@ -164,8 +228,10 @@ def finalists(
                 entry.name,
                 entry.extent,
                 entry.options,
+                shortened and shortened.abridged,
             ),
             predicted_ms=entry.predicted_ms,
+            whole=shortened.whole(entry.choice) if shortened else Whole(),
         )
         for entry in decisions
     ]
@@ -180,14 +246,14 @@ def race_row(result: RaceResult) -> RaceRow:
     return RaceRow(
         name=result.name,
         predicted_ms=result.predicted_ms,
-        samples_ms=record.samples_ms,
-        time_ms=record.time_ms if record.ok else None,
+        samples_ms=result.samples_ms,
+        time_ms=median(result.samples_ms) if record.ok else None,
         peak_bytes=result.peak_bytes,
         note=note,
     )
 
 
-def left_out(classic: Decision) -> RaceRow:
+def left_out(classic: Decision, why: str = TOO_FAR) -> RaceRow:
     """A classic that was not raced, as a plan keeps it."""
     return RaceRow(
         name=classic.name,
@@ -195,7 +261,7 @@ def left_out(classic: Decision) -> RaceRow:
         samples_ms=(),
         time_ms=None,
         peak_bytes=0,
-        note="predicted too far behind to be raced",
+        note=why,
     )
 
 

@@ -34,6 +34,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ),
     ("planner_parts",),
     ("entries",),
+    ("contest",),
     ("planner",),
     ("budgets",),
     ("models",),

@@ -12,6 +12,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
+from cfp.contest import Contest
 from cfp.entries import in_reach
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings, device_memory, no_winner
@@ -175,7 +176,7 @@ def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
     def told(entries, results, room):
         return [replace(entries[0], name="told", options=options)]
 
-    monkeypatch.setattr("cfp.planner.told_of_budget", told)
+    monkeypatch.setattr("cfp.contest.told_of_budget", told)
     with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
         decision = planner.search(planner.profile())
         fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
@@ -382,7 +383,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
 
 def test_the_winner_is_a_leader(plan, monkeypatch):
     """Who lost to the leaders has not won because these are slower now."""
-    race, called = Planner._race, []
+    race, called = Contest._race, []
 
     def slower(planner, entries, *where, **how):
         results = race(planner, entries, *where, **how)
@@ -393,7 +394,7 @@ def test_the_winner_is_a_leader(plan, monkeypatch):
             ]
         return results
 
-    monkeypatch.setattr(Planner, "_race", slower)
+    monkeypatch.setattr(Contest, "_race", slower)
     made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
     first, second = called
     assert set(first) - set(second)
@@ -452,13 +453,13 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
-    entries = Planner._entries
+    entries = Contest._entries
 
-    def split(planner, found):
-        every = {e.name: e for half in entries(planner, found) for e in half}
+    def split(contest):
+        every = {e.name: e for half in entries(contest) for e in half}
         return [every[large.name]], [every[small.name]]
 
-    monkeypatch.setattr(Planner, "_entries", split)
+    monkeypatch.setattr(Contest, "_entries", split)
     made = plan(small.peak_bytes)
     # The leanest takes part then, too, and may be as fast.
     assert made.winner in (small.name, "leanest")

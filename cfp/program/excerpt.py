@@ -69,15 +69,16 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
     for old in chosen:
         for v in (*program.ops[old].entries, *program.ops[old].results):
             values.setdefault(v, len(values))
+    read = {**values, **{v: values[other] for v, other in part.instead}}
 
     def renumbered(old: int) -> Op:
         op = program.ops[old]
         return replace(
             op,
             id=ops[old],
-            operands=tuple(values[v] for v in op.operands),
+            operands=tuple(read[v] for v in op.operands),
             results=tuple(values[v] for v in op.results),
-            yields=tuple(values[v] for v in op.yields),
+            yields=tuple(read[v] for v in op.yields),
             entries=tuple(values[v] for v in op.entries),
             body=tuple(ops[o] for o in op.body),
             parent=ops.get(op.parent, -1),
@@ -88,7 +89,7 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
             program.values[old],
             id=new,
             producer=ops.get(program.values[old].producer, -1),
-            origin=values.get(program.values[old].origin, -1),
+            origin=read.get(program.values[old].origin, -1),
         )
         for old, new in values.items()
     ]

@@ -94,10 +94,9 @@ _CUTTING = Lock()
 def _excerpt(program: Program, part: Part) -> Excerpt:
     """The part as a program; cut once, since it is built under many shardings."""
     with _CUTTING:
-        key = (part.ops, part.inputs, part.outputs)
-        if key not in program.excerpts:
-            program.excerpts[key] = excerpt(program, part, _text(program, part))
-        return program.excerpts[key]
+        if part not in program.excerpts:
+            program.excerpts[part] = excerpt(program, part, _text(program, part))
+        return program.excerpts[part]
 
 
 def _text(program: Program, part: Part) -> bytes:
@@ -154,8 +153,16 @@ def _transplant(
     origin = shardy.main_function(source).regions[0].blocks[0]
     mapping: dict[ir.Value, ir.Value] = {}
     by_id = _values_by_id(origin, program)
+    alike: dict[ir.Value, list[ir.Value]] = {}
+    for value_id, other in part.instead:
+        alike.setdefault(by_id[other], []).append(by_id[value_id])
+
+    def stands_for(old: ir.Value, new: ir.Value) -> None:
+        mapping[old] = new
+        mapping.update((also, new) for also in alike.get(old, ()))
+
     for value_id, argument in zip(part.inputs, block.arguments, strict=True):
-        mapping[by_id[value_id]] = argument
+        stands_for(by_id[value_id], argument)
     _copy_symbols(target, source)
     wanted = set(part.ops)
     *stale, terminator = [o.operation for o in block.operations]
@@ -164,7 +171,8 @@ def _transplant(
         for op in kept:
             clone = op.clone()
             _rewire(clone, mapping)
-            mapping.update(zip(op.results, clone.results, strict=True))
+            for old, new in zip(op.results, clone.results, strict=True):
+                stands_for(old, new)
     for place, value_id in enumerate(part.outputs):
         terminator.operands[place] = mapping[_constrained(by_id[value_id])]
     for op in reversed(stale):

@@ -7,6 +7,7 @@ come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -139,7 +140,7 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     @cached_property
-    def excerpts(self) -> dict[tuple, Any]:
+    def excerpts(self) -> dict[Any, Any]:
         """Parts of it as programs of their own, kept by `cfp.program.graft`."""
         return {}
 
@@ -171,6 +172,14 @@ class Program:
         while self.ops[op].parent >= 0:
             op = self.ops[op].parent
         return op
+
+    def with_bodies(self, ops: Iterable[int]) -> set[int]:
+        """Some top-level ops and everything in their regions."""
+        found = set()
+        for op in ops:
+            found.add(op)
+            found.update(self.ops[op].body)
+        return found
 
     def value(self, index: int) -> Value:
         """The value with that id."""

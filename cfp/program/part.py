@@ -16,11 +16,14 @@ class Part:
         ops: ids of top-level ops, in program order, constants included.
         inputs: ids of the values it reads from outside.
         outputs: ids of the values that others read from it.
+        instead: (id, id) pairs: what its ops read in the place of values that none
+            of them makes.
     """
 
     ops: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    instead: tuple[tuple[int, int], ...] = ()
 
 
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import ceil
 
+from cfp.analysis.abridge import Abridged
 from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
@@ -16,7 +17,6 @@ from cfp.analysis.strategies import Spec
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
-from cfp.program.graph import Program
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
@@ -60,15 +60,6 @@ def can_recompute(frame: Frame, segment: Segment) -> bool:
     return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
 
 
-def with_bodies(program: Program, ops: Iterable[int]) -> set[int]:
-    """Some top-level ops and everything in their regions."""
-    found = set()
-    for op in ops:
-        found.add(op)
-        found.update(program.ops[op].body)
-    return found
-
-
 def segment_layout(
     frame: Frame, segments: Sequence[Segment], index: int, candidate: Candidate
 ) -> Layout:
@@ -88,10 +79,9 @@ def segment_layout(
     return Layout(frame, strategies, storage)
 
 
-def _told_inside(layout: Layout, ops: Sequence[int]) -> Constraints:
-    """What the compiler is told of some top-level ops, without a look at all others."""
-    program = layout.frame.program
-    return constraints(layout, with_bodies(program, cut_part(program, ops).ops))
+def _told_inside(layout: Layout, part: Part) -> Constraints:
+    """What the compiler is told of a part, without a look at all other ops."""
+    return constraints(layout, layout.frame.program.with_bodies(part.ops))
 
 
 def segment_job(
@@ -105,9 +95,9 @@ def segment_job(
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
     again = _recomputed(frame, segments, [index] if candidate.remat else [])
-    ops = segments[index].ops
-    told = replace(_told_inside(layout, ops), recompute=again)
-    job = make_job(frame, layout, ops, told, environment, label)
+    part = cut_part(frame.program, segments[index].ops)
+    told = replace(_told_inside(layout, part), recompute=again)
+    job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
 
@@ -127,9 +117,10 @@ def pair_job(
         storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
-    told = _told_inside(layout, ops)
+    part = cut_part(frame.program, ops)
+    told = _told_inside(layout, part)
     told = replace(told, recompute=_recomputed(frame, segments, again))
-    job = make_job(frame, layout, ops, told, environment, label)
+    job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
@@ -141,31 +132,50 @@ def whole_job(
     label: str,
     extent: Told = Told.EVERYTHING,
     options: Mapping[str, str] | None = None,
+    abridged: Abridged | None = None,
 ) -> Job:
-    """The job that measures a whole program under a choice, with compiler options."""
-    environment = (*environment, ("what", "whole program, raced"))
+    """The job that measures a whole program under a choice, with compiler options.
+
+    Args:
+        frame, segments: of the program.
+        choice: for all of it.
+        environment: what measurements depend on.
+        label: what progress calls it.
+        extent: how much of the choice the compiler is told.
+        options: of the compiler.
+        abridged: what is to stand for the program, and for the choice.
+    """
+    what = "abridged program" if abridged else "whole program"
+    environment = (*environment, ("what", f"{what}, raced"))
     if options:
         environment = (*environment, ("options", repr(sorted(options.items()))))
-    ops = [op.id for op in frame.program.ops if op.parent < 0]
-    told = told_of(frame, segments, choice, extent)
-    job = make_job(frame, lay_out(frame, choice), ops, told, environment, label)
-    chosen = json.dumps(
-        {**asdict(choice), "extent": extent, "options": dict(options or {})}
-    )
+    layout = lay_out(frame, choice)
+    if abridged:
+        part, chosen = abridged.part, ""
+        told = limit(_told_inside(layout, part), extent)
+        again = [index for index in choice.remat if index in abridged.segments]
+        told = replace(told, recompute=_recomputed(frame, segments, again))
+    else:
+        top = [op.id for op in frame.program.ops if op.parent < 0]
+        top = [op.id for op in frame.program.ops if op.parent < 0]
+        part = cut_part(frame.program, top)
+        told = told_of(frame, segments, choice, extent)
+        kept = {**asdict(choice), "extent": extent, "options": dict(options or {})}
+        chosen = json.dumps(kept)
+    job = make_job(frame, layout, part, told, environment, label)
     return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
 
 
 def make_job(
     frame: Frame,
     layout: Layout,
-    ops: Sequence[int],
+    part: Part,
     told: Constraints,
     environment: Parts,
     label: str,
 ) -> Job:
-    """The job that measures some of a program's ops under a layout."""
+    """The job that measures a part of a program under a layout."""
     program = frame.program
-    part = cut_part(program, ops)
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
@@ -225,12 +235,16 @@ def _key(
     local: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
     ops_digest = hashlib.sha256()
     local_op: dict[int, int] = {}
-    for op_id in sorted(with_bodies(program, part.ops)):
+    instead = dict(part.instead)
+    for op_id in sorted(program.with_bodies(part.ops)):
         op = program.ops[op_id]
         local_op[op_id] = len(local_op)
         for v in (*op.entries, *op.results):
             local.setdefault(v, len(local))
-        reads = [local.setdefault(v, len(local)) for v in (*op.operands, *op.yields)]
+        reads = [
+            local.setdefault(instead.get(v, v), len(local))
+            for v in (*op.operands, *op.yields)
+        ]
         types = [str(program.values[v]) for v in (*op.operands, *op.results)]
         ops_digest.update(repr((op.name, op.attributes, reads, types)).encode())
     told_digest = hashlib.sha256()

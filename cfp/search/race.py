@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from statistics import median
 
 from jax.sharding import Mesh
 
@@ -29,20 +30,35 @@ _TURN = TimingOptions(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What a program that runs says about the one that it stands for.
+
+    Attributes:
+        time_ratio: that one takes so many times as long.
+        bytes_ratio: and needs so many times as much memory on each device.
+    """
+
+    time_ratio: float = 1.0
+    bytes_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A whole program that takes part.
+    """A program that takes part.
 
     Attributes:
         name: what it is called in the table.
-        job: the whole program under one choice.
+        job: the whole program under one choice, or what stands for it.
         predicted_ms: what the profiles say, or None.
         place: the program and the mesh, where they are not those of the race.
+        whole: what it says about the whole program.
     """
 
     name: str
     job: Job
     predicted_ms: float | None = None
     place: tuple[Program, Mesh] | None = None
+    whole: Whole = Whole()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +66,10 @@ class RaceResult:
     """How a finalist did.
 
     Attributes:
-        name, predicted_ms: as in :class:`Finalist`.
+        name, predicted_ms, whole: as in :class:`Finalist`.
         record: what was measured; a failure is a record, too.
-        peak_bytes: memory that the compiled program needs on each device.
+        peak_bytes: memory that the compiled program needs on each device, or by
+            `whole` the one that it stands for.
         fits: whether that is within the budget.
         cached: whether it was answered from the store.
     """
@@ -63,6 +80,7 @@ class RaceResult:
     peak_bytes: int
     fits: bool
     cached: bool
+    whole: Whole = Whole()
 
     @property
     def ran(self) -> bool:
@@ -72,7 +90,12 @@ class RaceResult:
     @property
     def time_ms(self) -> float:
         """Median step time; infinite for what failed or does not fit."""
-        return self.record.time_ms if self.ran else float("inf")
+        return median(self.samples_ms) if self.ran else float("inf")
+
+    @property
+    def samples_ms(self) -> tuple[float, ...]:
+        """Step times of the whole program."""
+        return tuple(self.whole.time_ratio * ms for ms in self.record.samples_ms)
 
 
 # Who is slower than this many times the fastest of a turn sits out: after the look, and
@@ -139,10 +162,11 @@ def race(
         again = {digest: job for digest, job in jobs.items() if digest not in out}
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
         places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
+        ratios = {f.job.key.digest: f.whole.time_ratio for f in finalists}
         with Marks(store.path, limits) as marks:
             built = {} if programs is None else programs
             names = {f.job.key.digest: f.name for f in finalists}
-            turns = _Turns(places, mesh, again, expected, marks, names, built)
+            turns = _Turns(places, mesh, again, expected, marks, names, built, ratios)
             records = turns.run(store, budget_bytes, rounds, progress)
         records = {**out, **records}
     results = []
@@ -153,9 +177,10 @@ def race(
                 name=finalist.name,
                 predicted_ms=finalist.predicted_ms,
                 record=record,
-                peak_bytes=record.peak_bytes,
+                peak_bytes=round(finalist.whole.bytes_ratio * record.peak_bytes),
                 fits=_fits(record, budget_bytes),
                 cached=cached,
+                whole=finalist.whole,
             )
         )
     return results
@@ -243,6 +268,7 @@ class _Turns:
     marks: Marks
     names: Mapping[str, str] = field(default_factory=dict)
     programs: dict[str, Built] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
 
     def run(
         self,
@@ -269,7 +295,7 @@ class _Turns:
                 tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {rounds}")
                 found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
                 records[digest] = _join(records.get(digest), found)
-            times = {digest: records[digest].time_ms for digest in ready}
+            times = {d: self.ratios.get(d, 1.0) * records[d].time_ms for d in ready}
             best = min((times[d] for d in order), default=0.0)
             steady = min((times[d] for d in order if d in before), default=0.0)
             if turn + 1 >= rounds and steady == min(times.values(), default=0.0):

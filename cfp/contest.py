@@ -1,0 +1,270 @@
+"""The last pass: the found plan and its rivals, timed; the fastest is the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cfp.entries import (
+    extent_name,
+    in_reach,
+    known_to_fit,
+    leanest_of,
+    let_down,
+    one_by_one,
+    predicted_bytes,
+    predicted_ms,
+    told_of_budget,
+    with_options,
+)
+from cfp.errors import CfpError
+from cfp.plan import Plan
+from cfp.planner_parts import (
+    TOO_LARGE,
+    Decision,
+    Ground,
+    compose_plan,
+    finalists,
+    left_out,
+    no_winner,
+    race_row,
+)
+from cfp.profiling.builder import Built
+from cfp.profiling.key import Parts
+from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
+from cfp.search.compiler import variants
+from cfp.search.measure import Told
+from cfp.search.race import Finalist, RaceResult, first_that_fits, race
+from cfp.search.shortened import Shortened, shorten
+from cfp.search.squeeze import Room
+
+# How many of the fastest are raced with other compiler options, too.
+_LEADERS = 2
+# Nobody is so far behind there that it would have to be found out first.
+_ROUNDS_AMONG_LEADERS = 2
+# A classic that is predicted to take this many times as long as the plan is not raced.
+# On 2 H200 predictions were off by 8% at most, and what is told of arguments alone, for
+# which the same prediction stands, was up to 8% faster; virtual devices vary more.
+_REACH = {Told.EVERYTHING: 1.1, Told.ARGUMENTS: 1.2}
+_REACH_ON_CPUS = 2.0
+# Of a device's memory: who is predicted to need less fits, and who needs more does not.
+# In between only the compiler knows.
+_SURELY_FITS = 0.9
+_SURELY_TOO_LARGE = 1.1
+
+
+class Contest:
+    """Who takes part, and who wins."""
+
+    def __init__(self, ground: Ground, decision: Decision) -> None:
+        self.ground = ground
+        self.decision = decision
+        self.winner = decision
+        self._reserve = ground.room.reserve_bytes if ground.room else 0
+        is_cpu, settings = ground.platform == "cpu", ground.settings
+        everywhere = settings.reach or (_REACH_ON_CPUS if is_cpu else None)
+        self._reach = dict.fromkeys(Told, everywhere) if everywhere else _REACH
+        asked = settings.compiler_options
+        self._options = variants(ground.platform) if asked is None else asked
+        every = (Told.EVERYTHING,) if is_cpu else tuple(Told)
+        self._extents = settings.extents or every
+
+    def trusted(self) -> Plan:
+        """The decision, by prediction alone."""
+        return self._plan([])
+
+    def race(self) -> Plan:
+        """The fastest of the decision and the classics, by their measured times.
+
+        Where a program repeats itself often, abridged ones run, and the winner's whole
+        program after them.
+
+        Raises:
+            MemoryBudgetError: none of them fits in memory.
+            DeviceError: none of them runs.
+        """
+        started = time.perf_counter()
+        entries, far = self._entries()
+        shortened, large = self._shortened(entries)
+        made = None
+        if shortened is not None:
+            near = [entry for entry in entries if entry not in large]
+            made = self._raced(near, far, started, shortened, large)
+        made = made or self._raced(entries, far, started)
+        assert made is not None, "whole programs lead to a plan, or to an error"
+        return made
+
+    def compiled_within(self, room: Room) -> Plan:
+        """The best by prediction whose whole program, compiled, fits in a budget.
+
+        Raises:
+            MemoryBudgetError: none of them fits in memory.
+        """
+        decision, analysis = self.decision, self.ground.analysis
+        [_, *near], far = self._entries()
+        rest = sorted([*near, *far], key=lambda e: e.predicted_ms or float("inf"))
+        lean = decision.problem and leanest_of(analysis, decision.problem)
+        entries: list[Decision] = []
+
+        def record_of(entry: Decision) -> ProfileRecord | None:
+            [finalist] = finalists(analysis, [entry], self.ground.environment)
+            return self.ground.store.get(finalist.job.key.digest)
+
+        def hopefuls() -> Iterator[Finalist]:
+            for entry in one_by_one([decision, *rest], lean, record_of, room):
+                entries.append(entry)
+                yield from finalists(analysis, [entry], self.ground.environment)
+
+        refused, peak_bytes = first_that_fits(
+            analysis.frame.program,
+            self.ground.mesh,
+            hopefuls(),
+            self.ground.store,
+            budget_bytes=room.budget_bytes,
+            **self.ground.manner,
+        )
+        if peak_bytes is None:
+            raise self._nobody(refused)
+        self.winner = replace(entries[len(refused)], search=decision.search)
+        return replace(self._plan([]), peak_bytes=peak_bytes)
+
+    # -- inside --------------------------------------------------------------
+
+    def _entries(self) -> tuple[list[Decision], list[Decision]]:
+        """Who takes part, and who does only if none of them can."""
+        ground, decision = self.ground, self.decision
+        if decision.problem is None:
+            return [decision], []
+        varied = [
+            Decision(
+                extent_name(name, extent),
+                choice,
+                predicted_ms(ground.analysis, decision.problem, choice),
+                extent=extent,
+            )
+            for extent in self._extents
+            for name, choice in decision.classics.items()
+        ]
+        classics, far = in_reach(decision, varied, self._reach)
+        rivals, behind = in_reach(decision, decision.rivals, self._reach)
+        entries, far = [decision, *classics, *rivals], [*far, *behind]
+        if ground.room is not None and Agreement.of(ground.mesh).alone:
+            where = (ground.analysis, ground.store, ground.environment)
+            how = (ground.plans, self._options.values(), ground.room)
+            entries += known_to_fit(*where, entries, *how)
+        return entries, far
+
+    def _shortened(
+        self, entries: Sequence[Decision]
+    ) -> tuple[Shortened | None, list[Decision]]:
+        """What stands for the whole program, and who would not fit with all of it.
+
+        None where memory is in question: only whole programs tell what they need.
+        """
+        ground, problem = self.ground, self.decision.problem
+        kept = ground.settings.repeats
+        if ground.room is not None or problem is None or kept is None:
+            return None, []
+        large = []
+        if ground.device_bytes is not None:
+            for entry in entries:
+                need = predicted_bytes(ground.analysis, problem, entry.choice)
+                if need is None:
+                    return None, []
+                if need > _SURELY_TOO_LARGE * ground.device_bytes:
+                    large.append(entry)
+                elif need > _SURELY_FITS * ground.device_bytes:
+                    return None, []
+        choices = [entry.choice for entry in entries if entry not in large]
+        return shorten(ground.analysis, problem, choices, kept), large
+
+    def _raced(
+        self,
+        entries: list[Decision],
+        far: list[Decision],
+        started: float,
+        shortened: Shortened | None = None,
+        large: Sequence[Decision] = (),
+    ) -> Plan | None:
+        """The plan of the fastest; None if shortened programs do not lead to one."""
+        ground, decision = self.ground, self.decision
+        programs: dict[str, Built] = {}
+        results = self._race(entries, ground.environment, shortened, programs=programs)
+        if decision.problem and not any(r.ran for r in results):
+            if shortened:
+                return None
+            lean = leanest_of(ground.analysis, decision.problem)
+            entries, far = [*entries, *far], []
+            entries += [lean] if lean.key not in {e.key for e in entries} else []
+            results = self._race(entries, ground.environment, None, programs=programs)
+        leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
+        # Who does not fit or run leads nobody.
+        able = [i for i in leaders[:_LEADERS] if results[i].ran]
+        first = [entries[i] for i in able]
+        programs = {e.name: programs[e.name] for e in first if e.name in programs}
+        again = with_options(first, self._options)
+        told = told_of_budget(entries, results, ground.room) if ground.room else []
+        if again := [*again, *told]:
+            again = [*first, *again]
+            # The leaders run again beside them, since only times of one run compare,
+            # and are kept apart: who leads must not change with it.
+            entries = [entries[i] for i in leaders[len(able) :]]
+            results = [results[i] for i in leaders[len(able) :]]
+            beside = (*ground.environment, ("race", "with other compiler options"))
+            how = {"programs": programs, "rounds": _ROUNDS_AMONG_LEADERS}
+            results = [*self._race(again, beside, shortened, **how), *results]
+            entries = [*again, *entries]
+        ran = [e for e, r in zip(entries, results, strict=True) if r.ran]
+        if (sober := let_down(decision, told, ran)) is not None:
+            self.decision = sober  # Who was left out for them may win.
+            return self.race()
+        # Who was not among the leaders has lost already, at another time.
+        contest = [i for i in range(len(again)) if results[i].ran]
+        best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
+        if not results[best].ran:
+            raise self._nobody(results)
+        won, rows = results[best], [*map(race_row, results), *map(left_out, far)]
+        rows += [left_out(entry, TOO_LARGE) for entry in large]
+        counts = dict(decision.search)
+        if shortened:
+            alone = (*ground.environment, ("race", "the winner of shortened ones"))
+            [won] = self._race([entries[best]], alone, None, rounds=1)
+            if not won.ran:
+                return None
+            counts["segments"] = len(ground.analysis.segments)
+            counts["segments_raced"] = len(shortened.abridged.segments)
+        counts["race_seconds"] = time.perf_counter() - started
+        counts["race_cached"] = float(all(r.cached for r in (*results, won)))
+        self.winner = replace(entries[best], search=counts)
+        return self._plan(rows, won)
+
+    def _race(
+        self,
+        entries: list[Decision],
+        environment: Parts,
+        shortened: Shortened | None,
+        **how: Any,
+    ) -> list[RaceResult]:
+        ground = self.ground
+        return race(
+            ground.analysis.frame.program,
+            ground.mesh,
+            finalists(ground.analysis, entries, environment, shortened),
+            ground.store,
+            budget_bytes=ground.budget_bytes,
+            **how,
+            **ground.manner,
+        )
+
+    def _nobody(self, results: Sequence[RaceResult]) -> CfpError:
+        ground = self.ground
+        return no_winner(ground.analysis, results, ground.budget_bytes, self._reserve)
+
+    def _plan(self, *how: Any) -> Plan:
+        ground = self.ground
+        environment = dict(ground.environment)
+        where = (ground.analysis, ground.mesh, environment)
+        return compose_plan(*where, self.winner, self.decision, *how)

@@ -226,9 +226,10 @@ class Contest:
         best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
         if not results[best].ran:
             raise self._nobody(results)
+        counts = dict(decision.search)
+        counts["race_seconds"] = (raced := time.perf_counter()) - started
         won, rows = results[best], [*map(race_row, results), *map(left_out, far)]
         rows += [left_out(entry, TOO_LARGE) for entry in large]
-        counts = dict(decision.search)
         if shortened:
             alone = (*ground.environment, ("race", "the winner of shortened ones"))
             [won] = self._race([entries[best]], alone, None, rounds=1)
@@ -236,7 +237,7 @@ class Contest:
                 return None
             counts["segments"] = len(ground.analysis.segments)
             counts["segments_raced"] = len(shortened.abridged.segments)
-        counts["race_seconds"] = time.perf_counter() - started
+            counts["winner_seconds"] = time.perf_counter() - raced
         counts["race_cached"] = float(all(r.cached for r in (*results, won)))
         self.winner = replace(entries[best], search=counts)
         return self._plan(rows, won)

@@ -209,11 +209,12 @@ class _Shortening:
                 self._is_missing(v) and v not in before[1] for v in self._reads(op)
             ):
                 continue
+            found = None
             if op.id in places:
-                done = self._hand_over(op, *places[op.id], repeats, middle)
-            else:
-                done = self._do_without(op)
-            if not done:
+                found = self._handed_over(op, *places[op.id], repeats, middle)
+            if found is not None:
+                self._handed.update(found)
+            elif not self._do_without(op):
                 self._gone, self._handed, self._through = before
                 return False
         return True
@@ -251,32 +252,34 @@ class _Shortening:
             instead=tuple(instead.items()),
         )
 
-    def _hand_over(
+    def _handed_over(
         self,
         op: Op,
         number: int,
         place: int,
         repeats: Sequence[Sequence[int]],
         middle: range,
-    ) -> bool:
-        """Has an op read what its like among those left out, or next to them, reads."""
+    ) -> dict[int, int] | None:
+        """What its like, so many repeats away, reads in place of what is missing."""
         step = len(middle) if number < middle.start else -len(middle)
         others = repeats[number + step]
         if len(others) != len(repeats[number]):
-            return False
+            return None
         like = self._program.ops[others[place]]
         if self._form(like.id) != self._form(op.id):
-            return False
+            return None
+        handed: dict[int, int] = {}
         for v, other in zip(self._reads(op), self._reads(like), strict=True):
             if not self._is_missing(v):
                 continue
             found = self._through_all(other)
             producer = self._program.values[found].producer
             if self._is_gone(found) or producer >= op.id:
-                return False
-            if self._handed.setdefault(v, found) != found:
-                return False
-        return True
+                return None
+            if self._handed.get(v, found) != found:
+                return None
+            handed[v] = found
+        return handed
 
     def _do_without(self, op: Op) -> bool:
         """Takes a part out of a sum, or leaves out what nothing that stays owns."""

@@ -134,6 +134,14 @@ NoRace = Annotated[
     ),
 ]
 
+WholeRace = Annotated[
+    bool,
+    typer.Option(
+        "--whole-race",
+        help="Race whole programs, also of a step that repeats its layers often: by "
+        "default a few of the repeats, and the winner whole.",
+    ),
+]
 Quick = Annotated[
     bool,
     typer.Option(
@@ -244,6 +252,8 @@ def settings(
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
+    if given.get("whole_race"):
+        made = replace(made, repeats=None)
     if "run_timeout" in given:
         limits = Limits(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]

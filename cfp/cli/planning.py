@@ -162,6 +162,7 @@ def search(
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
+    whole_race: o.WholeRace = False,
     explain_why: _Explain = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow
+from cfp.report.tables import scale_text
 
 _SHOWN = (
     "platform",
@@ -67,6 +68,8 @@ def _race(plan: Plan) -> list[str]:
         predicted = "-" if row.predicted_ms is None else f"{row.predicted_ms:.2f}"
         memory = f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-"
         lines.append(f"| {name} | {measured} | {spread} | {predicted} | {memory} |")
+    if scaled := scale_text(plan):
+        lines += ["", scaled]
     return lines
 
 

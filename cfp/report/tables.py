@@ -199,6 +199,18 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
     return table
 
 
+def scale_text(plan: Plan) -> str:
+    """Of which part of the step the times of the race are, if not of all of it."""
+    if "segments_raced" not in plan.search:
+        return ""
+    raced, total = plan.search["segments_raced"], plan.search["segments"]
+    whole = "-" if plan.measured_ms is None else f"{plan.measured_ms:.1f} ms"
+    return (
+        f"Timed with {raced:.0f} of {total:.0f} segments, since the others repeat "
+        f"these, and scaled to all.\nThe winner, timed whole: {whole}."
+    )
+
+
 def best_variants(plan: Plan) -> list[RaceRow]:
     """Of each finalist its fastest variant, the fastest finalist first.
 
@@ -289,6 +301,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         parts += [blocks_table(plan, border=border), Text()]
     if plan.race:
         parts.append(race_table(plan, border=border))
+        if scaled := scale_text(plan):
+            parts.append(Text(scaled))
         hidden = len(plan.race) - len(best_variants(plan))
         if hidden:
             parts.append(Text(f"and {hidden} slower variants of these"))

@@ -18,6 +18,9 @@ from cfp.search.explain import picks_of
 from cfp.search.problem import Problem
 from cfp.search.race import Whole
 
+# The winner is compiled whole, too: a little less for each is more for all.
+_WORTH_IT = 0.7
+
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
@@ -55,11 +58,13 @@ def shorten(
         kept: how many repeats of a stretch of segments stay.
 
     Returns:
-        None if the program cannot be abridged, or one of the choices treats repeats
-        differently, or the profiles know none of the choices.
+        None if the program cannot be abridged, or not by enough, or one of the choices
+        treats repeats differently, or the profiles know none of the choices.
     """
     abridged = abridge(analysis, kept)
     if abridged is None or not all(abridged.stands_for(analysis, c) for c in choices):
+        return None
+    if len(abridged.segments) > _WORTH_IT * len(analysis.segments):
         return None
     known = [p for c in choices if (p := picks_of(analysis, problem, c)) is not None]
     if not known:

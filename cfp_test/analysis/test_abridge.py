@@ -1,0 +1,265 @@
+"""Programs with fewer repeats: what is left computes what a shallower model does."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from cfp.analysis.abridge import abridge, find_stretches
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Storage
+from cfp.presets import presets
+from cfp.profiling.builder import build
+from cfp.program.graft import aval, partition_spec
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import Told, whole_job
+from cfp.targets import model_target
+from cfp_test.models.tiny import TINY
+
+WIDTH, BATCH = 8, 4
+KEPT = 4
+NUMBER = re.compile(r"\d+")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return planning_mesh(mesh)
+
+
+def analysed(step, args, mesh):
+    program, _ = trace(step if args is None else flatten_step(step, args, {}), mesh)
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+def model(name, layers, mesh):
+    target = model_target(name, {**TINY[name], "layers": layers})
+    step = flatten_step(target.step, target.args, donate_argnums=target.donate)
+    return analysed(step, None, mesh)
+
+
+# ------------------------------------------------------------- small models of one file
+
+
+def plain(params, x):
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def with_side_losses(params, x):
+    """Every layer adds to the loss, as layers of experts do."""
+    side = 0.0
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        hidden = jnp.tanh(x @ layer["up"] + layer["bias"])
+        side += 0.1 * jnp.mean(hidden**4)
+        x = x + hidden @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2) + side
+
+
+def with_shared_weight(params, x):
+    """Every layer reads one weight, whose gradient is a sum over layers."""
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        hidden = jnp.tanh((x * params["shared"]) @ layer["up"] + layer["bias"])
+        x = x + hidden @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def with_all_outputs(params, x):
+    """The head reads what every layer makes: no layer can be left out."""
+    made = []
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+        made.append(x)
+    return jnp.mean((jnp.stack(made).prod(axis=0) @ params["head"]) ** 2)
+
+
+def stack_of(loss, layers, optimizer):
+    def step(state, x):
+        params, memory = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return (optax.apply_updates(params, updates), memory), value
+
+    layer = {
+        "up": jnp.ones((WIDTH, 2 * WIDTH)),
+        "bias": jnp.ones(2 * WIDTH),
+        "down": jnp.ones((2 * WIDTH, WIDTH)),
+    }
+    params = {
+        "layers": {str(i): layer for i in range(layers)},
+        "head": jnp.ones((WIDTH, WIDTH)),
+        "shared": jnp.ones(WIDTH),
+    }
+    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
+
+
+WEIGHT = r"state/0/layers/\d+/up"
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2))
+
+
+# --------------------------------------------------------------------- running programs
+
+
+def renumbered(names):
+    """Names with the number of their layer among those there are of the same name."""
+    kinds = {}
+    for name in names:
+        number = NUMBER.findall(name)
+        layer = [int(n) for n in number if name.count(f"layer_{n}") or "layers" in name]
+        kinds.setdefault(NUMBER.sub("#", name), {})[name] = layer[-1:]
+    return {
+        name: f"{kind} {place}"
+        for kind, found in kinds.items()
+        for place, name in enumerate(sorted(found, key=lambda n: (found[n], n)))
+    }
+
+
+def run(analysis, mesh, job):
+    """All results by name, of arguments that are the same for equal names."""
+    program = analysis.frame.program
+    named = dict(zip(program.args, program.arg_names, strict=True))
+    names = renumbered(named[v] for v in job.part.inputs)
+    args = []
+    for v, spec in zip(job.part.inputs, job.in_specs, strict=True):
+        kind = aval(program, v)
+        rng = np.random.default_rng(list(names[named[v]].encode()))
+        if jnp.issubdtype(kind.dtype, jnp.floating):
+            x = abs(rng.normal(size=kind.shape) * 0.1)
+        else:
+            x = rng.integers(0, 2, kind.shape)
+        sharding = NamedSharding(mesh, partition_spec(spec))
+        args.append(jax.device_put(jnp.asarray(x, kind.dtype), sharding))
+    built = build(program, mesh, job)
+    outputs = built.compiled(*args)
+    names_of = dict(zip(program.outputs, program.output_names, strict=True))
+    # Of a sum that does without its parts the last value has another id, and no name.
+    known = [names_of.get(v, "sum") for v in job.part.outputs]
+    made = renumbered(known) | {known[-1]: "loss"}
+    results = zip(known, jax.tree.leaves(outputs), strict=True)
+    return {made[name]: np.asarray(x) for name, x in results}, built
+
+
+def layers_left(analysis, abridged, weight):
+    """Of how many layers a weight is still an argument."""
+    program = analysis.frame.program
+    named = dict(zip(program.args, program.arg_names, strict=True))
+    return sum(1 for v in abridged.part.inputs if re.fullmatch(weight, named[v]))
+
+
+def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
+    """The abridged deep program and the shallow one compute and send the same."""
+    long = make(layers)
+    abridged = abridge(long, KEPT)
+    assert abridged is not None
+    left = layers_left(long, abridged, weight)
+    assert 0 < left < layers - 4
+    short = make(left)
+    chosen = [choose(presets(analysis.frame)) for analysis in (short, long)]
+    assert abridged.stands_for(long, chosen[1])
+    jobs = [
+        whole_job(a.frame, a.segments, choice, (), "", extent, abridged=what)
+        for a, choice, what in zip((short, long), chosen, (None, abridged), strict=True)
+    ]
+    (expected, whole), (found, less) = (
+        run(a, mesh, job) for a, job in zip((short, long), jobs, strict=True)
+    )
+    assert found.keys() == expected.keys()
+    for name in found:
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name
+        )
+    assert less.collectives == whole.collectives
+
+
+@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
+@pytest.mark.parametrize("extent", list(Told))
+@pytest.mark.parametrize(
+    ("loss", "optimizer"),
+    [
+        (plain, ADAM),
+        (plain, CLIPPED),
+        (with_side_losses, ADAM),
+        (with_shared_weight, ADAM),
+    ],
+)
+def test_what_is_left_computes_what_a_shallow_model_does(
+    mesh, loss, optimizer, preset, extent
+):
+    def make(layers):
+        return analysed(*stack_of(loss, layers, optimizer), mesh)
+
+    check_like(make, 13, WEIGHT, lambda p: p[preset], mesh, extent)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
+    def make(layers):
+        return model(name, layers, mesh)
+
+    layers = 14 if name == "moe" else 11  # Every other layer is one of experts.
+    weight = r"state/params/layer_\d+/attention/query(/kernel)?"
+    check_like(make, layers, weight, lambda p: p["tensor_parallel"], mesh)
+
+
+def test_what_reads_all_layers_is_not_abridged(mesh):
+    analysis = analysed(*stack_of(with_all_outputs, 13, ADAM), mesh)
+    assert find_stretches([s.kind for s in analysis.segments], KEPT)
+    assert abridge(analysis, KEPT) is None
+
+
+def test_few_repeats_stay(mesh):
+    assert abridge(analysed(*stack_of(plain, KEPT, ADAM), mesh), KEPT) is None
+
+
+def test_repeats_that_are_treated_differently_are_not_left_out(mesh):
+    analysis = analysed(*stack_of(plain, 13, ADAM), mesh)
+    abridged = abridge(analysis, KEPT)
+    choice = presets(analysis.frame)["data_parallel"]
+    assert abridged.stands_for(analysis, choice)
+    gone = {s.index for s in analysis.segments} - {*abridged.segments}
+    around = {index for group in abridged.alike for index in group}
+    assert gone < around
+    for segment in analysis.segments:
+        other = replace(choice, remat=(segment.index,))
+        assert abridged.stands_for(analysis, other) == (segment.index not in around)
+        storage = list(choice.storage)
+        for group in segment.groups:
+            storage[group] = Storage.SHARDED
+        other = replace(choice, storage=tuple(storage))
+        differs = segment.groups and segment.index in around
+        assert abridged.stands_for(analysis, other) == (not differs)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.integers(1, 9))),
+    st.integers(2, 5),
+)
+def test_stretches_repeat_and_do_not_overlap(runs, kept):
+    kinds = [kind for period, count in runs for kind in period * count]
+    found = find_stretches(kinds, kept)
+    taken = []
+    for stretch in found:
+        repeats = [[kinds[i] for i in stretch.repeat(n)] for n in range(stretch.count)]
+        assert stretch.count > kept
+        assert all(repeat == repeats[0] for repeat in repeats)
+        taken += [i for n in range(stretch.count) for i in stretch.repeat(n)]
+        middle = stretch.middle(kept)
+        assert len(middle) == stretch.count - kept
+        assert middle.start >= 1 and middle.stop < stretch.count
+    assert len(taken) == len(set(taken))
+    longest = max((count for period, count in runs if period), default=0)
+    assert found or longest <= kept

@@ -1,0 +1,175 @@
+"""Races of deep programs: abridged ones run, and the winner whole."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cfp
+from cfp import contest
+from cfp.planner_parts import TOO_LARGE
+from cfp.report.tables import plan_text
+from cfp.search import shortened
+
+LAYERS, WIDTH, BATCH = 12, 16, 8
+ADAM = optax.adam(1e-3)
+
+
+def step(state, x):
+    def loss(params):
+        made = x
+        for layer in params["layers"]:
+            made = made + jnp.tanh(made @ layer["up"]) @ layer["down"]
+        return jnp.mean((made @ params["head"]) ** 2)
+
+    params, memory = state
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, memory = ADAM.update(gradients, memory)
+    return (optax.apply_updates(params, updates), memory), value
+
+
+def arguments():
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+
+    def normal(*shape):
+        return 0.1 * jax.random.normal(next(keys), shape)
+
+    layers = [
+        {"up": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH)}
+        for _ in range(LAYERS)
+    ]
+    params = {"layers": layers, "head": normal(WIDTH, WIDTH)}
+    return (params, ADAM.init(params)), normal(BATCH, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture
+def plan(mesh, folder):
+    def make(memory_budget=None, cache_dir=folder, **settings):
+        asked = {"per_kind": 3, "in_context": False, "compiler_options": {}, **settings}
+        return cfp.plan(
+            step,
+            *arguments(),
+            mesh=mesh,
+            memory_budget=memory_budget,
+            cache_dir=cache_dir,
+            settings=cfp.PlannerSettings(**asked),
+        )
+
+    return make
+
+
+@pytest.fixture
+def raced(monkeypatch):
+    """The parts that were built for races, in turn: how many ops each has."""
+    counts, build = [], contest.race.__globals__["build"]
+
+    def counting(program, mesh, job, environment):
+        counts.append(len(job.part.ops))
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr("cfp.search.race.build", counting)
+    return counts
+
+
+def test_a_deep_program_is_raced_abridged_and_the_winner_whole(plan, raced):
+    made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
+    *short, whole = raced
+    assert len(short) > 3
+    assert max(short) < 0.6 * whole
+    assert made.search["segments_raced"] < made.search["segments"]
+    timed = [row for row in made.race if row.time_ms is not None]
+    assert len(timed) == len({row.name for row in timed}) > 3
+    assert made.measured_ms is not None and made.peak_bytes
+    text = plan_text(made)
+    count = made.search["segments_raced"]
+    assert f"Timed with {count:.0f} of {made.search['segments']:.0f} segments" in text
+    expected, found = jax.jit(step)(*arguments()), made.apply(step)(*arguments())
+    for have, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+    raced.clear()
+    again = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
+    assert raced == [] and again.search["race_cached"] == 1.0
+    assert (again.winner, again.measured_ms) == (made.winner, made.measured_ms)
+
+
+def test_what_was_measured_is_scaled_to_the_whole_program(plan, monkeypatch):
+    made = plan()
+    whole = shortened.Shortened.whole
+    found = []
+
+    def tripled(self, choice):
+        found.append(whole(self, choice))
+        return replace(found[-1], time_ratio=3 * found[-1].time_ratio)
+
+    monkeypatch.setattr(shortened.Shortened, "whole", tripled)
+    again = plan()
+    assert again.search["race_cached"] == 1.0
+    for row, other in zip(made.race, again.race, strict=True):
+        if row.time_ms is not None:
+            assert other.time_ms == pytest.approx(3 * row.time_ms)
+    assert again.measured_ms == made.measured_ms
+    # Layers take most of a step, and two thirds of them were left out.
+    assert all(1.5 < one.time_ratio < LAYERS / 4 for one in found)
+    assert all(1.2 < one.bytes_ratio < LAYERS / 4 for one in found)
+
+
+@pytest.mark.parametrize("asked", [{"repeats": None}, {"memory_budget": 2**30}])
+def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
+    made = plan(**asked)
+    assert len(set(raced)) <= 1
+    assert "segments_raced" not in made.search
+    assert "Timed with" not in plan_text(made)
+
+
+def test_whole_programs_race_if_the_winner_does_not_run_whole(
+    plan, monkeypatch, tmp_path
+):
+    build = contest.race.__globals__["build"]
+    failed = []
+
+    def first_whole_fails(program, mesh, job, environment):
+        if job.choice and not failed:  # Abridged ones are not kept as choices.
+            failed.append(job)
+            job = replace(job, options=(("xla_no_such_option", "1"),))
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr("cfp.search.race.build", first_whole_fails)
+    made = plan(per_kind=2, cache_dir=tmp_path)
+    assert len(failed) == 1
+    assert "segments_raced" not in made.search
+    assert made.measured_ms is not None
+
+
+def test_memory_decides_whether_an_abridged_program_will_do(plan, monkeypatch):
+    """Who surely fits races, who surely does not is out, and others race whole."""
+    needs = {}
+
+    def predicted(analysis, problem, choice):
+        return needs.setdefault(choice, 10 * (len(needs) + 1))
+
+    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**40)
+    monkeypatch.setattr("cfp.contest.predicted_bytes", predicted)
+    most = 10 * 2**40
+    made = plan()
+    assert "segments_raced" in made.search
+    needs[list(needs)[-1]] = most
+    made = plan()
+    assert "segments_raced" in made.search
+    assert [row.note for row in made.race].count(TOO_LARGE) == 1
+    needs[list(needs)[-1]] = 2**40
+    assert "segments_raced" not in plan().search
+    needs[list(needs)[-1]] = None
+    assert "segments_raced" not in plan().search

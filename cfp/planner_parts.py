@@ -107,14 +107,14 @@ class Profiles:
         moved_ms: what resharding between segments takes, where it was measured.
     """
 
-    classics: Mapping[str, Choice]
-    found: Explored
-    rates: Rates
+    classics: Mapping[str, Choice] = field(repr=False)
+    found: Explored = field(repr=False)
+    rates: Rates = field(repr=False)
     measured: int
     cached: int
     failed: int
     seconds: float
-    moved_ms: Mapping[Move, float] = field(default_factory=dict)
+    moved_ms: Mapping[Move, float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class Decision:
     """
 
     name: str
-    choice: Choice
+    choice: Choice = field(repr=False)
     predicted_ms: float | None = None
     extent: Told = Told.EVERYTHING
     options: Mapping[str, str] = field(default_factory=dict)
-    rivals: tuple[Decision, ...] = ()
-    classics: Mapping[str, Choice] = field(default_factory=dict)
-    problem: Problem | None = None
+    rivals: tuple[Decision, ...] = field(default=(), repr=False)
+    classics: Mapping[str, Choice] = field(default_factory=dict, repr=False)
+    problem: Problem | None = field(default=None, repr=False)
     search: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -27,7 +27,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("search",),
     ("execute",),
     ("plan_parts",),
-    ("plan",),
+    ("plan", "plan_text"),
     (
         "describe",
         "planner_parts",

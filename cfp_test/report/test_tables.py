@@ -4,9 +4,10 @@ import pytest
 from rich.console import Console
 
 from cfp.plan import Plan, PlanRow, RaceRow
+from cfp.plan_text import collapse, merged_name
 from cfp.program.graft import Constraints
 from cfp.report import picture
-from cfp.report.tables import collapse, merged_name, plan_text, print_plan
+from cfp.report.tables import plan_text, print_plan
 
 SHARDED = {"attention": "x: rows (dim 0 of 8)", "mlp": "x: columns (dim 1 of 64)"}
 

@@ -196,6 +196,7 @@ class Planner:
             MemoryBudgetError: none fits, and nothing is compiled to make sure.
         """
         started = time.perf_counter()
+        self._tell("searching among what was measured")
         costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
         known = (profiles.found.wanted, profiles.found.records)
         # With times in context, and with times alone.

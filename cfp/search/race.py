@@ -263,10 +263,12 @@ class _Turns:
             else:
                 ready[digest] = outcome
         order = before = list(ready)
-        for turn in range(rounds + _MORE_ROUNDS):
+        most = rounds + _MORE_ROUNDS
+        for turn in range(most):
+            of = f"{rounds}" if turn < rounds else f"at most {most}"
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
-                tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {rounds}")
+                tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {of}")
                 found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
                 records[digest] = _join(records.get(digest), found)
             times = {digest: records[digest].time_ms for digest in ready}

@@ -147,8 +147,6 @@ def summary_line(plan: Plan) -> str:
         if search.get("strategies_failed"):
             counts += f", {search['strategies_failed']:.0f} failed"
         parts.append(counts)
-    if "gap" in search:
-        parts.append(gap_text(search["gap"]))
     seconds = [
         f"{name.removesuffix('_seconds')} {value:.1f} s"
         for name, value in search.items()
@@ -161,8 +159,20 @@ def summary_line(plan: Plan) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """By how much something that was not measured could be faster."""
-    return f"gap {100 * gap:.1f}%"
+    """What measuring more could gain at most, as :mod:`cfp.search.guided` has it.
+
+    Args:
+        gap: the share of the step's predicted time that a choice that was not measured
+            could save by its lower bound; 1 if no plan was known to compare with.
+    """
+    if gap >= 1.0:
+        return "What measuring more could gain is not known."
+    if gap <= 0.0:
+        return "Nothing left to measure can be faster (gap 0.0%)."
+    return (
+        f"What was not measured could save {gap:.1%} of the step at most, by lower "
+        f"bounds (gap {gap:.1%})."
+    )
 
 
 # ----------------------------------------------------------------------- the whole
@@ -182,6 +192,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     line = summary_line(plan)
     if line:
         parts.append(Text(line))
+    if "gap" in plan.search:
+        parts.append(Text(gap_text(plan.search["gap"])))
     return Group(*parts)
 
 

@@ -35,7 +35,6 @@ from cfp.planner_parts import (
     device_memory,
     finalists,
     left_out,
-    no_winner,
     race_row,
     room_within,
 )
@@ -47,7 +46,7 @@ from cfp.profiling.looker import Looker
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.search.assemble import best_solutions, over_budget, whole_choice
+from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.compiler import variants
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.guided import Explored, explore
@@ -57,6 +56,7 @@ from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.squeeze import Room, squeezed
 from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.shortage import no_winner, over_budget
 
 # How many of the fastest are raced with other compiler options, too.
 _LEADERS = 2

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
 from cfp.profiling.collectives import Rates
@@ -22,13 +21,11 @@ from cfp.profiling.moves import Move
 from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.program.graft import aval
-from cfp.search.assemble import what_to_do
 from cfp.search.guided import Effort, Explored
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult
 from cfp.search.squeeze import Room
-from cfp.units import format_bytes
 
 # XLA's allocator does not split a free block of which less than this would stay free,
 # and counts the whole block as used: what is measured is up to this much more than what
@@ -266,30 +263,4 @@ def room_within(
         device_bytes=device_bytes,
         platform=platform,
         reserve_bytes=reserve,
-    )
-
-
-def no_winner(
-    analysis: Analysis,
-    results: Sequence[RaceResult],
-    budget_bytes: int | None,
-    reserve_bytes: int = 0,
-) -> CfpError:
-    """The error for a race that nobody finished, in a budget and its reserve."""
-    # Of what could not be compiled nobody knows what it needs.
-    compiled = [r for r in results if r.peak_bytes]
-    failed = [r for r in compiled or results if r.fits]
-    if failed:
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
-        return DeviceError(f"No plan ran on the devices. {reasons}")
-    budget = (budget_bytes or 0) + reserve_bytes
-    smallest = min(r.peak_bytes for r in compiled) + reserve_bytes
-    programs = len({r.record.key for r in compiled})
-    which = f"Of {programs} compiled plans the smallest"
-    return MemoryBudgetError(
-        f"{which if programs > 1 else 'The plan, compiled,'} needs "
-        f"{format_bytes(smallest, up=True)} on each device; the budget is "
-        f"{format_bytes(budget)}. {what_to_do(analysis)}",
-        smallest_feasible_bytes=smallest,
-        contributors=[(r.name, r.peak_bytes) for r in compiled],
     )

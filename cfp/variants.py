@@ -78,7 +78,7 @@ class Outcome:
 
     def __repr__(self) -> str:
         time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
-        told = [text for text in (time, self.note) if text]
+        told = [text for text in (time, self.note.partition("\n")[0]) if text]
         return f"{self.name}: {'; '.join(told) or 'not timed'}"
 
 

@@ -33,7 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
         "planner_parts",
     ),
     ("planner_parts",),
-    ("entries",),
+    ("entries", "shortage"),
     ("planner",),
     ("budgets",),
     ("models",),

@@ -215,7 +215,8 @@ def first_that_fits(
                     return refused, outcome.peak_bytes
                 reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
-            store.put(replace(outcome, choice=job.choice), replace=True)
+            outcome = replace(outcome, choice=job.choice)
+            store.put(outcome, replace=True)
         fits = outcome.peak_bytes <= budget_bytes
         if fits and outcome.ok:
             return refused, outcome.peak_bytes

@@ -10,7 +10,7 @@ race       Choice and the classics    -> Plan       timed on the whole program
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ class Found:
     """
 
     plan: Plan
-    analysis: Analysis
-    winner: Decision
+    analysis: Analysis = field(repr=False)
+    winner: Decision = field(repr=False)
     interrupted: bool
 
 
@@ -176,6 +176,10 @@ class ParallelStep:
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
         self.__wrapped__ = fn
+
+    def __repr__(self) -> str:
+        told = self._latest or "it is planned at its first call"
+        return f"ParallelStep of {self.__name__}: {told}"
 
     @property
     def plan(self) -> Plan:

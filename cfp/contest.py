@@ -28,7 +28,6 @@ from cfp.planner_parts import (
     compose_plan,
     finalists,
     left_out,
-    no_winner,
     race_row,
 )
 from cfp.profiling.builder import Built
@@ -40,6 +39,7 @@ from cfp.search.measure import Told
 from cfp.search.race import Finalist, RaceResult, first_that_fits, race
 from cfp.search.shortened import Shortened, shorten
 from cfp.search.squeeze import Room
+from cfp.shortage import no_winner
 
 # How many of the fastest are raced with other compiler options, too.
 _LEADERS = 2

@@ -38,6 +38,13 @@ class CompiledStep:
     out_shardings: tuple[NamedSharding, ...]
     out_tree: Any
 
+    def __repr__(self) -> str:
+        name = getattr(self.step.fn, "__name__", "a step")
+        return (
+            f"CompiledStep of {name}: {len(self.in_shardings)} arguments, "
+            f"{len(self.out_shardings)} results"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere."""
         leaves = self.step.flatten(args, kwargs)

@@ -24,6 +24,7 @@ from cfp.plan_parts import (
     specs_like,
     type_text,
 )
+from cfp.plan_text import short_text
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
@@ -76,6 +77,9 @@ class Plan:
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return short_text(self)
 
     # -- shardings -----------------------------------------------------------
 

@@ -32,13 +32,14 @@ from cfp.profiling.key import environment_parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.search.assemble import best_solutions, over_budget, whole_choice
+from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.guided import Explored, explore
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.squeeze import squeezed
 from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.shortage import over_budget
 
 
 class Planner:
@@ -166,6 +167,7 @@ class Planner:
             MemoryBudgetError: none fits, and nothing is compiled to make sure.
         """
         started = time.perf_counter()
+        self.ground.tell("searching among what was measured")
         costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
         known = (profiles.found.wanted, profiles.found.records)
         # With times in context, and with times alone.

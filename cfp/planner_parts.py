@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
-from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
 from cfp.profiling.collectives import Rates
@@ -24,14 +23,12 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
-from cfp.search.assemble import what_to_do
 from cfp.search.guided import Effort, Explored
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.race import Finalist, RaceResult, Whole
 from cfp.search.shortened import Shortened
 from cfp.search.squeeze import Room
-from cfp.units import format_bytes
 
 TOO_FAR = "predicted too far behind to be raced"
 TOO_LARGE = "predicted not to fit in the devices' memory"
@@ -168,14 +165,14 @@ class Profiles:
         moved_ms: what resharding between segments takes, where it was measured.
     """
 
-    classics: Mapping[str, Choice]
-    found: Explored
-    rates: Rates
+    classics: Mapping[str, Choice] = field(repr=False)
+    found: Explored = field(repr=False)
+    rates: Rates = field(repr=False)
     measured: int
     cached: int
     failed: int
     seconds: float
-    moved_ms: Mapping[Move, float] = field(default_factory=dict)
+    moved_ms: Mapping[Move, float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -195,13 +192,13 @@ class Decision:
     """
 
     name: str
-    choice: Choice
+    choice: Choice = field(repr=False)
     predicted_ms: float | None = None
     extent: Told = Told.EVERYTHING
     options: Mapping[str, str] = field(default_factory=dict)
-    rivals: tuple[Decision, ...] = ()
-    classics: Mapping[str, Choice] = field(default_factory=dict)
-    problem: Problem | None = None
+    rivals: tuple[Decision, ...] = field(default=(), repr=False)
+    classics: Mapping[str, Choice] = field(default_factory=dict, repr=False)
+    problem: Problem | None = field(default=None, repr=False)
     search: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -332,30 +329,4 @@ def room_within(
         device_bytes=device_bytes,
         platform=platform,
         reserve_bytes=reserve,
-    )
-
-
-def no_winner(
-    analysis: Analysis,
-    results: Sequence[RaceResult],
-    budget_bytes: int | None,
-    reserve_bytes: int = 0,
-) -> CfpError:
-    """The error for a race that nobody finished, in a budget and its reserve."""
-    # Of what could not be compiled nobody knows what it needs.
-    compiled = [r for r in results if r.peak_bytes]
-    failed = [r for r in compiled or results if r.fits]
-    if failed:
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
-        return DeviceError(f"No plan ran on the devices. {reasons}")
-    budget = (budget_bytes or 0) + reserve_bytes
-    smallest = min(r.peak_bytes for r in compiled) + reserve_bytes
-    programs = len({r.record.key for r in compiled})
-    which = f"Of {programs} compiled plans the smallest"
-    return MemoryBudgetError(
-        f"{which if programs > 1 else 'The plan, compiled,'} needs "
-        f"{format_bytes(smallest, up=True)} on each device; the budget is "
-        f"{format_bytes(budget)}. {what_to_do(analysis)}",
-        smallest_feasible_bytes=smallest,
-        contributors=[(r.name, r.peak_bytes) for r in compiled],
     )

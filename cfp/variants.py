@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
@@ -54,7 +54,7 @@ class Variant:
 
     name: str
     fn: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] = field(repr=False)
     mesh: Mesh
 
 
@@ -76,6 +76,11 @@ class Outcome:
     seconds: float = 0.0
     note: str = ""
 
+    def __repr__(self) -> str:
+        time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
+        told = [text for text in (time, self.note.partition("\n")[0]) if text]
+        return f"{self.name}: {'; '.join(told) or 'not timed'}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
@@ -93,6 +98,11 @@ class Fastest:
     plan: Plan
     outcomes: tuple[Outcome, ...]
     basis: Basis
+
+    def __repr__(self) -> str:
+        lines = [f"  {outcome}" for outcome in self.outcomes]
+        title = f"Fastest of {len(lines)} variants, {self.basis}: {self.name}"
+        return "\n".join([title, *lines, repr(self.plan)])
 
 
 def plan_fastest(

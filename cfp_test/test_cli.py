@@ -155,7 +155,7 @@ def planned(folder) -> tuple[Outcome, Path]:
             "2",
             "--quick",
         ),
-        *("--pin", "weights/up=None,x", "-o", str(path), "--json"),
+        *("--pin", "weights/up=None,x", "-o", str(path), "--json", "--quiet"),
         folder=folder,
     )
     return outcome, path
@@ -169,7 +169,7 @@ def test_plan_prints_one_json_document(planned):
     assert found["race"] and found["rows"]
     specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}
     assert specs["weights/up"] == [[], ["x"]]
-    # Without a terminal nothing tells of progress.
+    # Asked to be quiet, nothing tells of progress.
     assert outcome.err == "This is no JSON.\n"
 
 

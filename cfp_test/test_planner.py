@@ -15,7 +15,7 @@ from cfp.analysis.layout import Choice
 from cfp.contest import Contest
 from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, device_memory, no_winner
+from cfp.planner_parts import Decision, PlannerSettings, device_memory
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -23,6 +23,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.measure import Told
 from cfp.search.race import RaceResult
+from cfp.shortage import no_winner
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()
@@ -275,6 +276,7 @@ def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkey
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction") as caught:
         planned(1000)
     least = caught.value.smallest_feasible_bytes
+    assert sum(size for _, size in caught.value.contributors) == least
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         planned(least - 1)
     assert planned(least).winner == "planned"

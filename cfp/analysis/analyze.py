@@ -70,6 +70,13 @@ class Analysis:
     frame: Frame
     segments: tuple[Segment, ...]
 
+    def __repr__(self) -> str:
+        return (
+            f"Analysis of {len(self.frame.blocks)} blocks in {len(self.segments)} "
+            f"segments of {len(self.representatives)} kinds, on a mesh "
+            f"{dict(self.frame.mesh)}"
+        )
+
     @cached_property
     def representatives(self) -> tuple[int, ...]:
         """For each kind the segment that is measured for all of its kind.

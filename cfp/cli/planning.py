@@ -204,7 +204,9 @@ def search(
         print_plan(made, Console())
         if why is not None:
             print()
-            show(lambda b: explanation_view(session.analysis, found.problem, why, b))
+            gap = made.search.get("gap")
+            how = (session.analysis, found.problem, why)
+            show(lambda b: explanation_view(*how, b, gap))
         suggest(output)
 
 

@@ -1,10 +1,15 @@
-"""What a person sees while something is measured: one live line on the terminal."""
+"""What a person sees while something is measured: one live line on the terminal.
+
+Where there is no terminal, as in the log of a batch job, plain lines now and then.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -16,32 +21,78 @@ from rich.text import Text
 
 from cfp.profiling.runner import Progress
 
+# How often to see whether a plain line is due.
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class PlainLines:
+    """When a line is due where lines stay, and what it says.
+
+    Attributes:
+        silent_seconds: nothing that is over by then says anything.
+        every_seconds: how long the same kind of work goes on until the next line.
+    """
+
+    silent_seconds: float = 10.0
+    every_seconds: float = 30.0
+    _doing: str = ""
+    _told_seconds: float = 0.0
+
+    def due(self, event: Progress | str, seconds: float) -> str | None:
+        """The line that is due, if one is.
+
+        Args:
+            event: the latest.
+            seconds: how long everything has taken so far.
+        """
+        if seconds < self.silent_seconds:
+            return None
+        doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
+        is_new = doing != self._doing
+        if not is_new and seconds - self._told_seconds < self.every_seconds:
+            return None
+        self._doing, self._told_seconds = doing, seconds
+        if isinstance(event, Progress):
+            event = f"measuring {progress_text(event, clock=False)}"
+        return f"cfp {_clock(seconds)}: {event}"
+
 
 class Display:
-    """Shows events on the terminal's error stream; elsewhere it stays quiet.
+    """Shows events on the error stream: live on a terminal, elsewhere in plain lines.
 
     Use it as a context manager, and hand out `tell` to be told of events.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
-        self._console = Console(stderr=True)
+    def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
+        console = Console(stderr=True)
         self._live: Live | None = None
+        self._lines: PlainLines | None = None
+        self._over = threading.Event()
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._event: Progress | str = "starting"
-        if self._console.is_terminal and not quiet:
-            self._live = Live(
-                console=self._console,
-                transient=True,
-                refresh_per_second=8,
-                get_renderable=self._render,
-                # Results go to stdout themselves, when this is over.
-                redirect_stdout=sys.stdout.isatty(),
-            )
+        if quiet:
+            return
+        if not console.is_terminal or console.is_dumb_terminal:
+            self._lines = lines or PlainLines()
+            return
+        self._live = Live(
+            console=console,
+            transient=True,
+            refresh_per_second=8,
+            get_renderable=self._render,
+            # Results go to stdout themselves, when this is over.
+            redirect_stdout=sys.stdout.isatty(),
+        )
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
+        if self._lines is not None:
+            name = "cfp-progress"
+            self._writer = threading.Thread(target=self._write, name=name, daemon=True)
+            self._writer.start()
         return self
 
     def __exit__(
@@ -50,12 +101,26 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._over.set()
         if self._live is not None:
             self._live.stop()
+        if self._lines is not None:
+            self._writer.join()
 
     def tell(self, event: Progress | str) -> None:
         """Takes note of an event."""
         self._event = event
+
+    def _write(self) -> None:
+        """In a thread, since what takes longest has no events."""
+        assert self._lines is not None
+        while not self._over.wait(_LOOK_SECONDS):
+            line = self._lines.due(self._event, time.monotonic() - self._started)
+            if line is not None and sys.stderr is not None:
+                try:
+                    print(line, file=sys.stderr, flush=True)
+                except (OSError, ValueError):
+                    return  # Nobody reads it any more.
 
     def _render(self) -> Table:
         event = self._event
@@ -72,8 +137,8 @@ class Display:
         return line
 
 
-def progress_text(event: Progress) -> str:
-    """An event in words."""
+def progress_text(event: Progress, clock: bool = True) -> str:
+    """An event in words, with the time that what it belongs to has taken."""
     parts = [f"{event.done}/{event.total}"]
     if event.cached:
         parts.append(f"{event.cached} cached")
@@ -88,7 +153,8 @@ def progress_text(event: Progress) -> str:
         parts.append(f"{doing} {event.label}".strip())
     if math.isfinite(event.best_ms):
         parts.append(f"best {event.best_ms:.3g} ms")
-    parts.append(_clock(event.elapsed_seconds))
+    if clock:
+        parts.append(_clock(event.elapsed_seconds))
     left = seconds_left(event)
     if left is not None:
         parts.append(f"about {_clock(left)} left")

@@ -36,11 +36,6 @@ _STOPPED_SECONDS = 3.0
 _MOST_IN_A_ROW = 10
 
 
-def _this_second() -> datetime:
-    # Records know when they were made to the second.
-    return datetime.now(UTC).replace(microsecond=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """That a command may be run in children.
@@ -50,7 +45,7 @@ class Supervision:
             the command says of failures.
     """
 
-    started: datetime = field(default_factory=_this_second)
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def enter(self, store_path: Path) -> None:
         """Returns in a child, and only there.

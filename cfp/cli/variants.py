@@ -157,7 +157,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
             format_bytes(peak) if peak is not None else "-",
             f"{outcome.seconds:.1f} s",
-            outcome.note,
+            outcome.note.partition("\n")[0],
             style="bold" if won else None,
         )
     compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1

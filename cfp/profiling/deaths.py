@@ -158,7 +158,7 @@ def _done(store: ProfileStore, mark: Mark) -> bool:
 
 
 def _made_since(record: ProfileRecord, moment: str) -> bool:
-    # ISO 8601 in UTC, to the second: as text it sorts by time.
+    # Both are of `utc_now`: as text they sort by time.
     return record.created >= moment
 
 

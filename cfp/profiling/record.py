@@ -36,8 +36,12 @@ class Collective:
 
 
 def utc_now() -> str:
-    """This moment as an ISO 8601 string in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """This moment as an ISO 8601 string in UTC, to the microsecond.
+
+    As text such strings sort by time, also among those to the second that earlier
+    versions wrote: a sign sorts before a point, and so a second before its parts.
+    """
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

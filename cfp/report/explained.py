@@ -17,15 +17,35 @@ from cfp.search.problem import Problem
 from cfp.units import format_bytes
 
 _SAME_MS = 0.0005  # Less does not show in a table.
+_HOW_TO_READ = (
+    "Each line: what the whole step would take if all segments of the kind did so, and "
+    "the others what goes best with it."
+)
 
 
 def explanation_view(
-    analysis: Analysis, problem: Problem, found: Explanation, border: box.Box
+    analysis: Analysis,
+    problem: Problem,
+    found: Explanation,
+    border: box.Box,
+    gap: float | None = None,
 ) -> RenderableType:
-    """A table for each kind of segment, and what memory has to do with it."""
+    """A table for each kind of segment, and what memory has to do with it.
+
+    Args:
+        analysis: of the program.
+        problem: what was searched.
+        found: the explanation.
+        border: of the tables.
+        gap: the share of the step that what was not measured could save at most, if
+            anybody knows; see :class:`cfp.search.guided.Explored`.
+    """
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]
     parts += map(Text, _headlines(problem, found))
+    if gap is not None:
+        parts.append(Text(_unmeasured(found.best.cost_ms, gap)))
+    parts.append(Text(_HOW_TO_READ))
     for item in found.kinds:
         parts += [Text(), _kind_table(analysis, problem, found, item, names, border)]
         parts += map(Text, _left_out(item))
@@ -52,9 +72,22 @@ def _headlines(problem: Problem, found: Explanation) -> Iterator[str]:
             f"It won the race; the search had predicted {_ms(plan)} for it, and "
             f"{_ms(best)} for the best of those measured (*)."
         )
-    yield (
-        "Each line: what the whole step would take if all segments of the kind did so, "
-        "and the others what goes best with it."
+
+
+def _unmeasured(best_ms: float, gap: float) -> str:
+    """What the choices are worth that nobody measured."""
+    if gap >= 1.0:
+        return "What choices that were not measured would take is not known."
+    least_ms = (1.0 - gap) * best_ms
+    text = (
+        "No choice that was not measured can bring the step below "
+        f"{least_ms:.3f} ms, by lower bounds that all measurements agree with"
+    )
+    if gap <= 0.0:
+        return f"{text}: none is faster."
+    return (
+        f"{text} (gap {gap:.1%}). Most take longer than their bound; cfp profile "
+        "--gap 0.05 measures on, up to --per-kind choices of each kind."
     )
 
 

@@ -176,10 +176,9 @@ def profiles_view(
         )
     line = (
         f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
-        f"{profiles.failed} failed, {gap_text(profiles.found.gap)}; "
-        f"{profiles.seconds:.1f} s"
+        f"{profiles.failed} failed; {profiles.seconds:.1f} s"
     )
-    return Group(table, Text(), Text(line))
+    return Group(table, Text(), Text(line), Text(gap_text(profiles.found.gap)))
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:

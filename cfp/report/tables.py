@@ -8,8 +8,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,94 +16,21 @@ from rich.text import Text
 
 from cfp.plan import Plan
 from cfp.plan_parts import PlanRow, RaceRow
+from cfp.plan_text import (
+    STORAGE_WORDS,
+    Repeat,
+    best_variants,
+    collapse,
+    common_prefix,
+    headline,
+    merged_name,
+    span_text,
+)
 from cfp.units import format_bytes
 
 PLAIN_WIDTH = 160
 
-_NUMBER = re.compile(r"\d+")
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
-STORAGE_WORDS = {
-    "used": "as used",
-    "optimizer": "optimizer sharded",
-    "sharded": "sharded",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Segments that a table shows once.
-
-    Attributes:
-        first: index of the first segment.
-        period: how many segments make up one repeat.
-        count: how often they stand there, back to back.
-        rows: the blocks of each repeat, repeat by repeat.
-    """
-
-    first: int
-    period: int
-    count: int
-    rows: tuple[tuple[PlanRow, ...], ...]
-
-
-def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
-    """Finds segments that are alike and stand back to back.
-
-    Alike are segments of one kind whose blocks are sharded and stored alike.
-    """
-    segments = [tuple(found) for _, found in groupby(rows, key=lambda row: row.segment)]
-    marks = [tuple(_mark(row) for row in segment) for segment in segments]
-    repeats = []
-    at = 0
-    while at < len(segments):
-        period, count = _longest_repeat(marks, at)
-        parts = tuple(
-            tuple(row for s in segments[i : i + period] for row in s)
-            for i in range(at, at + period * count, period)
-        )
-        repeats.append(Repeat(segments[at][0].segment, period, count, parts))
-        at += period * count
-    return repeats
-
-
-def _mark(row: PlanRow) -> tuple:
-    return row.kind, row.op, row.sharded, row.storage
-
-
-def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
-    """(period, count) of the repeat that covers most from here on; (1, 1) if none."""
-    best = (1, 1)
-    for period in range(1, (len(marks) - at) // 2 + 1):
-        count = 1
-        unit = marks[at : at + period]
-        while marks[at + period * count : at + period * (count + 1)] == unit:
-            count += 1
-        if count > 1 and period * count > best[0] * best[1]:
-            best = (period, count)
-    return best
-
-
-def merged_name(names: Sequence[str]) -> str:
-    """One name for the same block of several segments: ``layer_0-3/mlp/up``."""
-    shapes = {_NUMBER.sub("#", name) for name in names}
-    if len(shapes) > 1:
-        return f"{names[0]} ... {names[-1]}"
-    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    spans = iter([_span(list(column)) for column in columns])
-    return _NUMBER.sub(lambda _: next(spans), names[0])
-
-
-def _span(numbers: list[int]) -> str:
-    distinct = sorted(set(numbers))
-    if len(distinct) == 1:
-        return str(distinct[0])
-    step = distinct[1] - distinct[0]
-    if distinct == list(range(distinct[0], distinct[-1] + 1, step)):
-        if step == 1:
-            return f"{distinct[0]}-{distinct[-1]}"
-        if len(distinct) > 3:
-            return f"{distinct[0]},{distinct[1]}..{distinct[-1]}"
-    return ",".join(map(str, distinct))
 
 
 # --------------------------------------------------------------------------- tables
@@ -120,7 +45,7 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
     table.add_column("parameters")
     table.add_column("collectives that follow")
     table.add_column("segment ms", justify="right", no_wrap=True)
-    prefix = _common_prefix([row.name for row in plan.rows])
+    prefix = common_prefix([row.name for row in plan.rows])
     for repeat in collapse(plan.rows):
         for place, row in enumerate(repeat.rows[0]):
             new_segment = place == 0 or row.segment != repeat.rows[0][place - 1].segment
@@ -150,7 +75,7 @@ def _collectives(twins: Sequence[PlanRow]) -> str:
     )
     texts = [common[0].collectives]
     for group in others:
-        where = _span([row.segment for row in group])
+        where = span_text([row.segment for row in group])
         texts.append(f"segment {where}: {group[0].collectives}")
     return "; ".join(texts)
 
@@ -159,7 +84,7 @@ def _segment_text(repeat: Repeat, segment: int) -> str:
     if repeat.count == 1:
         return str(segment)
     members = [segment + i * repeat.period for i in range(repeat.count)]
-    return f"{_span(members)} ({repeat.count} x)"
+    return f"{span_text(members)} ({repeat.count} x)"
 
 
 def _segment_time(row: PlanRow, count: int) -> str:
@@ -167,14 +92,6 @@ def _segment_time(row: PlanRow, count: int) -> str:
         return "-"
     times = f"{count} x " if count > 1 else ""
     return f"{times}{row.segment_ms:.3g}"
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    """The module that all blocks stand in, with its slash, or nothing."""
-    first = {name.partition("/")[0] for name in names}
-    if len(first) == 1 and all("/" in name for name in names):
-        return f"{first.pop()}/"
-    return ""
 
 
 def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
@@ -211,21 +128,6 @@ def scale_text(plan: Plan) -> str:
     )
 
 
-def best_variants(plan: Plan) -> list[RaceRow]:
-    """Of each finalist its fastest variant, the fastest finalist first.
-
-    A variant's name is the finalist's, a comma, and in what it differs.
-    """
-    ranked = sorted(
-        plan.race,
-        key=lambda row: (row.name != plan.winner, row.time_ms or float("inf")),
-    )
-    found: dict[str, RaceRow] = {}
-    for row in ranked:
-        found.setdefault(row.name.partition(", ")[0], row)
-    return sorted(found.values(), key=lambda row: row.time_ms or float("inf"))
-
-
 def _same_as(row: RaceRow, race: Sequence[RaceRow]) -> str:
     """Finalists that came out as one program were run once, and share its samples."""
     others = [
@@ -245,22 +147,6 @@ def _ms(value: float | None) -> str:
 # --------------------------------------------------------------------------- lines
 
 
-def headline(plan: Plan) -> str:
-    """The plan in one sentence."""
-    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
-    kind = plan.environment.get("device_kind", "")
-    parts = [
-        f"Plan {plan.winner!r} for a mesh {mesh}" + (f" of {kind}" if kind else "")
-    ]
-    if plan.measured_ms is not None:
-        parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
-    if plan.predicted_ms is not None:
-        parts.append(f"{plan.predicted_ms:.3f} ms predicted")
-    if plan.peak_bytes is not None:
-        parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
-    return "; ".join(parts)
-
-
 def summary_line(plan: Plan) -> str:
     """What was measured and how long each pass took; "" if nothing was."""
     search = plan.search
@@ -273,8 +159,6 @@ def summary_line(plan: Plan) -> str:
         if search.get("strategies_failed"):
             counts += f", {search['strategies_failed']:.0f} failed"
         parts.append(counts)
-    if "gap" in search:
-        parts.append(gap_text(search["gap"]))
     seconds = [
         f"{name.removesuffix('_seconds')} {value:.1f} s"
         for name, value in search.items()
@@ -287,8 +171,20 @@ def summary_line(plan: Plan) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """By how much something that was not measured could be faster."""
-    return f"gap {100 * gap:.1f}%"
+    """What measuring more could gain at most, as :mod:`cfp.search.guided` has it.
+
+    Args:
+        gap: the share of the step's predicted time that a choice that was not measured
+            could save by its lower bound; 1 if no plan was known to compare with.
+    """
+    if gap >= 1.0:
+        return "What measuring more could gain is not known."
+    if gap <= 0.0:
+        return "Nothing left to measure can be faster (gap 0.0%)."
+    return (
+        f"What was not measured could save {gap:.1%} of the step at most, by lower "
+        f"bounds (gap {gap:.1%})."
+    )
 
 
 # ----------------------------------------------------------------------- the whole
@@ -310,6 +206,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     line = summary_line(plan)
     if line:
         parts.append(Text(line))
+    if "gap" in plan.search:
+        parts.append(Text(gap_text(plan.search["gap"])))
     return Group(*parts)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.describe import strategy_text
+from cfp.plan_text import STORAGE_WORDS, merged_name
 from cfp.presets import presets
-from cfp.report.tables import STORAGE_WORDS, merged_name
 from cfp.search.candidates import segment_candidate
 from cfp.search.problem import Candidate, Option
 

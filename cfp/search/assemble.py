@@ -5,11 +5,8 @@ from __future__ import annotations
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
-from cfp.errors import MemoryBudgetError
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import smallest_budget
 from cfp.search.problem import Problem, Solution, solution
-from cfp.units import format_bytes
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
@@ -64,35 +61,3 @@ def best_solutions(problem: Problem, count: int) -> list[Solution]:
             break
         banned.add(max(spent, key=lambda choice: spent[choice]))
     return found
-
-
-def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
-    """The error for a budget that nothing fits in by prediction."""
-    smallest = smallest_budget(problem)
-    budget = format_bytes(problem.budget_bytes or 0)
-    return MemoryBudgetError(
-        f"No plan fits in {budget} of memory on each device. The "
-        f"smallest budget that would do is about {format_bytes(smallest, up=True)}, by "
-        f"prediction. {what_to_do(analysis)}",
-        smallest_feasible_bytes=smallest,
-        contributors=_largest_arguments(analysis),
-    )
-
-
-def what_to_do(analysis: Analysis) -> str:
-    """What takes much memory, and what would help: the end of an error's message."""
-    largest = _largest_arguments(analysis)
-    names = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
-    return (
-        f"The largest arguments, unsharded: {names}. Raise the budget, use more "
-        "devices, or make the batch smaller."
-    )
-
-
-def _largest_arguments(analysis: Analysis) -> list[tuple[str, int]]:
-    program = analysis.frame.program
-    sizes = (
-        (name, program.values[v].size_bytes)
-        for name, v in zip(program.arg_names, program.args, strict=True)
-    )
-    return sorted(sizes, key=lambda item: -item[1])[:5]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Layout, Storage, lay_out
-from cfp.analysis.specs import even_spec, spec_ways
+from cfp.analysis.specs import even_spec
 from cfp.errors import DeviceError
 from cfp.presets import preset
 from cfp.profiling.collectives import Rates
@@ -17,7 +16,7 @@ from cfp.profiling.drift import at_one_clock
 from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.estimate import Estimator
-from cfp.search.measure import SegmentBytes, segment_bytes
+from cfp.search.measure import SegmentBytes, argument_bytes, segment_bytes
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
 
@@ -55,11 +54,8 @@ class Costs:
         roles = ("data",) * len(frame.mesh)
         layout = lay_out(frame, preset(frame, roles, Storage.USED))
         return sum(
-            ceil(
-                frame.program.values[value].size_bytes
-                / spec_ways(layout.arg_spec(position), frame.mesh)
-            )
-            for position, value in enumerate(frame.program.args)
+            argument_bytes(layout, position)
+            for position in range(len(frame.program.args))
             if position not in frame.group_of_arg
         )
 

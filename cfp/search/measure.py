@@ -280,31 +280,44 @@ def segment_bytes(
 
     Of a segment that is computed again only what others read is kept.
     """
-    program = frame.program
-    state = 0
-    for index in segment.groups:
-        for position in frame.groups[index].args:
-            value = program.values[program.args[position]]
-            spec = layout.arg_spec(position)
-            state += ceil(value.size_bytes / spec_ways(spec, frame.mesh))
-    turn = turning_point(frame)
-    if remat:
-        mine = set(segment.ops)
-        held = {
-            v
-            for op_id in segment.ops
-            if op_id < turn and op_id not in program.leaf_ops
-            for v in program.ops[op_id].results
-            if any(user not in mine for user, _ in program.users[v])
-        }
-    else:
-        held = kept_values(program, segment.ops, turn)
-    residual = 0
-    for v in held:
-        # As its reader has it: what is gathered in the forward pass stays so.
-        spec = layout.read_spec(v) or layout.spec(v) or ()
-        residual += ceil(program.values[v].size_bytes / spec_ways(spec, frame.mesh))
+    groups = (frame.groups[index] for index in segment.groups)
+    state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
+    held = held_values(frame, segment, remat)
+    residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
+
+
+def held_values(frame: Frame, segment: Segment, remat: bool = False) -> set[int]:
+    """Values of a segment that live from the forward to the backward pass."""
+    program = frame.program
+    turn = turning_point(frame)
+    if not remat:
+        return kept_values(program, segment.ops, turn)
+    mine = set(segment.ops)
+    return {
+        v
+        for op_id in segment.ops
+        if op_id < turn and op_id not in program.leaf_ops
+        for v in program.ops[op_id].results
+        if any(user not in mine for user, _ in program.users[v])
+    }
+
+
+def argument_bytes(layout: Layout, position: int) -> int:
+    """What an argument takes on each device."""
+    program = layout.frame.program
+    size = program.values[program.args[position]].size_bytes
+    return ceil(size / spec_ways(layout.arg_spec(position), layout.frame.mesh))
+
+
+def value_bytes(layout: Layout, v: int) -> int:
+    """What a value takes on each device.
+
+    As its reader has it: what is gathered in the forward pass stays so.
+    """
+    spec = layout.read_spec(v) or layout.spec(v) or ()
+    size = layout.frame.program.values[v].size_bytes
+    return ceil(size / spec_ways(spec, layout.frame.mesh))
 
 
 def turning_point(frame: Frame) -> int:

@@ -240,7 +240,8 @@ def first_that_fits(
                     return refused, outcome.peak_bytes
                 reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
-            store.put(replace(outcome, choice=job.choice), replace=True)
+            outcome = replace(outcome, choice=job.choice)
+            store.put(outcome, replace=True)
         fits = outcome.peak_bytes <= budget_bytes
         if fits and outcome.ok:
             return refused, outcome.peak_bytes
@@ -289,10 +290,12 @@ class _Turns:
             else:
                 ready[digest] = outcome
         order = before = list(ready)
-        for turn in range(rounds + _MORE_ROUNDS):
+        most = rounds + _MORE_ROUNDS
+        for turn in range(most):
+            of = f"{rounds}" if turn < rounds else f"at most {most}"
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
-                tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {rounds}")
+                tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {of}")
                 found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
                 records[digest] = _join(records.get(digest), found)
             times = {d: self.ratios.get(d, 1.0) * records[d].time_ms for d in ready}

@@ -48,8 +48,7 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         job: the whole program under any choice, without compiler options.
     """
     like = _apart_from_choice(job.key.parts)
-    frame = analysis.frame
-    options = [block_strategies(frame.program, b, frame.mesh) for b in frame.blocks]
+    options = _strategies(analysis)
     found = [
         Remembered(*made, record)
         for record in store.records()
@@ -59,6 +58,17 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         and (made := _read(analysis, options, record)) is not None
     ]
     return sorted(found, key=lambda one: one.record.time_ms)
+
+
+def choice_of(analysis: Analysis, record: ProfileRecord) -> Choice | None:
+    """The choice that a record is of; None if it does not say, or nobody knows it."""
+    found = _read(analysis, _strategies(analysis), record)
+    return found[0] if found is not None else None
+
+
+def _strategies(analysis: Analysis) -> list[Sequence[Strategy]]:
+    frame = analysis.frame
+    return [block_strategies(frame.program, b, frame.mesh) for b in frame.blocks]
 
 
 def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:

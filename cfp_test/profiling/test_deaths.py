@@ -23,6 +23,7 @@ from cfp.profiling.store import ProfileStore
 
 PID = 12345
 SINCE = "2026-01-02T03:04:05+00:00"
+HALF_PAST = "2026-01-02T03:04:05.500000+00:00"
 
 
 def key_of(name: str) -> ProfileKey:
@@ -216,10 +217,23 @@ def test_several_builds_are_suspects(store, caplog):
 
 
 @pytest.mark.parametrize(
-    ("created", "kept"),
-    [(SINCE, "ok"), ("2026-01-02T03:04:04+00:00", "crashed")],
+    ("since", "created", "kept"),
+    [
+        (SINCE, SINCE, "ok"),
+        (SINCE, "2026-01-02T03:04:04+00:00", "crashed"),
+        # Within one second.
+        (HALF_PAST, HALF_PAST, "ok"),
+        (HALF_PAST, "2026-01-02T03:04:05.500001+00:00", "ok"),
+        (HALF_PAST, "2026-01-02T03:04:05.499999+00:00", "crashed"),
+        # One of the two by an earlier version, to the second.
+        (SINCE, HALF_PAST, "ok"),
+        (HALF_PAST, SINCE, "crashed"),
+        (HALF_PAST, "2026-01-02T03:04:06+00:00", "ok"),
+    ],
 )
-def test_a_record_made_since_tells_that_it_did_not_die_of_it(store, created, kept):
+def test_a_record_made_since_tells_that_it_did_not_die_of_it(
+    store, since, created, kept
+):
     key = key_of("a")
     record = ProfileRecord(
         key=key.digest,
@@ -229,9 +243,24 @@ def test_a_record_made_since_tells_that_it_did_not_die_of_it(store, created, kep
         created=created,
     )
     store.put(record)
-    leave(store, mark("a"), words=ABORTED)
+    leave(store, mark("a", since=since), words=ABORTED)
     bury(store)
     assert [r.status for r in store.records()] == [kept]
+
+
+def test_what_was_measured_right_before_is_no_alibi(store):
+    """Moments of records and of marks are told apart within a second."""
+    key = key_of("a")
+    record = ProfileRecord(
+        key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
+    )
+    store.put(record)
+    time.sleep(0.001)
+    with Marks(store.path) as marks, marks.doing(key, "task a", "run"):
+        [alive] = marks.folder.living()
+    leave(store, *alive.marks, words=ABORTED)
+    bury(store)
+    assert [r.status for r in store.records()] == ["crashed"]
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"marks": [{"parts": 3}]}', "{"])

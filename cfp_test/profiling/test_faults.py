@@ -46,7 +46,7 @@ def finish(process: subprocess.Popen) -> tuple[str, str]:
 
 
 def profile(folder: Path) -> subprocess.Popen:
-    return begin(folder, "profile", TOY, *ON_CPU, *FEW)
+    return begin(folder, "profile", TOY, *ON_CPU, *FEW, "--quiet")
 
 
 def records(folder: Path) -> dict[str, ProfileRecord]:

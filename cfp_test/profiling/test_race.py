@@ -110,6 +110,7 @@ def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
 def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
     """The devices become slower while one, who is behind, sits out."""
     turns = []
+    told = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
         slow = slowed if len(turns) >= 3 else 1.0
@@ -119,7 +120,16 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
 
     monkeypatch.setattr(room, "run", turn)
     finalists = [Finalist(name=name, job=case.job(name)) for name in "abc"]
-    results = race(case.program, case.mesh, finalists, store, rounds=3)
+    results = race(
+        case.program, case.mesh, finalists, store, rounds=3, progress=told.append
+    )
+    counts = dict.fromkeys(t.partition(", ")[2] for t in told if "timing" in t)
+    more = [f"turn {number} of at most 6" for number in (4, 5, 6)]
+    assert [*counts] == [
+        *(f"turn {number} of 3" for number in (1, 2, 3)),
+        *more[: len(counts) - 3],
+    ]
+    assert slowed < 2.0 or len(counts) > 3
     assert turns[:5] == ["a", "b", "c", "b", "a"]
     assert turns.count("c") > 1
     assert min(results, key=lambda r: r.time_ms).name == "a"

@@ -2,12 +2,13 @@ import dataclasses
 import json
 import math
 import statistics
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.profiling.record import STATUSES, Collective, ProfileRecord
+from cfp.profiling.record import STATUSES, Collective, ProfileRecord, utc_now
 
 OK = ProfileRecord(
     key="k",
@@ -93,6 +94,30 @@ def test_defaults_are_a_plain_failure_made_now():
     record = ProfileRecord(key="k", parts=(), status="timeout")
     assert record.created.endswith("+00:00")
     assert ProfileRecord.from_json(record.to_json()) == record
+
+
+@given(
+    st.datetimes(
+        min_value=datetime(2026, 1, 1), max_value=datetime(2026, 1, 1, 0, 0, 2)
+    ),
+    st.datetimes(
+        min_value=datetime(2026, 1, 1), max_value=datetime(2026, 1, 1, 0, 0, 2)
+    ),
+)
+def test_moments_sort_as_text_with_those_to_the_second(one, other):
+    one, other = (moment.replace(tzinfo=UTC) for moment in (one, other))
+    coarse = other.replace(microsecond=0)
+
+    def written(moment: datetime, timespec: str = "microseconds") -> str:
+        return moment.isoformat(timespec=timespec)
+
+    assert (written(one) < written(other)) == (one < other)
+    assert (written(one) >= written(coarse, "seconds")) == (one >= coarse)
+
+
+def test_now_is_told_to_the_microsecond():
+    now = utc_now()
+    assert datetime.fromisoformat(now).isoformat(timespec="microseconds") == now
 
 
 @pytest.mark.parametrize(

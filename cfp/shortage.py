@@ -1,0 +1,194 @@
+"""The error where nothing fits in memory: what takes it, and what would help."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.blocks import scope_path
+from cfp.analysis.layout import Choice, lay_out
+from cfp.errors import CfpError, DeviceError, MemoryBudgetError
+from cfp.plan_text import merged_name
+from cfp.profiling.record import CompiledBytes
+from cfp.search.assemble import whole_choice
+from cfp.search.ilp import leanest
+from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
+from cfp.search.problem import Problem
+from cfp.search.race import RaceResult
+from cfp.search.remembered import choice_of
+from cfp.units import format_bytes
+
+_NUMBER = re.compile(r"\d+")
+_MOST_NAMED = 4
+# Of all memory: what takes less is not named, and not looked into.
+_WORTH_NAMING = 0.005
+_WORTH_A_LOOK = 0.15
+
+ARGUMENTS = "arguments"
+RESULTS = "results that take no donated argument's place"
+TEMPORARIES = "temporaries"
+CODE = "code"
+RESERVE = "what the allocator may add"
+
+
+def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
+    """The error for a budget that nothing fits in by prediction."""
+    best = leanest(problem)
+    needed = best.memory_bytes
+    picked = zip(problem.kinds, best.picks, strict=True)
+    state = sum(problem.options[kind][pick].state_bytes for kind, pick in picked)
+    arguments = problem.fixed_bytes + state
+    use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
+    budget = format_bytes(problem.budget_bytes or 0)
+    first = (
+        f"No plan fits in {budget} of memory on each device. The smallest budget that "
+        f"would do is about {format_bytes(needed, up=True)}, by prediction."
+    )
+    return _error(analysis, first, needed, use, whole_choice(analysis, problem, best))
+
+
+def no_winner(
+    analysis: Analysis,
+    results: Sequence[RaceResult],
+    budget_bytes: int | None,
+    reserve_bytes: int = 0,
+) -> CfpError:
+    """The error for a race that nobody finished, in a budget and its reserve."""
+    # Of what could not be compiled nobody knows what it needs.
+    compiled = [r for r in results if r.peak_bytes]
+    failed = [r for r in compiled or results if r.fits]
+    if failed:
+        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
+        return DeviceError(f"No plan ran on the devices. {reasons}")
+    best = min(compiled, key=lambda r: r.peak_bytes)
+    needed = best.peak_bytes + reserve_bytes
+    programs = len({r.record.key for r in compiled})
+    which = f"Of {programs} compiled plans the smallest, {best.name},"
+    first = (
+        f"{which if programs > 1 else 'The plan, compiled,'} needs "
+        f"{format_bytes(needed, up=True)} on each device; the budget is "
+        f"{format_bytes((budget_bytes or 0) + reserve_bytes)}."
+    )
+    use = {**compiled_use(best.record), RESERVE: reserve_bytes}
+    return _error(analysis, first, needed, use, choice_of(analysis, best.record))
+
+
+def compiled_use(record: CompiledBytes) -> dict[str, int]:
+    """What a compiled program's memory is for, in bytes on each device."""
+    return {
+        ARGUMENTS: record.argument_bytes,
+        RESULTS: record.output_bytes - record.alias_bytes,
+        TEMPORARIES: record.temp_bytes,
+        CODE: record.code_bytes,
+    }
+
+
+def _error(
+    analysis: Analysis,
+    first: str,
+    needed_bytes: int,
+    use: Mapping[str, int],
+    choice: Choice | None,
+) -> MemoryBudgetError:
+    """The error with all lines of its message.
+
+    Args:
+        analysis: of the program.
+        first: what does not fit.
+        needed_bytes: what the leanest needs.
+        use: what that is for, in bytes.
+        choice: what it chooses, if that is known.
+    """
+    parts = sorted(
+        ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
+    )
+    told = [
+        f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"
+        for name, size in parts
+        if size >= _WORTH_NAMING * needed_bytes
+    ]
+    lines = [first]
+    if told:
+        lines.append(f"It is for: {', '.join(told)}.")
+    large = {name for name, size in parts if size >= _WORTH_A_LOOK * needed_bytes}
+    if choice is not None:
+        lines += _inside(analysis, choice, large)
+    lines.append(_advice(analysis, choice, [name for name, _ in parts], large))
+    return MemoryBudgetError(
+        "\n  ".join(lines), smallest_feasible_bytes=needed_bytes, contributors=parts
+    )
+
+
+def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str]:
+    """What the largest parts consist of, as far as that is known."""
+    frame, program = analysis.frame, analysis.frame.program
+    layout = lay_out(frame, choice)
+    if ARGUMENTS in large:
+        sizes = [argument_bytes(layout, place) for place in range(len(program.args))]
+        named = largest_text(zip(program.arg_names, sizes, strict=True))
+        yield f"The largest arguments, on each device: {named}."
+    kept = [
+        (
+            scope_path(program.ops[program.values[v].producer].scope),
+            value_bytes(layout, v),
+        )
+        for segment in analysis.segments
+        for v in sorted(held_values(frame, segment, segment.index in choice.remat))
+    ]
+    if TEMPORARIES in large and kept:
+        total = format_bytes(sum(size for _, size in kept))
+        yield (
+            f"Of the temporaries up to {total} are what the forward pass keeps for the "
+            f"backward pass, the largest: {largest_text(kept)}."
+        )
+
+
+def largest_text(sizes: Iterable[tuple[str, int]]) -> str:
+    """The largest of some things in words; those of alike layers stand together."""
+    alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for name, size in sizes:
+        alike[_NUMBER.sub("#", name), size].append(name)
+    ranked = sorted(alike.items(), key=lambda item: -item[0][1] * len(item[1]))
+    return ", ".join(
+        f"{merged_name(names)} "
+        + (f"{len(names)} x " if len(names) > 1 else "")
+        + format_bytes(size)
+        for (_, size), names in ranked[:_MOST_NAMED]
+    )
+
+
+def _advice(
+    analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
+) -> str:
+    """What would help, by what takes most."""
+    told = ["Raise the budget, use more devices"]
+    if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
+        told.append(
+            "make the batch smaller, or let it through in parts (--microbatches)"
+        )
+    advice = ", ".join(told)
+    if RESULTS in large:
+        advice += (
+            ", or donate the state (--donate 0, donate_argnums=0), so that the new one "
+            "takes the old one's place"
+        )
+    return f"{advice}. {_recomputed_text(analysis, choice)}".rstrip()
+
+
+def _recomputed_text(analysis: Analysis, choice: Choice | None) -> str:
+    """Whether computing forward passes again may still help."""
+    able = [s.index for s in analysis.segments if can_recompute(analysis.frame, s)]
+    if choice is None or not able:
+        return ""
+    if choice.remat:
+        return (
+            f"{len(choice.remat)} of the {len(able)} segments that can compute their "
+            "forward pass again do so already."
+        )
+    return (
+        "No segment of this plan computes its forward pass again, and "
+        f"{len(able)} could: a search tries that where memory is tight, a preset "
+        "does not."
+    )

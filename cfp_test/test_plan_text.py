@@ -1,0 +1,111 @@
+"""What plans and other records look like where a person prints them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.plan_parts import PlanRow
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.report.test_tables import RACE, layers, make_plan, row
+
+
+@pytest.mark.smoke
+def test_a_plan_prints_in_a_few_lines():
+    plan = replace(
+        make_plan(layers([0, 0, 0, 0]), RACE), arg_specs=((("x",), ()), ((), ()))
+    )
+    assert repr(plan) == str(plan)
+    assert repr(plan).splitlines() == [
+        "Plan 'planned' for a mesh x=4 of abacus",
+        "  10.250 ms per step, measured; 9.500 ms predicted; 3.00 MiB on each device",
+        "  chosen: the fastest of 3 raced on the whole step; next, data_parallel: "
+        "12.250 ms",
+        "  segment 0: embedding replicated; parameters sharded",
+        "  segment 1-4 (layer_0-3): mlp x: columns; parameters sharded",
+        "  segment 5: head replicated; parameters sharded",
+        "  arguments: 1 of 2 are sharded",
+        '  more: plan.save("plan.json"), then: cfp show plan.json',
+    ]
+
+
+def wide_row(segment: int, place: int) -> PlanRow:
+    """Of segments that are all different, with many blocks and ways to shard them."""
+    sharded = f"x: rows (dim {place} of 8), y: contracted (of 64), scattered to {place}"
+    return row(segment, segment, f"Net/layer/part_{place}/up", sharded=sharded)
+
+
+def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
+    rows = [wide_row(segment, place) for segment in range(50) for place in range(30)]
+    lines = repr(make_plan(rows, RACE)).splitlines()
+    assert len(lines) < 30
+    assert max(map(len, lines)) <= 100
+    assert "  and 46 more runs of segments" in lines
+    assert "and 26 more; parameters sharded" in " ".join(map(str.strip, lines))
+
+
+@pytest.mark.parametrize(
+    ("race", "predicted_ms", "chosen"),
+    [
+        (RACE[1:2], 9.5, "timed on the whole step, by itself"),
+        ([RACE[1], RACE[3]], 9.5, "timed on the whole step, by itself"),
+        ([], 9.5, "by prediction, without a race"),
+        ([], None, "by its name"),
+    ],
+)
+def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
+    plan = replace(make_plan([], race), predicted_ms=predicted_ms)
+    assert f"  chosen: {chosen}\n" in repr(plan)
+
+
+def test_plans_are_still_equal_by_what_they_hold():
+    plan = make_plan(layers([0, 0]), RACE)
+    assert plan == make_plan(layers([0, 0]), RACE)
+    other = replace(plan, fingerprint="1")
+    assert repr(other) == repr(plan)
+    assert other != plan
+
+
+def test_the_fastest_of_variants_prints_as_a_list_and_its_plan():
+    plan = make_plan(layers([0, 0]), RACE)
+    fastest = cfp.Fastest(
+        name="line",
+        plan=plan,
+        outcomes=(
+            cfp.Outcome(name="line", plan=plan, step_ms=10.25, seconds=3.0),
+            cfp.Outcome(name="flat", seconds=1.0, note="interrupted"),
+        ),
+        basis=cfp.Basis.RACED,
+    )
+    assert repr(fastest).splitlines() == [
+        "Fastest of 2 variants, raced: line",
+        "  line: 10.250 ms per step",
+        "  flat: interrupted",
+        *repr(plan).splitlines(),
+    ]
+
+
+def test_what_else_a_user_holds_prints_in_a_line(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    settings = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+
+    def scaled(w, x):
+        return jnp.sum(x @ w)
+
+    args = (jnp.ones((16, 16)), jnp.ones((8, 16)))
+    step = cfp.parallelize(scaled, mesh=mesh, cache_dir=tmp_path, settings=settings)
+    assert repr(step) == "ParallelStep of scaled: it is planned at its first call"
+    step(*args)
+    assert repr(step) == f"ParallelStep of scaled: {step.plan}"
+    compiled = step.plan.compile(scaled, *args)
+    assert repr(compiled) == "CompiledStep of scaled: 2 arguments, 1 results"
+    variant = cfp.Variant(name="line", fn=scaled, args=args, mesh=mesh)
+    assert "name='line'" in repr(variant) and "1., 1." not in repr(variant)
+    program, _ = trace(flatten_step(scaled, args, {}), mesh)
+    assert repr(analyze(program, (("x", 4),))) == (
+        "Analysis of 1 blocks in 1 segments of 1 kinds, on a mesh {'x': 4}"
+    )

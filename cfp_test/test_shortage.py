@@ -1,0 +1,155 @@
+"""The error where nothing fits: what takes the memory, and what would help."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.layout import Choice, Storage
+from cfp.presets import preset
+from cfp.profiling.record import ProfileRecord
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import can_recompute, whole_job
+from cfp.search.race import RaceResult
+from cfp.shortage import RESERVE, RESULTS, largest_text, no_winner
+from cfp_test.program.test_recompute import stack_step
+
+MIB = 2**20
+
+
+def step(w, x):
+    def loss_fn(w):
+        return ((jnp.tanh(jnp.tanh(x @ w) @ w.T) - x) ** 2).mean()
+
+    loss, gradient = jax.value_and_grad(loss_fn)(w)
+    return w - 0.1 * gradient, loss
+
+
+def shapes(wide: int, rows: int):
+    return (
+        jax.ShapeDtypeStruct((16, wide), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 16), jnp.float32),
+    )
+
+
+@pytest.fixture
+def refused(tmp_path) -> Callable[..., tuple[cfp.MemoryBudgetError, cfp.Plan]]:
+    """The error for a classic that has to fit in nothing; and its plan otherwise."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+    def make(args, **options):
+        options |= {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
+        options["settings"] = cfp.PlannerSettings(race=False)
+        with pytest.raises(cfp.MemoryBudgetError) as caught:
+            cfp.plan(step, *args, memory_budget=1000, **options)
+        return caught.value, cfp.plan(step, *args, **options)
+
+    return make
+
+
+@pytest.mark.smoke
+def test_activations_are_named_where_they_take_most(refused):
+    args = shapes(128, 512)
+    error, plan = refused(args, donate_argnums=0)
+    found = dict(error.contributors)
+    sizes = plan.compile(step, *args).compiled.memory_analysis()
+    assert found["temporaries"] == sizes.temp_size_in_bytes
+    assert found["arguments"] == sizes.argument_size_in_bytes
+    assert sum(found.values()) == error.smallest_feasible_bytes
+    assert error.contributors[0][0] == "temporaries"
+    text = str(error)
+    assert "It is for: temporaries " in text
+    # tanh(x @ w): 128 rows on each device, of 128 numbers.
+    assert "keeps for the backward pass, the largest: " in text and "64.00 KiB" in text
+    assert "largest arguments" not in text
+    assert "--microbatches" in text and "--donate" not in text
+    assert "a search tries that where memory is tight, a preset does not" in text
+
+
+def test_arguments_are_named_where_they_take_most(refused):
+    args = shapes(8192, 8)
+    error, _ = refused(args)
+    assert dict(error.contributors)[RESULTS] >= 512 * 1024
+    # As they are sharded: all of the weights, and two of eight rows.
+    assert "on each device: w 512.00 KiB, x 128 B." in str(error)
+    assert "--donate 0" in str(error)
+    donated, _ = refused(args, donate_argnums=0)
+    assert "--donate 0" not in str(donated)
+    assert dict(donated.contributors).get(RESULTS, 0) < 1024
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    fn, args = stack_step()
+    program, _ = trace(flatten_step(fn, args, {}), planning_mesh(mesh))
+    return analyze(program, (("x", 4),))
+
+
+def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
+    job = whole_job(analysis.frame, analysis.segments, choice, (), "plan")
+    record = ProfileRecord(
+        key=job.key.digest,
+        parts=job.key.parts,
+        status="out_of_memory",
+        choice=job.choice,
+        **use,
+    )
+    return RaceResult(
+        name="plan",
+        predicted_ms=None,
+        record=record,
+        peak_bytes=record.peak_bytes,
+        fits=False,
+        cached=False,
+    )
+
+
+def test_what_is_computed_again_already_is_told(analysis):
+    frame = analysis.frame
+    able = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    assert len(able) > 1
+    plain = preset(frame, ("data",), Storage.USED)
+    use = {"argument_bytes": MIB, "temp_bytes": 9 * MIB}
+    none, some = (
+        str(no_winner(analysis, [result(analysis, choice, **use)], MIB))
+        for choice in (plain, replace(plain, remat=tuple(able)))
+    )
+    assert "No segment of this plan computes its forward pass again" in none
+    assert f"{len(able)} could: a search tries that" in none
+    assert f"{len(able)} of the {len(able)} segments that can compute" in some
+
+    def kept(text: str) -> str:
+        return text.partition("up to ")[2].partition(" are")[0]
+
+    assert kept(none) and kept(some) and kept(none) != kept(some)
+
+
+def test_what_a_record_does_not_tell_is_left_out(analysis):
+    """Records of earlier versions have no choice."""
+    one = result(
+        analysis, preset(analysis.frame, ("data",), Storage.USED), temp_bytes=9
+    )
+    one = replace(one, record=replace(one.record, choice=""))
+    error = no_winner(analysis, [one], 5, reserve_bytes=2)
+    assert isinstance(error, cfp.MemoryBudgetError)
+    assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
+    first, second, *rest = str(error).splitlines()
+    assert first == (
+        "The plan, compiled, needs 11 B on each device; the budget is 7 B."
+    )
+    assert second == (f"  It is for: temporaries 9 B (82%), {RESERVE} 2 B (18%).")
+    assert len(rest) == 1
+
+
+def test_alike_things_stand_together():
+    layers = [(f"layer_{i}/up", 2 * MIB) for i in range(12)]
+    others = [("head", 20 * MIB), *((f"small_{c}", 1) for c in "abcdef")]
+    assert largest_text([*layers, *others]) == (
+        "layer_0-11/up 12 x 2.00 MiB, head 20.00 MiB, small_a 1 B, small_b 1 B"
+    )

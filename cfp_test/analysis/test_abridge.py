@@ -1,6 +1,7 @@
 """Programs with fewer repeats: what is left computes what a shallower model does."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -73,6 +74,19 @@ def with_shared_weight(params, x):
         layer = params["layers"][name]
         hidden = jnp.tanh((x * params["shared"]) @ layer["up"] + layer["bias"])
         x = x + hidden @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def computed_again(params, x):
+    """The norm before a layer, computed again, is made in its backward pass."""
+
+    @jax.checkpoint
+    def apply(layer, x):
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        return x + jnp.tanh(normed @ layer["up"] + layer["bias"]) @ layer["down"]
+
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        x = apply(params["layers"][name], x)
     return jnp.mean((x @ params["head"]) ** 2)
 
 
@@ -153,6 +167,13 @@ def run(analysis, mesh, job):
     return {made[name]: np.asarray(x) for name, x in results}, built
 
 
+def outputs_of(analysis, part):
+    """The names of a part's results."""
+    program = analysis.frame.program
+    named = dict(zip(program.outputs, program.output_names, strict=True))
+    return [named.get(v, "") for v in part.outputs]
+
+
 def layers_left(analysis, abridged, weight):
     """Of how many layers a weight is still an argument."""
     program = analysis.frame.program
@@ -213,6 +234,40 @@ def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
     layers = 14 if name == "moe" else 11  # Every other layer is one of experts.
     weight = r"state/params/layer_\d+/attention/query(/kernel)?"
     check_like(make, layers, weight, lambda p: p["tensor_parallel"], mesh)
+
+
+def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh):
+    """It may be computed with another repeat's weights, so that values differ."""
+
+    def contractions(analysis, part):
+        program = analysis.frame.program
+        ops = [program.ops[op] for op in part.ops]
+        return Counter(
+            str(program.values[op.results[0]])
+            for op in ops
+            if op.kind in ("dot_general", "tanh", "rsqrt")
+        )
+
+    def job(analysis, abridged):
+        choice = presets(analysis.frame)["fully_sharded"]
+        how = (analysis.segments, choice, (), "")
+        return whole_job(analysis.frame, *how, abridged=abridged)
+
+    long = analysed(*stack_of(computed_again, 13, ADAM), mesh)
+    abridged = abridge(long, KEPT)
+    assert abridged is not None
+    left = sum("down" in name for name in outputs_of(long, abridged.part))
+    assert 0 < left // 3 < 7
+    short = analysed(*stack_of(computed_again, left // 3, ADAM), mesh)
+    jobs = [(short, job(short, None)), (long, job(long, abridged))]
+    counts = [contractions(a, one.part) for a, one in jobs]
+    assert counts[0] == counts[1]
+    built = [build(a.frame.program, mesh, one) for a, one in jobs]
+    reduced = [
+        sum(c.bytes * c.count for c in one.collectives if c.kind != "all-gather")
+        for one in built
+    ]
+    assert reduced[0] == reduced[1] > 0
 
 
 def test_what_reads_all_layers_is_not_abridged(mesh):

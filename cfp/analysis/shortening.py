@@ -1,0 +1,295 @@
+"""Leaves repeats out of a program, op by op, or finds that they cannot be left out.
+
+What the ops of a repeat that stays read from one that is left out, they read from the
+repeat that its like reads from: every repeat reads from its neighbours as the others
+do. Sums over all repeats do without those left out. What a layer computes again for its
+backward pass may be computed with another's weights then, which costs the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cfp.analysis.analyze import Analysis
+from cfp.program.graph import Op, Program
+from cfp.program.part import Part
+
+# What a chain of these adds up does without any one of what it adds.
+_ACCUMULATIONS = frozenset({"add", "and", "or", "maximum", "minimum"})
+
+
+class Shortening:
+    """What is left out of a program, and what is read in its place."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self._analysis = analysis
+        self._program = analysis.frame.program
+        self._owner = {
+            op: segment.index
+            for segment in analysis.segments
+            for op in segment.ops
+            if not _is_scalar(self._program, self._program.ops[op])
+        }
+        for barrier in analysis.frame.barrier_ops:
+            self._assign(self._program.ops[barrier])
+        self._top = [op for op in self._program.ops if op.parent < 0]
+        self._gone: set[int] = set()  # top-level ops
+        # What a repeat reads from its neighbour, and what a sum is without a part.
+        self._handed: dict[int, int] = {}
+        self._through: dict[int, int] = {}
+
+    def _assign(self, barrier: Op) -> None:
+        """A barrier, in which nothing is computed, goes with most of what reads it."""
+        owners = (
+            self._owner.get(self._program.top_level(user))
+            for v in barrier.results
+            for user, _ in self._program.users[v]
+        )
+        votes = Counter(owner for owner in owners if owner is not None)
+        if barrier.parent < 0 and votes:
+            most = max(votes, key=lambda owner: (votes[owner], owner))
+            self._owner.setdefault(barrier.id, most)
+
+    def own_ops(self, index: int) -> list[int]:
+        """A segment's ops in an order that is the same for all segments of a kind.
+
+        The updates of its parameters stand in the order in which it reads these: in the
+        program they may stand in the order of names, of which `layer_10` comes before
+        `layer_9`. What computes with scalars alone is nobody's: it ties repeats
+        together, costs nothing, and may stand with either of two neighbours.
+        """
+        frame, program = self._analysis.frame, self._program
+        own = sorted(op for op, owner in self._owner.items() if owner == index)
+        groups = [frame.groups[g] for g in self._analysis.segments[index].groups]
+        updates = {op for group in groups for op in group.ops}
+        first: dict[int, int] = {}
+        for op in sorted(program.with_bodies(set(own) - updates)):
+            for v in program.ops[op].operands:
+                first.setdefault(v, op)
+        last = len(program.ops)
+        groups.sort(
+            key=lambda g: min(first.get(program.args[arg], last) for arg in g.args)
+        )
+        ordered = [op for op in own if op not in updates]
+        ordered += [op for group in groups for op in sorted(group.ops)]
+        return [op for op in ordered if op in self._owner]
+
+    def leave_out(self, repeats: Sequence[Sequence[int]], middle: range) -> bool:
+        """Leaves some repeats out; changes nothing if that cannot be done.
+
+        Args:
+            repeats: the top-level ops of each repeat of a stretch, in order.
+            middle: which of them.
+        """
+        before = set(self._gone), dict(self._handed), dict(self._through)
+        around = range(middle.start - 1, middle.stop + 1)
+        while self._are_alike(repeats, around):
+            early = self._try(repeats, middle)
+            if early is None:
+                break
+            if not early:
+                return True
+            self._restore(before)
+            moved = self._moved(repeats, around, early)
+            if moved is None:
+                break
+            repeats = moved
+        self._restore(before)
+        return False
+
+    def _restore(self, state: tuple[set[int], dict[int, int], dict[int, int]]) -> None:
+        gone, handed, through = state
+        self._gone, self._handed, self._through = set(gone), {**handed}, {**through}
+
+    def _are_alike(self, repeats: Sequence[Sequence[int]], around: range) -> bool:
+        forms = [[self._form(op) for op in repeats[number]] for number in around]
+        return all(form == forms[0] for form in forms)
+
+    def _try(
+        self, repeats: Sequence[Sequence[int]], middle: range
+    ) -> list[tuple[int, int]] | None:
+        """Leaves repeats out, as far as that goes.
+
+        Returns:
+            The reads, by place of the op and number of the operand, of what in the
+            repeat that is read instead is made later than it is read: nothing if all
+            goes well, and None if it goes wrong otherwise.
+        """
+        settled = set(self._handed)
+        self._gone.update(op for number in middle for op in repeats[number])
+        places = {
+            op: (number, place)
+            for number, ops in enumerate(repeats)
+            for place, op in enumerate(ops)
+        }
+        early: list[tuple[int, int]] = []
+        for op in self._top:
+            if op.id in self._gone or not any(
+                self._is_missing(v) and v not in settled for v in self._reads(op)
+            ):
+                continue
+            found = None
+            number, place = places.get(op.id, (-1, -1))
+            if place >= 0:
+                found = self._handed_over(op, number, place, repeats, middle)
+            if found is not None:
+                handed, late = found
+                if late and not middle.start - 1 <= number <= middle.stop:
+                    return None
+                self._handed.update(handed)
+                early += [(place, index) for index in late]
+            elif not self._do_without(op):
+                return None
+        return early
+
+    def _moved(
+        self,
+        repeats: Sequence[Sequence[int]],
+        around: range,
+        early: Sequence[tuple[int, int]],
+    ) -> list[list[int]] | None:
+        """Repeats, each with what its ops read that came too late.
+
+        What a layer computes again for its backward pass may stand with the layer
+        before it, whose result it is: then it is made in the backward pass of another
+        repeat than that of its own.
+
+        Args:
+            repeats: the ops of each repeat.
+            around: the repeats that are alike.
+            early: places of ops in them, and numbers of operands.
+        """
+        program = self._program
+        joins: dict[int, list[int]] = {}
+        for number in around:
+            ops = [(program.ops[repeats[number][place]], i) for place, i in early]
+            made = [program.values[self._reads(op)[i]].producer for op, i in ops]
+            if min(made) < 0:
+                return None
+            joins[number] = [*dict.fromkeys(program.top_level(op) for op in made)]
+        first = repeats[around.start]
+        leaves = {first.index(op) for op in joins[around.start + 1] if op in first}
+        moved = [list(ops) for ops in repeats]
+        for number in around:
+            own = repeats[number]
+            if not leaves or any(op in own for op in joins[number]):
+                return None
+            moved[number] = [op for i, op in enumerate(own) if i not in leaves]
+            moved[number] += joins[number]
+        taken = {op for ops in joins.values() for op in ops}
+        for number in {*range(len(repeats))} - {*around}:
+            moved[number] = [op for op in moved[number] if op not in taken]
+        return moved
+
+    def part(self) -> Part | None:
+        """What is left; None if it reads something that is not."""
+        program = self._program
+        stay = {op.id for op in self._top if op.id not in self._gone}
+        stay -= program.leaf_ops
+        instead: dict[int, int] = {}
+        stack = list(stay)
+        while stack:
+            for v in self._reads(program.ops[stack.pop()]):
+                found = self._resolved(v)
+                producer = program.values[found].producer
+                if self._is_gone(found):
+                    return None
+                if found != v:
+                    instead[v] = found
+                if producer in program.leaf_ops and producer not in stay:
+                    stay.add(producer)
+                    stack.append(producer)
+        ops = tuple(sorted(stay))
+        reads = (instead.get(v, v) for op in ops for v in self._reads(program.ops[op]))
+        arguments = set(program.args)
+        results = {self._through_all(v): None for v in program.outputs}
+        return Part(
+            ops=ops,
+            inputs=tuple(dict.fromkeys(v for v in reads if v in arguments)),
+            outputs=tuple(
+                v
+                for v in results
+                if program.values[v].producer >= 0 and not self._is_gone(v)
+            ),
+            instead=tuple(instead.items()),
+        )
+
+    def _handed_over(
+        self,
+        op: Op,
+        number: int,
+        place: int,
+        repeats: Sequence[Sequence[int]],
+        middle: range,
+    ) -> tuple[dict[int, int], list[int]] | None:
+        """What its like, so many repeats away, reads in place of what is missing.
+
+        And the numbers of operands of which that is made too late.
+        """
+        step = len(middle) if number < middle.start else -len(middle)
+        others = repeats[number + step]
+        if len(others) != len(repeats[number]):
+            return None
+        like = self._program.ops[others[place]]
+        if self._form(like.id) != self._form(op.id):
+            return None
+        handed: dict[int, int] = {}
+        late: list[int] = []
+        pairs = zip(self._reads(op), self._reads(like), strict=True)
+        for index, (v, other) in enumerate(pairs):
+            if not self._is_missing(v):
+                continue
+            found = self._through_all(other)
+            if self._is_gone(found) or self._handed.get(v, found) != found:
+                return None
+            if self._program.values[found].producer >= op.id:
+                late.append(index)
+            handed[v] = found
+        return handed, late
+
+    def _do_without(self, op: Op) -> bool:
+        """Takes a part out of a sum, or leaves out what nothing that stays owns."""
+        reads = self._reads(op)
+        left = [v for v in reads if not self._is_missing(v)]
+        if op.kind in _ACCUMULATIONS and len(left) == 1:
+            self._through[op.results[0]] = self._through_all(left[0])
+        elif op.id in self._owner:
+            return False
+        self._gone.add(op.id)
+        return True
+
+    def _is_gone(self, v: int) -> bool:
+        producer = self._program.values[v].producer
+        return producer >= 0 and self._program.top_level(producer) in self._gone
+
+    def _is_missing(self, v: int) -> bool:
+        return self._is_gone(v) and v not in self._through
+
+    def _through_all(self, v: int) -> int:
+        while v in self._through:
+            v = self._through[v]
+        return v
+
+    def _resolved(self, v: int) -> int:
+        while v in self._through or v in self._handed:
+            v = self._through[v] if v in self._through else self._handed[v]
+        return v
+
+    def _reads(self, op: Op) -> tuple[int, ...]:
+        """All that an op and the ops in its regions read."""
+        inside = [op, *(self._program.ops[inner] for inner in op.body)]
+        return tuple(v for one in inside for v in (*one.operands, *one.yields))
+
+    def _form(self, op_id: int) -> tuple[object, ...]:
+        """What ops that do the same have in common."""
+        op = self._program.ops[op_id]
+        values = [*self._reads(op), *op.results, *op.entries]
+        types = tuple(str(self._program.values[v]) for v in values)
+        inside = [op, *(self._program.ops[inner] for inner in op.body)]
+        return (*((one.name, one.attributes) for one in inside), types)
+
+
+def _is_scalar(program: Program, op: Op) -> bool:
+    values = (*op.operands, *op.results)
+    return not op.has_regions and not any(program.values[v].shape for v in values)

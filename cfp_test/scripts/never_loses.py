@@ -2,7 +2,7 @@
 
     python cfp_test/scripts/never_loses.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.3]
-        [--workdir DIR]
+        [--repeats 4] [--workdir DIR]
 
 Budgets are shares of what data parallelism needs. The first plan is made with an
 empty store unless ``--workdir`` has one, and once more from what it stored: cold and
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="none,0.6,0.35")
     parser.add_argument("--per-kind", type=int, default=16)
     parser.add_argument("--reach", type=float, default=float("inf"))
+    parser.add_argument("--repeats", type=int, default=PlannerSettings().repeats)
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args()
@@ -106,7 +107,9 @@ def main() -> None:
                 preset=preset,
                 cache_dir=workdir,
                 settings=PlannerSettings(
-                    per_kind=options.per_kind, reach=options.reach
+                    per_kind=options.per_kind,
+                    reach=options.reach,
+                    repeats=options.repeats,
                 ),
             )
             return made, time.perf_counter() - begun

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.trial import ROUNDING_MARGIN, nudge
+from cfp.check import ROUNDING_MARGIN, nudge
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2

@@ -31,7 +31,7 @@ class StepResult:
         differences: if checked, how far every leaf is from one device's, the
             furthest first.
         rounding: if checked, how far each leaf is moved by the last bit of the
-            arguments, by path.
+            arguments, as a root mean square of several tries, by path.
     """
 
     time_ms: float

@@ -71,29 +71,23 @@ class Check:
 
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
-        self._args = self._each(args, widened_copy)
+        self._args = self._each(args, widened)
 
     def step(self) -> tuple[tuple[Difference, ...], dict[str, float]]:
         """Runs a step: how far off the plan's results are, and what rounding does."""
-        expected = self._alone(*self._each(self._args, jnp.copy))
+        expected = self._alone(*self._each(self._args, widened))
         squares: dict[str, float] = {}
         for seed in range(NUDGES):
             changed = self._each(self._args, partial(nudge, seed=seed))
             for d in compare(self._alone(*changed), expected):
                 squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
-        # A copy, for what is moved may share memory with what the step overwrites.
-        found = self._planned(*self._each(self._args, jnp.copy))
+        found = self._planned(*self._each(self._args, widened))
         feed_back(self._args, expected, self._feedback)
         rounding = {path: sqrt(square) for path, square in squares.items()}
         return tuple(compare(found, expected)), rounding
 
-    def _each(
-        self, args: Sequence[Any], change: Callable[[jax.Array], jax.Array]
-    ) -> list[Any]:
-        return [
-            a if i in self._static else jax.tree.map(change, a)
-            for i, a in enumerate(args)
-        ]
+    def _each(self, args: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
+        return [a if i in self._static else change(a) for i, a in enumerate(args)]
 
 
 def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
@@ -134,18 +128,27 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     )
 
 
-def widened_copy(x: jax.Array) -> jax.Array:
-    """An array in memory of its own, in float32 if it is in less."""
-    return jnp.copy(x).astype(wide_dtype(x.dtype))
+def widened(tree: Any) -> Any:
+    """Arrays in memory of their own, in float32 if they are in less.
+
+    What is moved alone may share memory with what a step is about to overwrite.
+    """
+    return jax.tree.map(lambda x: jnp.copy(x).astype(wide_dtype(x.dtype)), tree)
 
 
-@partial(jax.jit, static_argnames="seed")
-def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
-    """Every number one bit up or down, at random."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    signs = jax.random.rademacher(jax.random.key(seed), x.shape, x.dtype)
-    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+@jax.jit
+def nudge(tree: Any, seed: int = 0) -> Any:
+    """Every float of some arrays one bit up or down, at random."""
+    # JAX's own generator takes many seconds to compile for hundreds of arrays.
+    key = jax.random.key(seed, impl="rbg")
+
+    def change(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = jax.random.rademacher(key, x.shape, x.dtype)
+        return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+
+    return jax.tree.map(change, tree)
 
 
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:

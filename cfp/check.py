@@ -9,8 +9,9 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 import jax
@@ -32,9 +33,51 @@ LOW_TOLERANCE = 1e-2
 # off by this many times what the last bit of the arguments does to it.
 ROUNDING_MARGIN = 10.0
 
+# Where a step hardly changes a leaf of the state, it may be off by less: by this many
+# times the tolerance, of the change. Otherwise a small step would hide what it does
+# wrong.
+CHANGE_MARGIN = 1000.0
+
 # From how many arguments in their neighbourhood that is found out. Where it is one
 # number of a leaf that varies, one try may happen to be a hundred times too small.
 NUDGES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A step under a plan and on one device.
+
+    All numbers are relative L2 distances from what one device returns.
+
+    Attributes:
+        differences: of what the plan returns, the furthest first.
+        rounding: of what one device returns if the last bits of its arguments are
+            others, as a root mean square of several tries, by path.
+        changes: of the state before the step, by path; 0 for what is no state.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, float] = field(default_factory=dict)
+
+    def allowed(self, path: str, tolerance: float) -> float:
+        """How far off a leaf may be.
+
+        Args:
+            path: of the leaf.
+            tolerance: what always passes in a leaf that steps change enough.
+        """
+        share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
+        noise = self.rounding.get(path, 0.0)
+        return max(tolerance * share, ROUNDING_MARGIN * noise if isfinite(noise) else 0)
+
+    def failures(self, tolerance: float) -> list[Difference]:
+        """The leaves that are further off than they may be."""
+        return [
+            d
+            for d in self.differences
+            if not d.relative_l2 <= self.allowed(d.path, tolerance)
+        ]
 
 
 class Check:
@@ -71,23 +114,38 @@ class Check:
 
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
-        self._args = self._each(args, widened)
+        self._args = list(args)
+        self._args = self._each(widened)
 
-    def step(self) -> tuple[tuple[Difference, ...], dict[str, float]]:
-        """Runs a step: how far off the plan's results are, and what rounding does."""
-        expected = self._alone(*self._each(self._args, widened))
+    def step(self) -> Comparison:
+        """Runs a step on both sides."""
+        expected = self._alone(*self._each(widened))
         squares: dict[str, float] = {}
         for seed in range(NUDGES):
-            changed = self._each(self._args, partial(nudge, seed=seed))
-            for d in compare(self._alone(*changed), expected):
+            moved = self._alone(*self._each(partial(nudge, seed=seed)))
+            for d in compare(moved, expected):
                 squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
-        found = self._planned(*self._each(self._args, widened))
+        found = self._planned(*self._each(widened))
+        before = self._before(expected)
         feed_back(self._args, expected, self._feedback)
-        rounding = {path: sqrt(square) for path, square in squares.items()}
-        return tuple(compare(found, expected)), rounding
+        return Comparison(
+            differences=tuple(compare(found, expected)),
+            rounding={path: sqrt(square) for path, square in squares.items()},
+            changes={d.path: d.relative_l2 for d in compare(before, expected)},
+        )
 
-    def _each(self, args: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
-        return [a if i in self._static else change(a) for i, a in enumerate(args)]
+    def _each(self, change: Callable[[Any], Any]) -> list[Any]:
+        return [a if i in self._static else change(a) for i, a in enumerate(self._args)]
+
+    def _before(self, result: Any) -> Any:
+        """A step's result with the state as it was before; the rest as it is."""
+        for position, place in self._feedback.items():
+            if place is None:
+                return self._args[position]
+        parts = dict(enumerate(result)) if self._feedback else {0: result}
+        parts |= {place: self._args[i] for i, place in self._feedback.items()}
+        leaves = [leaf for part in parts.values() for leaf in jax.tree.leaves(part)]
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
 def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:

@@ -6,14 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
-from cfp.check import FULL_TOLERANCE, ROUNDING_MARGIN, Check, both_sides, feed_back
+from cfp.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.execute import CompiledStep, Difference
 from cfp.plan import Plan
@@ -28,16 +27,12 @@ class StepResult:
     Attributes:
         time_ms: from the call until everything is computed.
         metrics: the scalars that it returned, by path, apart from the state.
-        differences: if checked, how far every leaf is from one device's, the
-            furthest first.
-        rounding: if checked, how far each leaf is moved by the last bit of the
-            arguments, as a root mean square of several tries, by path.
+        comparison: with one device, if checked.
     """
 
     time_ms: float
     metrics: Mapping[str, float]
-    differences: tuple[Difference, ...] = ()
-    rounding: Mapping[str, float] = field(default_factory=dict)
+    comparison: Comparison = field(default_factory=Comparison)
 
     @property
     def loss(self) -> float | None:
@@ -69,7 +64,7 @@ class Trial:
     @property
     def largest(self) -> Difference | None:
         """The largest difference of all steps."""
-        found = [s.differences[0] for s in self.steps if s.differences]
+        found = [d for s in self.steps for d in s.comparison.differences[:1]]
         return max(found, key=lambda d: d.relative_l2, default=None)
 
     @property
@@ -78,12 +73,7 @@ class Trial:
         return [
             (number, d)
             for number, step in enumerate(self.steps)
-            for d in step.differences
-            if d.relative_l2 > self.tolerance
-            and not (
-                d.relative_l2 <= ROUNDING_MARGIN * step.rounding.get(d.path, 0.0)
-                and isfinite(d.relative_l2)
-            )
+            for d in step.comparison.failures(self.tolerance)
         ]
 
 
@@ -165,15 +155,12 @@ def _one_step(
     started = time.perf_counter()
     result = jax.block_until_ready(compiled(*args))
     time_ms = (time.perf_counter() - started) * 1000
-    differences, rounding = (), {}
-    if check is not None:
-        differences, rounding = check.step()
+    comparison = check.step() if check is not None else Comparison()
     feed_back(args, result, feedback)
     return StepResult(
         time_ms=time_ms,
         metrics=_metrics(result, feedback),
-        differences=differences,
-        rounding=rounding,
+        comparison=comparison,
     )
 
 

@@ -25,11 +25,12 @@ from cfp.program import shardy
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step
 
-_NARROW = re.compile(r"\b(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
+# An element type, also at the end of a shape.
+_NARROW = re.compile(r"(?:\b|\dx)(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
 
 # What these compute is fixed by more than types: by code outside of the program, by a
-# function that others call, too, or by bits.
-_FIXED = ("custom_call", "composite", "bitcast_convert")
+# function that others call, too, by bits, or by how a number is written.
+_FIXED = ("custom_call", "composite", "bitcast_convert", "constant")
 _MANTISSA_BITS = 23  # of a float32
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
 
@@ -173,7 +174,7 @@ def _is_fixed(op: ir.Operation) -> bool:
     kind = op.name.partition(".")[2]
     if kind in _PRODUCTS:
         return False
-    # A constant's number has a type, and so may other attributes.
+    # A number among the attributes has a type, too.
     return kind in _FIXED or any(
         _NARROW.search(str(op.attributes[name])) for name in op.attributes
     )

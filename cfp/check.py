@@ -23,7 +23,7 @@ from cfp.execute import CompiledStep, Difference, compare, compile_step
 from cfp.plan import Plan
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
-from cfp.program.widen import wide_dtype
+from cfp.program.widen import wide_dtype, with_dtype
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
@@ -191,7 +191,7 @@ def widened(tree: Any) -> Any:
 
     What is moved alone may share memory with what a step is about to overwrite.
     """
-    return jax.tree.map(lambda x: jnp.copy(x).astype(wide_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: with_dtype(jnp.copy(x), wide_dtype(x.dtype)), tree)
 
 
 @jax.jit

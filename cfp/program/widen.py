@@ -83,6 +83,11 @@ def wide_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """An array in a type; keys, which have no other, as they are."""
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
 def _wide_step(step: FlatStep) -> FlatStep:
     """The step on wider arguments, with wider results; inside it is as it was."""
     run = jaxpr_as_fun(step.traced.jaxpr)
@@ -91,10 +96,10 @@ def _wide_step(step: FlatStep) -> FlatStep:
     def wide(*args: Any, **kwargs: Any) -> Any:
         leaves = step.flatten(args, kwargs)
         narrow = [
-            leaf.astype(aval.dtype)
+            with_dtype(leaf, aval.dtype)
             for leaf, aval in zip(leaves, step.avals, strict=True)
         ]
-        results = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in run(*narrow)]
+        results = [with_dtype(r, wide_dtype(r.dtype)) for r in run(*narrow)]
         return tree_unflatten(out_tree, results)
 
     wide.__name__ = wide.__qualname__ = step.flat_fn.__name__

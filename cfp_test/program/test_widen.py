@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
-from cfp.program.widen import wide_dtype, widened
+from cfp.program.widen import wide_dtype, widened, with_dtype
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 NARROW = ("bf16", "f16>", "f8")
@@ -28,8 +28,10 @@ def lowered(fn, *args):
 
 def run(wide, *args):
     """What a widened step gives."""
-    leaves = [jnp.asarray(x).astype(wide_dtype(jnp.asarray(x).dtype)) for x in args]
-    return wide.lowering.lowered.compile()(*leaves)
+    leaves = map(jnp.asarray, args)
+    return wide.lowering.lowered.compile()(
+        *(with_dtype(x, wide_dtype(x.dtype)) for x in leaves)
+    )
 
 
 def in_loops(x):

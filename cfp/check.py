@@ -115,17 +115,17 @@ class Check:
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-        self._args = self._each(widened)
+        self._args = self._each(fresh)
 
     def step(self) -> Comparison:
         """Runs a step on both sides."""
-        expected = self._alone(*self._each(widened))
+        expected = self._alone(*self._each(fresh))
         squares: dict[str, float] = {}
         for seed in range(NUDGES):
             moved = self._alone(*self._each(partial(nudge, seed=seed)))
             for d in compare(moved, expected):
                 squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
-        found = self._planned(*self._each(widened))
+        found = self._planned(*self._each(fresh))
         before = self._before(expected)
         feed_back(self._args, expected, self._feedback)
         return Comparison(
@@ -186,7 +186,7 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     )
 
 
-def widened(tree: Any) -> Any:
+def fresh(tree: Any) -> Any:
     """Arrays in memory of their own, in float32 if they are in less.
 
     What is moved alone may share memory with what a step is about to overwrite.

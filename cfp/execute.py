@@ -19,6 +19,7 @@ from cfp.errors import PlanMismatch
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.step import FlatStep, abstract
 from cfp.program.trace import lower_step, read_lowering
+from cfp.program.widen import widened
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class CompiledStep:
         compiled: the compiled program over flat arguments.
         in_shardings, out_shardings: one for each leaf.
         out_tree: the structure of the results.
+        narrow: of a step that was to compute in float32, what still computes in less.
     """
 
     step: FlatStep
@@ -37,6 +39,7 @@ class CompiledStep:
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
     out_tree: Any
+    narrow: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         name = getattr(self.step.fn, "__name__", "a step")
@@ -98,21 +101,26 @@ def _place(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> ja
 def compile_step(
     step: FlatStep,
     mesh: Mesh,
-    fingerprint: str,
+    fingerprint: str | None,
     arg_specs: Sequence[Spec],
     output_specs: Sequence[Spec],
     constraints: Constraints,
     options: Mapping[str, str] | None = None,
+    *,
+    wide: bool = False,
 ) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
 
     Args:
         step: the step and its arguments.
         mesh: the devices.
-        fingerprint: of the program that the constraints were made for.
+        fingerprint: of the program that the constraints were made for; None where
+            there are none.
         arg_specs, output_specs: a sharding for each leaf.
         constraints: what the partitioner is told about values inside.
         options: XLA compiler options.
+        wide: compute in float32 what the step computes in less, with precise matrix
+            products; arguments and results are float32, too.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
@@ -132,16 +140,20 @@ def compile_step(
     )
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
-    if program.fingerprint != fingerprint:
+    if fingerprint is not None and program.fingerprint != fingerprint:
         raise PlanMismatch(
             "The step's program is not the one that was planned: the function, the "
             "shapes or dtypes of its arguments, or the versions of jax and jaxlib "
             "have changed. Plan again."
         )
     constrain(lowering.module, program, mesh, constraints)
+    narrow: tuple[str, ...] = ()
+    if wide:
+        found = widened(step, lowering, ins, outs)
+        step, lowering, narrow = found.step, found.lowering, found.narrow
     chosen: dict[str, str | bool] = {**(options or {})}
     compiled = lowering.lowered.compile(compiler_options=chosen or None)
-    return CompiledStep(step, compiled, ins, outs, lowering.out_tree)
+    return CompiledStep(step, compiled, ins, outs, lowering.out_tree, narrow)
 
 
 def _results(step: FlatStep) -> list[Any]:

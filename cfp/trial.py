@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
+from cfp.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
 from cfp.errors import CfpError, DeviceError, compose
-from cfp.execute import CompiledStep, Difference, compare, compile_step
+from cfp.execute import CompiledStep, Difference
 from cfp.plan import Plan
 from cfp.program.step import FlatStep, flatten_step
-from cfp.program.trace import trace
 from cfp.targets import Target
-
-FULL_TOLERANCE = 1e-5
-LOW_TOLERANCE = 1e-2
-
-# An optimizer that divides gradients by their own size makes large what was rounding:
-# where a gradient is all but zero, no two orders of summation agree. So a leaf may be
-# off by this many times what the last bit of the arguments does to it.
-ROUNDING_MARGIN = 10.0
-
-_LOW_PRECISION = re.compile(r"\b(bf16|f16|f8\w*|f4\w*)\[")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +27,12 @@ class StepResult:
     Attributes:
         time_ms: from the call until everything is computed.
         metrics: the scalars that it returned, by path, apart from the state.
-        differences: if checked, how far every leaf is from one device's, the
-            furthest first.
-        rounding: if checked, how far each leaf is moved by the last bit of the
-            arguments, by path.
+        comparison: with one device, if checked.
     """
 
     time_ms: float
     metrics: Mapping[str, float]
-    differences: tuple[Difference, ...] = ()
-    rounding: Mapping[str, float] = field(default_factory=dict)
+    comparison: Comparison = field(default_factory=Comparison)
 
     @property
     def loss(self) -> float | None:
@@ -80,7 +64,7 @@ class Trial:
     @property
     def largest(self) -> Difference | None:
         """The largest difference of all steps."""
-        found = [s.differences[0] for s in self.steps if s.differences]
+        found = [d for s in self.steps for d in s.comparison.differences[:1]]
         return max(found, key=lambda d: d.relative_l2, default=None)
 
     @property
@@ -89,12 +73,7 @@ class Trial:
         return [
             (number, d)
             for number, step in enumerate(self.steps)
-            for d in step.differences
-            if d.relative_l2 > self.tolerance
-            and not (
-                d.relative_l2 <= ROUNDING_MARGIN * step.rounding.get(d.path, 0.0)
-                and isfinite(d.relative_l2)
-            )
+            for d in step.comparison.failures(self.tolerance)
         ]
 
 
@@ -117,11 +96,11 @@ def run_trial(
         plan: on its mesh.
         target: what was planned.
         steps: how many.
-        check: run the same steps on one device too, with the highest precision of
-            matrix products on both sides, and compare metrics and state.
-        tolerance: relative L2 distance that always passes; by default 1e-5, and
-            1e-2 where the program computes in less than float32. More passes only
-            where rounding explains it.
+        check: run the same steps in float32, too, under the plan and on one device,
+            and compare metrics and state.
+        tolerance: relative L2 distance that always passes; by default 1e-5, and 1e-2
+            where kernels from elsewhere compute in less than float32. More passes
+            only where rounding explains it.
         seed: of random arguments.
         progress: told what is being done.
 
@@ -140,25 +119,18 @@ def run_trial(
     # With the step a plan that was loaded knows the static arguments.
     bound = replace(plan, step=step).bind(target.step, *target.args)
     feedback = _feedback(target, step, plan, steps)
-    if tolerance is None:
-        low = _LOW_PRECISION.search(str(step.traced.jaxpr))
-        tolerance = LOW_TOLERANCE if low else FULL_TOLERANCE
     try:
         tell("compiling")
-        reference = None
-        if check:
-            compiled = _compile_precise(bound, target)
-            reference = _Reference(target, feedback)
-        else:
-            compiled = bound.compile(target.step, *target.args)
+        compiled = bound.compile(target.step, *target.args)
+        checking = Check(*both_sides(bound), feedback) if check else None
         tell("making the arguments")
         args = list(target.make_args(bound.in_shardings, seed))
-        if reference is not None:
-            reference.start(args)
+        if checking is not None:
+            checking.start(args)
         results = []
         for number in range(steps):
             tell(f"step {number + 1} of {steps}")
-            results.append(_one_step(compiled, args, feedback, reference))
+            results.append(_one_step(compiled, args, feedback, checking))
     except jax.errors.JaxRuntimeError as error:
         raise DeviceError(
             compose(
@@ -169,6 +141,8 @@ def run_trial(
                 "devices",
             )
         ) from error
+    if tolerance is None:
+        tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
     return Trial(steps=tuple(results), tolerance=tolerance, checked=check)
 
 
@@ -176,93 +150,18 @@ def _one_step(
     compiled: CompiledStep,
     args: list[Any],
     feedback: dict[int, int | None],
-    reference: _Reference | None,
+    check: Check | None,
 ) -> StepResult:
     started = time.perf_counter()
     result = jax.block_until_ready(compiled(*args))
     time_ms = (time.perf_counter() - started) * 1000
-    differences, rounding = (), {}
-    if reference is not None:
-        differences, rounding = reference.compare(result)
-    _feed_back(args, result, feedback)
+    comparison = check.step() if check is not None else Comparison()
+    feed_back(args, result, feedback)
     return StepResult(
         time_ms=time_ms,
         metrics=_metrics(result, feedback),
-        differences=differences,
-        rounding=rounding,
+        comparison=comparison,
     )
-
-
-class _Reference:
-    """The same steps on one device, and a second time from nudged arguments."""
-
-    def __init__(self, target: Target, feedback: dict[int, int | None]) -> None:
-        self._step = jax.jit(target.step, static_argnums=target.static)
-        self._static = target.static
-        self._feedback = feedback
-        self._args: list[Any] = []
-        self._nudged: list[Any] = []
-
-    def start(self, args: list[Any]) -> None:
-        """Copies the arguments, before the plan's step overwrites them."""
-        arrays = [x for x in tree_leaves(args) if isinstance(x, jax.Array)]
-        device = next((d for x in arrays for d in x.devices()), None)
-        # Moving alone may share memory with what the plan's step is about to overwrite.
-        self._args = [
-            a
-            if i in self._static
-            else jax.device_put(jax.tree.map(jnp.copy, a), device)
-            for i, a in enumerate(args)
-        ]
-        self._nudged = [
-            a if i in self._static else jax.tree.map(nudge, a)
-            for i, a in enumerate(self._args)
-        ]
-
-    def compare(self, found: Any) -> tuple[tuple[Difference, ...], dict[str, float]]:
-        """Runs a step: how far a result is from it, and what rounding does to it."""
-        with jax.default_matmul_precision("highest"):
-            expected = self._step(*self._args)
-            nudged = self._step(*self._nudged)
-        _feed_back(self._args, expected, self._feedback)
-        _feed_back(self._nudged, nudged, self._feedback)
-        rounding = {d.path: d.relative_l2 for d in compare(nudged, expected)}
-        return tuple(compare(found, expected)), rounding
-
-
-@jax.jit
-def nudge(x: jax.Array) -> jax.Array:
-    """Every other number one bit up or down."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    signs = 1 - 2 * (jnp.arange(x.size) % 2).reshape(x.shape)
-    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
-
-
-def _compile_precise(bound: Plan, target: Target) -> CompiledStep:
-    """Compiles a plan's step with precise matrix products: the same ops otherwise.
-
-    Raises:
-        PlanMismatch: the plan is not for this program.
-    """
-    assert bound.mesh is not None and bound.step is not None
-    plain, _ = trace(bound.step, bound.mesh)
-    if plain.fingerprint != bound.fingerprint:
-        return bound.compile(target.step, *target.args)  # Says what has changed.
-    with jax.default_matmul_precision("highest"):
-        again = bound.bind(target.step, *target.args).step
-        assert again is not None
-        precise, _ = trace(again, bound.mesh)
-        assert [op.name for op in precise.ops] == [op.name for op in plain.ops]
-        return compile_step(
-            again,
-            bound.mesh,
-            precise.fingerprint,
-            bound.arg_specs,
-            bound.output_specs,
-            bound.constraints,
-            bound.options,
-        )
 
 
 # ---------------------------------------------------------------- what goes back in
@@ -315,13 +214,6 @@ def _feedback(
 
 def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:
     return tree_structure(tree), [(aval.shape, aval.dtype) for aval in avals]
-
-
-def _feed_back(
-    args: list[Any], result: Any, feedback: Mapping[int, int | None]
-) -> None:
-    for position, place in feedback.items():
-        args[position] = result if place is None else result[place]
 
 
 def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.trial import ROUNDING_MARGIN, nudge
+from cfp.check import ROUNDING_MARGIN, nudge
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2
@@ -78,8 +78,7 @@ def check_program(
     state = _copy(args, static)
     expected_state = _copy(args, static)
     nudged_state = [
-        arg if i in static else jax.tree.map(nudge, arg)
-        for i, arg in enumerate(expected_state)
+        arg if i in static else nudge(arg) for i, arg in enumerate(expected_state)
     ]
     distances, failed = {}, {}
     for number in range(STEPS):

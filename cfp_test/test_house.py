@@ -44,6 +44,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("variants",),
     ("__init__",),  # The public names, gathered from the rooms above.
     ("targets", "platform"),
+    ("check",),
     ("trial",),
     ("cli",),
     ("demo", "__main__"),

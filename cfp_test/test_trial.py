@@ -3,21 +3,25 @@ import math
 import numpy as np
 import pytest
 
+from cfp.check import Comparison
 from cfp.execute import Difference, compare
 from cfp.trial import StepResult, Trial
 
 
-def trial(*steps: tuple[float, float], tolerance: float = 1e-5) -> Trial:
-    """Steps of (difference from one device, what rounding does)."""
+def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
+    """Steps of (difference from one device, what rounding does, what a step does)."""
     return Trial(
         steps=tuple(
             StepResult(
                 time_ms=float(i + 1),
                 metrics={"accuracy": 0.5, "train/loss": 2.0},
-                differences=(Difference("w", off), Difference("b", 0.0)),
-                rounding={"w": rounding, "b": 0.0},
+                comparison=Comparison(
+                    differences=(Difference("w", off), Difference("b", 0.0)),
+                    rounding={"w": rounding, "b": 0.0},
+                    changes={"w": sum(change), "b": 0.0},
+                ),
             )
-            for i, (off, rounding) in enumerate(steps)
+            for i, (off, rounding, *change) in enumerate(steps)
         ),
         tolerance=tolerance,
         checked=True,
@@ -25,20 +29,25 @@ def trial(*steps: tuple[float, float], tolerance: float = 1e-5) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("off", "rounding", "fails"),
+    ("off", "rounding", "change", "fails"),
     [
-        (0.0, 0.0, False),
-        (9e-6, 0.0, False),
-        (2e-5, 0.0, True),
-        (2e-5, 1e-6, True),
-        (2e-5, 1e-5, False),  # Rounding explains it.
-        (math.inf, 1e-5, True),
-        (math.inf, math.inf, True),
-        (0.5, 1.0, False),  # Nothing but noise in that leaf, whoever computes it.
+        (0.0, 0.0, 0.0, False),
+        (9e-6, 0.0, 0.0, False),
+        (2e-5, 0.0, 0.0, True),
+        (2e-5, 1e-6, 0.0, True),
+        (2e-5, 1e-5, 0.0, False),  # Rounding explains it.
+        (math.inf, 1e-5, 0.0, True),
+        (math.inf, math.inf, 0.0, True),
+        (math.nan, 1.0, 0.0, True),
+        (0.5, 1.0, 0.0, False),  # Nothing but noise in that leaf, whoever computes it.
+        (9e-6, 0.0, 1.0, False),
+        (9e-6, 0.0, 1e-3, False),
+        (9e-6, 0.0, 1e-4, True),  # A tenth of what the step does is missing.
+        (9e-6, 1e-6, 1e-4, False),
     ],
 )
-def test_what_fails_a_check(off, rounding, fails):
-    found = trial((0.0, 0.0), (off, rounding)).failures
+def test_what_fails_a_check(off, rounding, change, fails):
+    found = trial((0.0, 0.0), (off, rounding, change)).failures
     assert [number for number, _ in found] == ([1] if fails else [])
 
 

@@ -1,0 +1,215 @@
+"""Checks a plan's steps against the same steps on one device.
+
+Both compute in float32 where the step computes in less, with the highest precision of
+matrix products: what is left to differ is the order of sums in float32. It is measured,
+not guessed: one device runs every step again, from arguments that differ in their last
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from cfp.execute import CompiledStep, Difference, compare, compile_step
+from cfp.plan import Plan
+from cfp.program.graft import Constraints, Spec
+from cfp.program.step import FlatStep
+from cfp.program.widen import wide_dtype, with_dtype
+
+FULL_TOLERANCE = 1e-5
+LOW_TOLERANCE = 1e-2
+
+# An optimizer that divides gradients by their own size makes large what was rounding:
+# where a gradient is all but zero, no two orders of summation agree. So a leaf may be
+# off by this many times what the last bit of the arguments does to it.
+ROUNDING_MARGIN = 10.0
+
+# Where a step hardly changes a leaf of the state, it may be off by less: by this many
+# times the tolerance, of the change. Otherwise a small step would hide what it does
+# wrong.
+CHANGE_MARGIN = 1000.0
+
+# From how many arguments in their neighbourhood that is found out. Where it is one
+# number of a leaf that varies, one try may happen to be a hundred times too small.
+NUDGES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A step under a plan and on one device.
+
+    All numbers are relative L2 distances from what one device returns.
+
+    Attributes:
+        differences: of what the plan returns, the furthest first.
+        rounding: of what one device returns if the last bits of its arguments are
+            others, as a root mean square of several tries, by path.
+        changes: of the state before the step, by path; 0 for what is no state.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, float] = field(default_factory=dict)
+
+    def allowed(self, path: str, tolerance: float) -> float:
+        """How far off a leaf may be.
+
+        Args:
+            path: of the leaf.
+            tolerance: what always passes in a leaf that steps change enough.
+        """
+        share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
+        noise = self.rounding.get(path, 0.0)
+        return max(tolerance * share, ROUNDING_MARGIN * noise if isfinite(noise) else 0)
+
+    def failures(self, tolerance: float) -> list[Difference]:
+        """The leaves that are further off than they may be."""
+        return [
+            d
+            for d in self.differences
+            if not d.relative_l2 <= self.allowed(d.path, tolerance)
+        ]
+
+
+class Check:
+    """A plan's steps and one device's, each from where the last one left off there.
+
+    Both sides start every step from one device's state, so that what a step does is not
+    mixed up with what became of earlier roundings.
+
+    Attributes:
+        tolerance: relative L2 distance that always passes: more than float32's where
+            the step calls kernels that compute in less.
+    """
+
+    def __init__(
+        self,
+        planned: CompiledStep,
+        alone: CompiledStep,
+        feedback: Mapping[int, int | None],
+    ) -> None:
+        """Takes both sides as :func:`both_sides` compiles them.
+
+        Args:
+            planned: the step under a plan.
+            alone: the step on one device.
+            feedback: for each argument that is state the result that replaces it; None
+                for all of it.
+        """
+        self._planned = planned
+        self._alone = alone
+        self._feedback = feedback
+        self._static = {key for key, _ in alone.step.static}
+        self._args: list[Any] = []
+        self.tolerance = LOW_TOLERANCE if planned.narrow else FULL_TOLERANCE
+
+    def start(self, args: Sequence[Any]) -> None:
+        """Copies the arguments, which the plan's step is about to overwrite."""
+        self._args = list(args)
+        self._args = self._each(fresh)
+
+    def step(self) -> Comparison:
+        """Runs a step on both sides."""
+        expected = self._alone(*self._each(fresh))
+        squares: dict[str, float] = {}
+        for seed in range(NUDGES):
+            moved = self._alone(*self._each(partial(nudge, seed=seed)))
+            for d in compare(moved, expected):
+                squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
+        found = self._planned(*self._each(fresh))
+        before = self._before(expected)
+        feed_back(self._args, expected, self._feedback)
+        return Comparison(
+            differences=tuple(compare(found, expected)),
+            rounding={path: sqrt(square) for path, square in squares.items()},
+            changes={d.path: d.relative_l2 for d in compare(before, expected)},
+        )
+
+    def _each(self, change: Callable[[Any], Any]) -> list[Any]:
+        return [a if i in self._static else change(a) for i, a in enumerate(self._args)]
+
+    def _before(self, result: Any) -> Any:
+        """A step's result with the state as it was before; the rest as it is."""
+        for position, place in self._feedback.items():
+            if place is None:
+                return self._args[position]
+        parts = dict(enumerate(result)) if self._feedback else {0: result}
+        parts |= {place: self._args[i] for i, place in self._feedback.items()}
+        leaves = [leaf for part in parts.values() for leaf in jax.tree.leaves(part)]
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+
+def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
+    """Compiles a plan's step and one device's, in float32.
+
+    Args:
+        plan: bound to its step, on its mesh.
+    """
+    step, mesh = plan.step, plan.mesh
+    assert step is not None and mesh is not None
+    planned = compile_step(
+        step,
+        mesh,
+        plan.fingerprint,
+        plan.arg_specs,
+        plan.output_specs,
+        plan.constraints,
+        plan.options,
+        wide=True,
+    )
+    return planned, compile_alone(step, mesh.devices.flat[0])
+
+
+def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
+    """Compiles a step for one device, in float32."""
+
+    def whole(leaves: Iterable[Any]) -> list[Spec]:
+        return [((),) * len(leaf.shape) for leaf in leaves]
+
+    return compile_step(
+        step,
+        Mesh(np.array([device]), ("alone",)),
+        None,
+        whole(step.avals),
+        whole(jax.tree.leaves(step.traced.out_info)),
+        Constraints({}, {}),
+        wide=True,
+    )
+
+
+def fresh(tree: Any) -> Any:
+    """Arrays in memory of their own, in float32 if they are in less.
+
+    What is moved alone may share memory with what a step is about to overwrite.
+    """
+    return jax.tree.map(lambda x: with_dtype(jnp.copy(x), wide_dtype(x.dtype)), tree)
+
+
+@jax.jit
+def nudge(tree: Any, seed: int = 0) -> Any:
+    """Every float of some arrays one bit up or down, at random."""
+    # JAX's own generator takes many seconds to compile for hundreds of arrays.
+    key = jax.random.key(seed, impl="rbg")
+
+    def change(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = jax.random.rademacher(key, x.shape, x.dtype)
+        return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+
+    return jax.tree.map(change, tree)
+
+
+def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
+    """Puts what a step returned in place of the arguments that are state."""
+    for position, place in feedback.items():
+        args[position] = result if place is None else result[place]

@@ -1,0 +1,254 @@
+"""The same program in float32, where it computes in less: the same ops, wider types.
+
+To compare two ways of computing a program takes arithmetic that both ways agree in. In
+bfloat16 no two orders of summation do, and what divides a number by its own size, as
+optimizers do, makes a whole step of the difference. So the types are made wider, and
+all else stays: the ops, their order, their shardings, the collectives that follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_flatten, tree_unflatten
+
+from cfp.program import shardy
+from cfp.program.step import FlatStep
+from cfp.program.trace import Lowering, lower_step
+
+# An element type, also at the end of a shape.
+_NARROW = re.compile(r"(?:\b|\dx)(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
+
+# What these compute is fixed by more than types: by code outside of the program, by a
+# function that others call, too, by bits, or by how a number is written.
+_FIXED = ("custom_call", "composite", "bitcast_convert", "constant")
+_MANTISSA_BITS = 23  # of a float32
+_PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """A lowered step that computes in float32 what it computed in less.
+
+    Attributes:
+        step: the same on wider arguments; its results are wider, too.
+        lowering: of it.
+        narrow: what still computes in less.
+    """
+
+    step: FlatStep
+    lowering: Lowering
+    narrow: tuple[str, ...]
+
+
+def widened(
+    step: FlatStep,
+    lowering: Lowering,
+    in_shardings: Sequence[NamedSharding],
+    out_shardings: Sequence[NamedSharding],
+) -> Widened:
+    """A lowered step with every float of less than 32 bits as float32.
+
+    Matrix products have the highest precision. What computes in float32 or more does
+    so already, and stays as it is.
+
+    Args:
+        step: the step and its arguments.
+        lowering: of the step, constraints inserted; changed in place.
+        in_shardings, out_shardings: that it was lowered with, one for each leaf.
+    """
+    narrow = widen(lowering.module)
+    # JAX knows the types of arguments and results apart from the module. So a function
+    # that has the wide ones is lowered, and gets the other's module: the functions of
+    # the host that it calls are the same, in the same order.
+    wide = _wide_step(step)
+    outer = lower_step(wide, in_shardings, list(out_shardings))
+    _replace_body(outer.module, lowering.module)
+    return Widened(wide, outer, narrow)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Float32 for floats that are narrower; all others as they are."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """An array in a type; keys, which have no other, as they are."""
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _wide_step(step: FlatStep) -> FlatStep:
+    """The step on wider arguments, with wider results; inside it is as it was."""
+    run = jaxpr_as_fun(step.traced.jaxpr)
+    out_tree = tree_flatten(step.traced.out_info)[1]
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        leaves = step.flatten(args, kwargs)
+        narrow = [
+            with_dtype(leaf, aval.dtype)
+            for leaf, aval in zip(leaves, step.avals, strict=True)
+        ]
+        results = [with_dtype(r, wide_dtype(r.dtype)) for r in run(*narrow)]
+        return tree_unflatten(out_tree, results)
+
+    wide.__name__ = wide.__qualname__ = step.flat_fn.__name__
+    avals = tuple(
+        jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype), weak_type=a.weak_type)
+        for a in step.avals
+    )
+    return replace(step, fn=wide, avals=avals)
+
+
+def _replace_body(target: ir.Module, source: ir.Module) -> None:
+    """Gives a module another one's functions and meshes."""
+    buffer = BytesIO()
+    source.operation.write_bytecode(buffer)
+    with target.context, ir.Location.unknown():
+        parsed = ir.Module.parse(buffer.getvalue())
+        for op in list(target.body.operations):
+            op.operation.erase()
+        with ir.InsertionPoint(target.body):
+            for op in parsed.body.operations:
+                op.operation.clone()
+
+
+# ------------------------------------------------------------------------- the module
+
+
+def widen(module: ir.Module) -> tuple[str, ...]:
+    """Has a normalised module compute in float32 what it computes in less, in place.
+
+    Returns:
+        What keeps its types, and computes in less: kernels from elsewhere.
+    """
+    function = shardy.main_function(module)
+    with module.context, ir.Location.unknown():
+        ops = list(shardy.walk(function))
+        fixed = [_Fixed.of(op) for op in ops if _is_fixed(op)]
+        kept = {one.op for one in fixed}
+        for op in ops:
+            if op in kept:
+                continue
+            for value in _values(op):
+                value.set_type(_wide(value.type))
+            kind = op.name.partition(".")[2]
+            if kind in _PRODUCTS:
+                _make_precise(op)
+            elif kind == "reduce_precision":
+                _drop_rounding(op)
+        for one in fixed:
+            one.join()
+        _retype(function)
+    return tuple(sorted({one.name for one in fixed if one.computes}))
+
+
+def _values(op: ir.Operation) -> list[ir.Value]:
+    """What an op makes, and what its regions are entered with."""
+    entries = [a for r in op.regions for b in r.blocks for a in b.arguments]
+    return [*op.results, *entries]
+
+
+def _is_narrow(kind: ir.Type) -> bool:
+    return isinstance(kind, ir.RankedTensorType) and bool(
+        _NARROW.fullmatch(str(kind.element_type))
+    )
+
+
+def _wide(kind: ir.Type) -> ir.Type:
+    if not _is_narrow(kind):
+        return kind
+    shape = ir.RankedTensorType(kind)
+    return ir.RankedTensorType.get(shape.shape, ir.F32Type.get(), shape.encoding)
+
+
+def _is_fixed(op: ir.Operation) -> bool:
+    """Whether an op has to keep its types, and some of them are narrow."""
+    if not any(_is_narrow(v.type) for v in (*op.operands, *op.results)):
+        return False
+    kind = op.name.partition(".")[2]
+    if kind in _PRODUCTS:
+        return False
+    # A number among the attributes has a type, too.
+    return kind in _FIXED or any(
+        _NARROW.search(str(op.attributes[name])) for name in op.attributes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """An op that keeps its types, and the types that it reads."""
+
+    op: ir.Operation
+    reads: tuple[ir.Type, ...]
+
+    @staticmethod
+    def of(op: ir.Operation) -> _Fixed:
+        return _Fixed(op, tuple(v.type for v in op.operands))
+
+    @property
+    def name(self) -> str:
+        """The op's name, and whom it calls."""
+        called = (n for n in ("call_target_name", "name") if n in self.op.attributes)
+        texts = [ir.StringAttr(self.op.attributes[n]).value for n in called]
+        return " ".join([self.op.name, *texts])
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than to write down a number."""
+        return self.op.name != "stablehlo.constant"
+
+    def join(self) -> None:
+        """Converts what it reads and makes."""
+        for index, kind in enumerate(self.reads):
+            if _is_narrow(kind):
+                with ir.InsertionPoint(self.op):
+                    made = _convert(self.op.operands[index], kind)
+                self.op.operands[index] = made.results[0]
+        for result in self.op.results:
+            if _is_narrow(result.type):
+                with ir.InsertionPoint.after(self.op):
+                    made = _convert(result, _wide(result.type))
+                result.replace_all_uses_except(made.results[0], made)
+
+
+def _convert(value: ir.Value, kind: ir.Type) -> ir.Operation:
+    return ir.Operation.create("stablehlo.convert", results=[kind], operands=[value])
+
+
+def _make_precise(op: ir.Operation) -> None:
+    dialect = op.name.partition(".")[0]
+    highest = f"#{dialect}<precision HIGHEST>"
+    op.attributes["precision_config"] = ir.Attribute.parse(f"[{highest}, {highest}]")
+    if "algorithm" in op.attributes:
+        del op.attributes["algorithm"]  # It names types, narrower ones as a rule.
+
+
+def _drop_rounding(op: ir.Operation) -> None:
+    """Takes away an op that does nothing but round to less than float32."""
+    if ir.IntegerAttr(op.attributes["mantissa_bits"]).value < _MANTISSA_BITS:
+        op.results[0].replace_all_uses_with(op.operands[0])
+        op.erase()
+
+
+def _retype(function: ir.Operation) -> None:
+    """Makes a function's type that of its body."""
+    block = function.regions[0].blocks[0]
+    for argument in block.arguments:
+        argument.set_type(_wide(argument.type))
+    *_, last = block.operations
+    function.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(
+            [a.type for a in block.arguments], [v.type for v in last.operands]
+        )
+    )

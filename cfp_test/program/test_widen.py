@@ -1,0 +1,148 @@
+"""A step in float32 where it computes in less: what its ops are, and what they give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step
+from cfp.program.widen import wide_dtype, widened, with_dtype
+
+X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+NARROW = ("bf16", "f16>", "f8")
+
+
+def lowered(fn, *args):
+    """A step, widened, for one device."""
+    step = flatten_step(fn, args)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    results = jax.tree.leaves(step.traced.out_info)
+    ins, outs = (
+        [NamedSharding(mesh, PartitionSpec())] * len(leaves)
+        for leaves in (step.avals, results)
+    )
+    return widened(step, lower_step(step, ins, outs), ins, outs)
+
+
+def run(wide, *args):
+    """What a widened step gives."""
+    leaves = map(jnp.asarray, args)
+    return wide.lowering.lowered.compile()(
+        *(with_dtype(x, wide_dtype(x.dtype)) for x in leaves)
+    )
+
+
+def in_loops(x):
+    def body(carry, row):
+        return carry + row @ carry, (carry * row).sum()
+
+    carry, sums = jax.lax.scan(body, x, jnp.stack([x, x * 2]))
+    branch = jax.lax.cond(x[0, 0] > 0, lambda v: v * 3, lambda v: v - 1, carry)
+    return (
+        branch,
+        sums,
+        jax.lax.while_loop(
+            lambda v: v.sum() < 10, lambda v: v + jnp.abs(x), jnp.abs(x)
+        ),
+    )
+
+
+def with_regions(x):
+    pooled = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
+    return jnp.sort(x, axis=0), pooled, x.at[jnp.array([1, 1])].add(x[:2]), x.prod(0)
+
+
+def with_constants(x):
+    table = jnp.asarray(np.linspace(0, 1, 64).reshape(8, 8), x.dtype)
+    return (x @ table).astype(jnp.float32) * 0.5 + 1, jnp.full((3,), -jnp.inf, x.dtype)
+
+
+def with_rounding(x):
+    return jax.lax.reduce_precision(x, 8, 4).astype(jnp.float8_e4m3fn).astype(x.dtype)
+
+
+def with_gradients(x):
+    @jax.checkpoint
+    def loss(w):
+        return jax.nn.softmax(jnp.tanh(w @ w.T)).astype(jnp.float32).var()
+
+    return jax.value_and_grad(loss)(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "fn", [in_loops, with_regions, with_constants, with_rounding, with_gradients]
+)
+def test_it_computes_what_float32_does(fn, dtype):
+    wide = lowered(fn, X.astype(dtype))
+    assert wide.narrow == ()
+    module = wide.lowering.lowered.as_text()
+    left = [line for line in module.splitlines() if any(n in line for n in NARROW)]
+    assert all("constant" in line or "convert %cst" in line for line in left), left
+    exact = X.astype(dtype).astype(np.float32)
+    if fn is with_rounding:
+        expected = exact
+    elif fn is with_constants:  # They are written down in less.
+        table = jnp.linspace(0, 1, 64).reshape(8, 8).astype(dtype).astype(jnp.float32)
+        expected = (exact @ table * 0.5 + 1, np.full(3, -np.inf, np.float32))
+    else:
+        expected = fn(jnp.asarray(exact))
+    found = run(wide, X.astype(dtype))
+    for have, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert have.dtype == jnp.float32
+        np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-6)
+
+
+def test_products_are_precise():
+    def step(x, y):
+        algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+        return x @ y, jnp.dot(x, y, precision=algorithm)
+
+    wide = lowered(step, X, X)
+    products = [
+        line
+        for line in wide.lowering.lowered.as_text().splitlines()
+        if "dot_general" in line
+    ]
+    assert len(products) == 2
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+    assert not any("algorithm" in line for line in products)
+
+
+def test_code_from_elsewhere_keeps_its_types():
+    seen = []
+
+    def host(x):
+        seen.append(x.dtype)
+        return x
+
+    def step(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        y = jax.pure_callback(host, shape, x * 1.001, vmap_method="sequential")
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+        return {"there": y * 2, "here": x * 2, "bits": bits}
+
+    x = X.astype(jnp.bfloat16)
+    wide = lowered(step, x)
+    assert {name.split()[0] for name in wide.narrow} == {
+        "stablehlo.custom_call",
+        "stablehlo.bitcast_convert",
+    }
+    found = run(wide, x)
+    assert seen == [jnp.bfloat16]
+    assert found["there"].dtype == found["here"].dtype == jnp.float32
+    np.testing.assert_array_equal(found["here"], x.astype(np.float32) * 2)
+    np.testing.assert_array_equal(found["bits"], x.view(np.uint16))
+
+
+def test_what_is_wide_stays():
+    def step(x, n, key):
+        return x * 2, n + 1, jax.random.fold_in(key, 3), x.astype(jnp.complex64)
+
+    args = X, np.arange(3), jax.random.key(1)
+    found = run(lowered(step, *args), *args)
+    assert [v.dtype for v in found] == [v.dtype for v in jax.eval_shape(step, *args)]

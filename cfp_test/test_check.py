@@ -1,0 +1,220 @@
+"""The check passes plans that are right and fails those that are not, in any precision.
+
+A fault is put into the step that the plan's side runs; what it computes then is what
+devices compute that lack a sum, or take another one's part.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from cfp import api
+from cfp.check import (
+    FULL_TOLERANCE,
+    Check,
+    compile_alone,
+)
+from cfp.planner_parts import PlannerSettings
+from cfp.program.step import flatten_step
+from cfp.targets import Target, model_target
+from cfp.trial import Trial, run_trial
+from cfp_test.checking import make_mesh
+from cfp_test.models.tiny import TINY
+
+DTYPES = ["bfloat16", "float32"]
+PRESETS = ["data_parallel", "fully_sharded", "tensor_parallel"]
+OPTIMIZERS = {
+    "adamw": optax.adamw(3e-4),
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-4),
+    "adafactor": optax.adafactor(1e-3),
+}
+FAULTS = ["half batch", "scaled", "lost sum", "wrong part", "stale part", "dropout"]
+BATCH, SEQ, WIDTH, VOCAB = 8, 16, 32, 64
+
+
+def make_step(dtype, optimizer, fault=None):
+    """A layer of attention with dropout: what right and wrong plans compute of it."""
+
+    def attention(p, x):
+        # Softmax does not see the key's bias: its gradient is zero but for rounding.
+        keys = x @ p["key"] + p["key_bias"]
+        mixed = jax.nn.softmax(x @ p["query"] @ keys.mT / WIDTH**0.5) @ x
+        if fault == "lost sum":
+            return mixed[..., : WIDTH // 2] @ p["out"][: WIDTH // 2]
+        return mixed @ p["out"]
+
+    def loss_fn(params, batch):
+        p = jax.tree.map(lambda v: v.astype(dtype), params)
+        x = p["embed"][batch["tokens"]]
+        kept = jax.random.bernoulli(jax.random.key(3), 0.8, x.shape)
+        if fault == "dropout":
+            first = jnp.arange(BATCH)[:, None, None] < BATCH // 2
+            kept = jnp.where(first, kept, jnp.roll(kept, 1, axis=0))
+        x = jnp.where(kept, x + attention(p, x), 0) * p["scale"] + p["bias"]
+        logits = (x @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["labels"]
+        ).mean()
+
+    def step(state, batch):
+        if fault == "half batch":
+            batch = jax.tree.map(lambda v: jnp.tile(v[: BATCH // 2], (2, 1)), batch)
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        if fault == "scaled":
+            grads = jax.tree.map(lambda g: 2 * g, grads)
+        if fault == "wrong part":
+            grads = jax.tree.map(lambda g: jnp.roll(g, len(g) // 2, axis=0), grads)
+        updates, opt_state = OPTIMIZERS[optimizer].update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        if fault == "stale part":
+            new = jax.tree.map(
+                lambda n, old: old.at[: len(old) // 2].set(n[: len(n) // 2]),
+                new,
+                params,
+            )
+        return (new, opt_state), {"loss": loss}
+
+    return step
+
+
+def make_args(optimizer):
+    """A state and a batch."""
+
+    def init(key):
+        keys = iter(jax.random.split(key, 7))
+        square = (WIDTH, WIDTH)
+        params = {
+            "embed": jax.random.normal(next(keys), (VOCAB, WIDTH)),
+            "query": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "key": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "key_bias": jnp.zeros(WIDTH),
+            "out": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "scale": jnp.ones(WIDTH),
+            "bias": jnp.zeros(WIDTH),
+            "head": jax.random.normal(next(keys), (WIDTH, VOCAB)) / WIDTH**0.5,
+        }
+        batch = {
+            name: jax.random.randint(next(keys), (BATCH, SEQ), 0, VOCAB)
+            for name in ("tokens", "labels")
+        }
+        return (params, OPTIMIZERS[optimizer].init(params)), batch
+
+    return jax.jit(init)(jax.random.key(0))
+
+
+# ------------------------------------------------------------------- right plans pass
+
+
+def trial_of(target: Target, preset: str, devices: int, folder) -> Trial:
+    """Two steps under a preset, checked."""
+    plan = api.plan(
+        target.step,
+        *target.args,
+        mesh=make_mesh((("x", devices),)),
+        donate_argnums=target.donate,
+        preset=preset,
+        cache_dir=folder,
+        settings=PlannerSettings(race=False),
+    )
+    return run_trial(plan, target, steps=2, check=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_alone_passes(dtype, tmp_path):
+    args = make_args("adamw")
+    target = Target(
+        name="attention",
+        step=make_step(dtype, "adamw"),
+        args=args,
+        donate=(0,),
+        make_args=lambda shardings, _: tuple(map(jax.device_put, args, shardings)),
+    )
+    trial = trial_of(target, "data_parallel", 4, tmp_path)
+    assert trial.tolerance == FULL_TOLERANCE
+    assert trial.failures == []
+    far = {
+        d.path for d in trial.steps[0].comparison.differences if d.relative_l2 > 1e-4
+    }
+    # What one device is not sure of itself: this leaf, and its moments.
+    assert far and all(path.endswith("/key_bias") for path in far)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(
+    "preset", ["data_parallel", "fully_sharded", "tensor_parallel"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", TINY)
+def test_right_plans_pass(model, dtype, preset, devices, tmp_path):
+    options = {**TINY[model], "dtype": dtype, "learning_rate": 3e-4}
+    trial = trial_of(model_target(model, options), preset, devices, tmp_path)
+    assert trial.tolerance == FULL_TOLERANCE
+    assert trial.failures == []
+
+
+# ---------------------------------------------------------------- wrong plans do not
+
+
+@functools.cache
+def compiled(dtype, optimizer, fault=None):
+    """The step for one device, as a check compiles it."""
+    step = flatten_step(make_step(dtype, optimizer, fault), make_args(optimizer))
+    return compile_alone(step, jax.devices()[0])
+
+
+def shares(dtype, optimizer, fault):
+    """How far off each leaf is after a step, in terms of what it may be."""
+    check = Check(compiled(dtype, optimizer, fault), compiled(dtype, optimizer), {0: 0})
+    check.start(make_args(optimizer))
+    found = check.step()
+    failed = {d.path for d in found.failures(check.tolerance)}
+    allowed = {
+        d.path: d.relative_l2 / found.allowed(d.path, check.tolerance)
+        for d in found.differences
+    }
+    assert failed == {path for path, share in allowed.items() if share > 1}
+    return allowed
+
+
+# Where faults show: in parameters, and in the first kind of optimizer state.
+STATE = {"adamw": "1/0/mu", "momentum": "1/0/trace", "lion": "1/0/mu"}
+
+
+COMPUTED = [
+    ("bfloat16", "adamw"),
+    ("bfloat16", "sgd"),
+    ("float32", "adamw"),
+    pytest.param("float32", "sgd", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "momentum", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "lion", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "adafactor", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("dtype", "optimizer"), COMPUTED)
+def test_wrong_plans_fail(dtype, optimizer, fault):
+    found = shares(dtype, optimizer, fault)
+    assert max(found.values()) > 1000
+    signal = [name for name in found if not name.endswith("/key_bias")]
+    of_params = [found[name] for name in signal if name.startswith("0/0/")]
+    if fault == "scaled" and optimizer in ("adamw", "lion", "adafactor"):
+        assert max(of_params) < 100  # They divide it out, from the parameters.
+    else:
+        assert min(of_params) > 5
+    if fault != "stale part" and optimizer in STATE:
+        state = [found[name] for name in signal if "0/" + STATE[optimizer] in name]
+        assert len(state) == 7
+        assert min(state) > 100
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), COMPUTED)
+def test_what_is_right_is_not_off(dtype, optimizer):
+    assert max(shares(dtype, optimizer, None).values()) == 0

@@ -183,27 +183,30 @@ class Shortening:
         return moved
 
     def part(self) -> Part | None:
-        """What is left; None if it reads something that is not."""
+        """What is left; None if it reads something that is not, or is not yet made."""
         program = self._program
+        results = {self._through_all(v): None for v in program.outputs}
+        made = {program.values[v].producer for v in results}
+        leaves = {op for op in program.leaf_ops if program.ops[op].parent < 0}
         stay = {op.id for op in self._top if op.id not in self._gone}
-        stay -= program.leaf_ops
+        stay -= leaves - made
         instead: dict[int, int] = {}
         stack = list(stay)
         while stack:
-            for v in self._reads(program.ops[stack.pop()]):
+            op = program.ops[stack.pop()]
+            for v in self._reads(op):
                 found = self._resolved(v)
                 producer = program.values[found].producer
-                if self._is_gone(found):
+                if self._is_gone(found) or producer >= op.id:
                     return None
                 if found != v:
                     instead[v] = found
-                if producer in program.leaf_ops and producer not in stay:
+                if producer in leaves and producer not in stay:
                     stay.add(producer)
                     stack.append(producer)
         ops = tuple(sorted(stay))
         reads = (instead.get(v, v) for op in ops for v in self._reads(program.ops[op]))
         arguments = set(program.args)
-        results = {self._through_all(v): None for v in program.outputs}
         return Part(
             ops=ops,
             inputs=tuple(dict.fromkeys(v for v in reads if v in arguments)),

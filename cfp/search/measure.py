@@ -48,10 +48,17 @@ def told_of(
 
 
 def _recomputed(
-    frame: Frame, segments: Sequence[Segment], indices: Iterable[int]
+    frame: Frame,
+    segments: Sequence[Segment],
+    indices: Iterable[int],
+    part: Part | None = None,
 ) -> tuple[Recompute, ...]:
+    """What is computed again of some segments, or of what a part has of them."""
     turn = turning_point(frame)
-    found = (recomputable(frame.program, segments[i].ops, turn) for i in indices)
+    owned = [set(segments[i].ops) for i in indices]
+    if part is not None:
+        owned = [ops.intersection(part.ops) for ops in owned]
+    found = (recomputable(frame.program, ops, turn) for ops in owned)
     return tuple(one for one in found if one is not None)
 
 
@@ -154,9 +161,8 @@ def whole_job(
         part, chosen = abridged.part, ""
         told = limit(_told_inside(layout, part), extent)
         again = [index for index in choice.remat if index in abridged.segments]
-        told = replace(told, recompute=_recomputed(frame, segments, again))
+        told = replace(told, recompute=_recomputed(frame, segments, again, part))
     else:
-        top = [op.id for op in frame.program.ops if op.parent < 0]
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)
         told = told_of(frame, segments, choice, extent)

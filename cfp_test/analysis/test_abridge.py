@@ -21,7 +21,7 @@ from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import Told, whole_job
+from cfp.search.measure import Told, can_recompute, whole_job
 from cfp.targets import model_target
 from cfp_test.models.tiny import TINY
 
@@ -87,6 +87,30 @@ def computed_again(params, x):
 
     for name in sorted(params["layers"], key=lambda name: int(name)):
         x = apply(params["layers"][name], x)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def conditioned(params, x):
+    """Every layer reads what is made of one weight first, and adds to its gradient."""
+    scale = jnp.tanh(x @ params["head"])
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        hidden = jnp.tanh((x + scale) @ layer["up"] + layer["bias"])
+        x = x + hidden @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def with_loops(params, x):
+    """Every layer runs over its rows in a loop, with constants in it."""
+
+    def row(made, x):
+        made = jnp.tanh(0.5 * made + jnp.where(jnp.arange(WIDTH) < 3, x, 0.1))
+        return made, made
+
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        _, rows = jax.lax.scan(row, jnp.zeros(WIDTH), x)
+        x = x + jnp.tanh(rows @ layer["up"] + layer["bias"]) @ layer["down"]
     return jnp.mean((x @ params["head"]) ** 2)
 
 
@@ -181,15 +205,28 @@ def layers_left(analysis, abridged, weight):
     return sum(1 for v in abridged.part.inputs if re.fullmatch(weight, named[v]))
 
 
+def by_name(preset):
+    return lambda analysis: presets(analysis.frame)[preset]
+
+
+def all_again(analysis):
+    """Fully sharded, with all forward passes computed again."""
+    frame = analysis.frame
+    again = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    assert len(again) > KEPT
+    return replace(presets(frame)["fully_sharded"], remat=tuple(again))
+
+
 def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
     """The abridged deep program and the shallow one compute and send the same."""
     long = make(layers)
     abridged = abridge(long, KEPT)
     assert abridged is not None
+    assert all(long.frame.program.ops[op].parent < 0 for op in abridged.part.ops)
     left = layers_left(long, abridged, weight)
     assert 0 < left < layers - 4
     short = make(left)
-    chosen = [choose(presets(analysis.frame)) for analysis in (short, long)]
+    chosen = [choose(analysis) for analysis in (short, long)]
     assert abridged.stands_for(long, chosen[1])
     jobs = [
         whole_job(a.frame, a.segments, choice, (), "", extent, abridged=what)
@@ -215,6 +252,7 @@ def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
         (plain, CLIPPED),
         (with_side_losses, ADAM),
         (with_shared_weight, ADAM),
+        (with_loops, ADAM),
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(
@@ -223,7 +261,30 @@ def test_what_is_left_computes_what_a_shallow_model_does(
     def make(layers):
         return analysed(*stack_of(loss, layers, optimizer), mesh)
 
-    check_like(make, 13, WEIGHT, lambda p: p[preset], mesh, extent)
+    check_like(make, 13, WEIGHT, by_name(preset), mesh, extent)
+
+
+@pytest.mark.parametrize("loss", [plain, with_side_losses, conditioned])
+def test_what_is_left_can_be_computed_again(mesh, loss):
+    def make(layers):
+        return analysed(*stack_of(loss, layers, ADAM), mesh)
+
+    check_like(make, 13, WEIGHT, all_again, mesh)
+
+
+def test_results_that_depend_on_nothing_stay(mesh):
+    """Such as the state of an optimizer that has no use for some of it."""
+
+    def make(layers):
+        step, args = stack_of(plain, layers, ADAM)
+
+        def with_constants(state, x):
+            made, value = step(state, x)
+            return made, jnp.zeros(3), jnp.arange(4) * 2, value
+
+        return analysed(with_constants, args, mesh)
+
+    check_like(make, 13, WEIGHT, by_name("data_parallel"), mesh)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
@@ -233,7 +294,7 @@ def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
 
     layers = 14 if name == "moe" else 11  # Every other layer is one of experts.
     weight = r"state/params/layer_\d+/attention/query(/kernel)?"
-    check_like(make, layers, weight, lambda p: p["tensor_parallel"], mesh)
+    check_like(make, layers, weight, by_name("tensor_parallel"), mesh)
 
 
 def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.shortening import Shortening
+from cfp.analysis.strategies import Spec
 from cfp.program.part import Part
 
 
@@ -63,12 +64,21 @@ class Abridged:
     alike: tuple[tuple[int, ...], ...]
 
     def stands_for(self, analysis: Analysis, choice: Choice) -> bool:
-        """Whether a choice treats all repeats that were left out like their neighbours.
+        """Whether all repeats that were left out are treated like their neighbours.
+
+        By a choice, and by what the user pinned.
 
         Args:
             analysis: of the whole program.
             choice: for the whole program.
         """
+        frame, program = analysis.frame, analysis.frame.program
+        pins = {program.args[position]: spec for position, spec in frame.pins.items()}
+
+        def pinned(ops: tuple[int, ...]) -> list[tuple[str, Spec]]:
+            inside = program.with_bodies(ops) if pins else ()
+            read = {v for op in inside for v in program.ops[op].operands}
+            return sorted((str(program.values[v]), pins[v]) for v in read & pins.keys())
 
         def treated(index: int) -> tuple[object, ...]:
             segment = analysis.segments[index]
@@ -76,6 +86,7 @@ class Abridged:
                 tuple(choice.blocks[b] for b in segment.blocks),
                 tuple(choice.storage[g] for g in segment.groups),
                 index in choice.remat,
+                tuple(pinned(segment.ops)),
             )
 
         return all(len(set(map(treated, group))) == 1 for group in self.alike)

@@ -360,6 +360,23 @@ def test_repeats_that_are_treated_differently_are_not_left_out(mesh):
         assert abridged.stands_for(analysis, other) == (not differs)
 
 
+def test_repeats_that_are_pinned_differently_are_not_left_out(mesh):
+    free = analysed(*stack_of(plain, 13, ADAM), mesh)
+    names = free.frame.program.arg_names
+    weights = [place for place, name in enumerate(names) if re.fullmatch(WEIGHT, name)]
+    assert len(weights) == 13
+    abridged = abridge(free, KEPT)
+    inside = set(abridged.part.inputs)
+    args = free.frame.program.args
+    gone = [place for place in weights if args[place] not in inside]
+    for pinned, stands in [(weights, True), (gone, False), (gone[3:4], False)]:
+        pins = dict.fromkeys(pinned, ((), ("x",)))
+        analysis = analyze(free.frame.program, tuple(mesh.shape.items()), pins)
+        choice = presets(analysis.frame)["data_parallel"]
+        found = abridge(analysis, KEPT)
+        assert found.stands_for(analysis, choice) == stands
+
+
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.integers(1, 9))),
     st.integers(2, 5),

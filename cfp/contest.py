@@ -232,7 +232,9 @@ class Contest:
         rows += [left_out(entry, TOO_LARGE) for entry in large]
         if shortened:
             alone = (*ground.environment, ("race", "the winner of shortened ones"))
-            [won] = self._race([entries[best]], alone, None, rounds=1)
+            [won] = self._race(
+                [entries[best]], alone, None, rounds=_ROUNDS_AMONG_LEADERS
+            )
             if not won.ran:
                 return None
             counts["segments"] = len(ground.analysis.segments)

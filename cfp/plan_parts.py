@@ -50,7 +50,9 @@ class RaceRow:
         predicted_ms: from the profiles.
         samples_ms: measured step times, all of them.
         time_ms: their median, or None where it did not run.
-        peak_bytes: memory that the compiled program needs on each device.
+        peak_bytes: memory that the compiled program needs on each device. Where the
+            program ran without some of its repeats, this and the times are scaled by
+            the prediction to the whole of it.
         note: why it did not run, or "".
     """
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.describe import plan_rows
+from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
 from cfp.profiling.collectives import Rates
@@ -65,15 +66,19 @@ class PlannerSettings:
         race: whether the best plan and the classics are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
-        repeats: of segments that repeat back to back so many repeats are raced, where
-            memory is not in question, and the rest follows from the prediction; only
-            what wins is then compiled and timed whole. None races whole programs.
+        repeats: of segments that repeat back to back so many repeats are raced (two at
+            least, the first and the last), where memory is not in question, and the
+            rest follows from the prediction; only what wins is then compiled and timed
+            whole. None races whole programs.
         measure: whether devices may be used; otherwise only records that are in the
             store already.
         retry_failures: whether what failed before is tried again; or what failed
             before a moment, which a process that is started again keeps to.
         limits: what counts as hung.
         progress: told of every event, a :class:`Progress` or a line of text.
+
+    Raises:
+        CfpError: fewer than two repeats.
     """
 
     per_kind: int = 16
@@ -91,6 +96,13 @@ class PlannerSettings:
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+
+    def __post_init__(self):
+        if self.repeats is not None and self.repeats < 2:
+            raise CfpError(
+                f"Expected two repeats or more to race, got repeats={self.repeats}. "
+                "None races whole programs."
+            )
 
     @property
     def effort(self) -> Effort:

@@ -134,6 +134,28 @@ def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
     assert "Timed with" not in plan_text(made)
 
 
+def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
+    """Where nothing is trained, weights are arguments like any other."""
+
+    def serve(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return x @ params["head"]
+
+    (params, _), x = arguments()
+    settings = cfp.PlannerSettings(per_kind=1, in_context=False, compiler_options={})
+    made = cfp.plan(serve, params, x, mesh=mesh, cache_dir=tmp_path, settings=settings)
+    assert "segments_raced" in made.search
+    [row] = [row for row in made.race if row.name == made.winner]
+    assert row.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("repeats", [-1, 0, 1])
+def test_what_is_left_out_stands_between_two_repeats(repeats):
+    with pytest.raises(cfp.CfpError, match=f"got repeats={repeats}"):
+        cfp.PlannerSettings(repeats=repeats)
+
+
 def test_whole_programs_race_if_the_winner_does_not_run_whole(
     plan, monkeypatch, tmp_path
 ):

@@ -97,7 +97,7 @@ def abridge(analysis: Analysis, kept: int = 4) -> Abridged | None:
 
     Args:
         analysis: of the program.
-        kept: how many repeats of a stretch stay.
+        kept: how many repeats of a stretch stay, 2 or more.
 
     Returns:
         What is left; None if no stretch has more, or none of them can be shortened.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
@@ -43,21 +42,6 @@ class Costs:
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple, float] = {}
-
-    @cached_property
-    def fixed_bytes(self) -> int:
-        """Arguments that are no state, such as a batch, as data parallelism has them.
-
-        On each device.
-        """
-        frame = self.analysis.frame
-        roles = ("data",) * len(frame.mesh)
-        layout = lay_out(frame, preset(frame, roles, Storage.USED))
-        return sum(
-            argument_bytes(layout, position)
-            for position in range(len(frame.program.args))
-            if position not in frame.group_of_arg
-        )
 
     def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
@@ -118,6 +102,27 @@ class Costs:
         return self._values[maker, reader]
 
 
+def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
+    """Arguments that are no state, such as a batch, as data parallelism has them.
+
+    Args:
+        analysis: of the program.
+        values: which of its arguments.
+
+    Returns:
+        What they take on each device.
+    """
+    frame = analysis.frame
+    roles = ("data",) * len(frame.mesh)
+    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    counted = set(values)
+    return sum(
+        argument_bytes(layout, position)
+        for position, value in enumerate(frame.program.args)
+        if value in counted and position not in frame.group_of_arg
+    )
+
+
 def build_problem(
     costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
 ) -> Problem:
@@ -128,7 +133,8 @@ def build_problem(
         options: for each kind what may be chosen.
         budget_bytes: memory of one device, or None.
     """
-    segments = costs.analysis.segments
+    analysis = costs.analysis
+    segments = analysis.segments
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for left, right in pairwise(segments):
         pairs.setdefault((left.kind, right.kind), (left.index, right.index))
@@ -139,7 +145,7 @@ def build_problem(
             (a, b): costs.handovers(*pair, options[a], options[b])
             for (a, b), pair in pairs.items()
         },
-        fixed_bytes=costs.fixed_bytes,
+        fixed_bytes=fixed_bytes(analysis, analysis.frame.program.args),
         budget_bytes=budget_bytes,
     )
 

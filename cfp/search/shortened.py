@@ -14,6 +14,7 @@ from statistics import mean
 from cfp.analysis.abridge import Abridged, abridge
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.search.costs import fixed_bytes
 from cfp.search.explain import picks_of
 from cfp.search.problem import Problem
 from cfp.search.race import Whole
@@ -30,12 +31,15 @@ class Shortened:
         analysis: of the whole program.
         abridged: what is left of it.
         problem: what the profiles say about the whole program.
-        usual: the same under a choice that the profiles do not know all of.
+        short: what they say about what is left.
+        usual: what follows for the whole program under a choice that the profiles do
+            not know all of.
     """
 
     analysis: Analysis
     abridged: Abridged
     problem: Problem
+    short: Problem
     usual: Whole
 
     def whole(self, choice: Choice) -> Whole:
@@ -43,7 +47,7 @@ class Shortened:
         picks = picks_of(self.analysis, self.problem, choice)
         if picks is None:
             return self.usual
-        return _whole(self.problem, self.abridged.segments, picks)
+        return _whole(self.problem, self.short, self.abridged.segments, picks)
 
 
 def shorten(
@@ -69,16 +73,22 @@ def shorten(
     known = [p for c in choices if (p := picks_of(analysis, problem, c)) is not None]
     if not known:
         return None
-    found = [_whole(problem, abridged.segments, picks) for picks in known]
+    short = replace(
+        problem,
+        kinds=tuple(problem.kinds[i] for i in abridged.segments),
+        fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
+    )
+    found = [_whole(problem, short, abridged.segments, picks) for picks in known]
     usual = Whole(
         time_ratio=mean(one.time_ratio for one in found),
         bytes_ratio=mean(one.bytes_ratio for one in found),
     )
-    return Shortened(analysis, abridged, problem, usual)
+    return Shortened(analysis, abridged, problem, short, usual)
 
 
-def _whole(problem: Problem, segments: Sequence[int], picks: Sequence[int]) -> Whole:
-    short = replace(problem, kinds=tuple(problem.kinds[i] for i in segments))
+def _whole(
+    problem: Problem, short: Problem, segments: Sequence[int], picks: Sequence[int]
+) -> Whole:
     left = [picks[i] for i in segments]
     short_ms, short_bytes = short.cost_ms(left), short.memory_bytes(left)
     return Whole(

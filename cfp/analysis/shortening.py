@@ -9,7 +9,7 @@ backward pass may be computed with another's weights then, which costs the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.program.graph import Op, Program
@@ -183,7 +183,11 @@ class Shortening:
         return moved
 
     def part(self) -> Part | None:
-        """What is left; None if it reads something that is not, or is not yet made."""
+        """What is left, if it is a program, and all of it has a use that had one.
+
+        What nobody reads any more, since who read it was left out with others, the
+        compiler leaves out, too: then what is left costs less than it should.
+        """
         program = self._program
         results = {self._through_all(v): None for v in program.outputs}
         made = {program.values[v].producer for v in results}
@@ -205,6 +209,10 @@ class Shortening:
                     stay.add(producer)
                     stack.append(producer)
         ops = tuple(sorted(stay))
+        useful = self._useful([op.id for op in self._top], program.outputs, {})
+        useless = useful - self._useful(ops, results, instead)
+        if not useless.isdisjoint(self._owner.keys() & stay):
+            return None
         reads = (instead.get(v, v) for op in ops for v in self._reads(program.ops[op]))
         arguments = set(program.args)
         return Part(
@@ -217,6 +225,18 @@ class Shortening:
             ),
             instead=tuple(instead.items()),
         )
+
+    def _useful(
+        self, ops: Sequence[int], results: Iterable[int], instead: Mapping[int, int]
+    ) -> set[int]:
+        """Which of some ops some results depend on."""
+        wanted = set(results)
+        found: set[int] = set()
+        for op in (self._program.ops[op] for op in reversed(ops)):
+            if not wanted.isdisjoint(op.results):
+                found.add(op.id)
+                wanted.update(instead.get(v, v) for v in self._reads(op))
+        return found
 
     def _handed_over(
         self,

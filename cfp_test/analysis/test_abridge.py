@@ -337,6 +337,41 @@ def test_what_reads_all_layers_is_not_abridged(mesh):
     assert abridge(analysis, KEPT) is None
 
 
+def with_weights_used_again(params, x):
+    """What uses a layer's weight once more stands apart, and adds to its gradient."""
+    layers = [params["layers"][name] for name in sorted(params["layers"], key=int)]
+    for layer in layers:
+        x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+    for layer in layers:
+        x = x + jnp.tanh(x @ layer["up"][:, :WIDTH])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def with_norms(layers):
+    """A step that returns the norms of all gradients in one array."""
+    _, ((params, _), x) = stack_of(plain, layers, ADAM)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(plain)(params, x)
+        norms = [jnp.sum(g**2) for g in jax.tree.leaves(gradients)]
+        made = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return made, jnp.stack(norms), value
+
+    return step, (params, x)
+
+
+def with_weights_twice(layers):
+    return stack_of(with_weights_used_again, layers, ADAM)
+
+
+@pytest.mark.parametrize("make", [with_weights_twice, with_norms])
+def test_what_would_lose_its_use_is_not_abridged(mesh, make):
+    """It would not be computed then, though its segment stays."""
+    analysis = analysed(*make(13), mesh)
+    assert find_stretches([s.kind for s in analysis.segments], KEPT)
+    assert abridge(analysis, KEPT) is None
+
+
 def test_few_repeats_stay(mesh):
     assert abridge(analysed(*stack_of(plain, KEPT, ADAM), mesh), KEPT) is None
 

@@ -180,8 +180,15 @@ def _chosen_text(plan: Plan) -> str:
     ran = [row for row in best_variants(plan) if row.time_ms is not None]
     others = [row for row in ran if row.name != plan.winner]
     if others:
-        next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms"
-        return f"the fastest of {len(ran)} raced on the whole step{next_one}"
+        what = "the whole step"
+        against = ""
+        if "segments_raced" in plan.search:
+            # The plan's own time is of another run, that of the whole step.
+            what = f"{plan.search['segments_raced']:.0f} of its segments"
+            own = [row.time_ms for row in ran if row.name == plan.winner]
+            against = "".join(f", against {ms:.3f} ms there" for ms in own)
+        next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms{against}"
+        return f"the fastest of {len(ran)} raced on {what}{next_one}"
     if ran:
         return "timed on the whole step, by itself"
     if plan.predicted_ms is not None:

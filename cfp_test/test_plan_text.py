@@ -1,5 +1,6 @@
 """What plans and other records look like where a person prints them."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -31,6 +32,17 @@ def test_a_plan_prints_in_a_few_lines():
         "  arguments: 1 of 2 are sharded",
         '  more: plan.save("plan.json"), then: cfp show plan.json',
     ]
+
+
+def test_times_of_an_abridged_race_are_not_set_beside_those_of_whole_steps():
+    counts = {"segments": 6.0, "segments_raced": 4.0}
+    plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)
+    told = re.sub(r"\s+", " ", repr(plan))
+    own = next(row.time_ms for row in RACE if row.name == "planned")
+    assert (
+        "the fastest of 3 raced on 4 of its segments; next, data_parallel: "
+        f"12.250 ms, against {own:.3f} ms there"
+    ) in told
 
 
 def wide_row(segment: int, place: int) -> PlanRow:

@@ -94,6 +94,7 @@ def merged_name(names: Sequence[str]) -> str:
 
 
 def span_text(numbers: list[int]) -> str:
+    """Numbers in short: ``0-3``, or ``0,2..6`` where they are evenly spaced."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])

@@ -84,7 +84,10 @@ class Shortening:
         """
         before = set(self._gone), dict(self._handed), dict(self._through)
         around = range(middle.start - 1, middle.stop + 1)
-        while self._are_alike(repeats, around):
+        # A round moves an op at least, and none moves twice.
+        for _ in repeats[around.start]:
+            if not self._are_alike(repeats, around):
+                break
             early = self._try(repeats, middle)
             if early is None:
                 break
@@ -264,7 +267,8 @@ class Shortening:
             if not self._is_missing(v):
                 continue
             found = self._through_all(other)
-            if self._is_gone(found) or self._handed.get(v, found) != found:
+            known = handed.get(v, self._handed.get(v, found))
+            if self._is_gone(found) or known != found:
                 return None
             if self._program.values[found].producer >= op.id:
                 late.append(index)

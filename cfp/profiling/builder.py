@@ -43,6 +43,8 @@ class Job:
       options: compiler options, by name.
       expected_ms: how long one execution should take; 0 where nobody knows.
       choice: of a whole program what its record is to keep beside the figures.
+      after: digests of jobs that share its kernels: if they are built at the same time,
+        it waits for them, and the compiler tries those kernels out once.
 
     Raises:
       ValueError: if specs or positions do not fit the part or each other.
@@ -58,6 +60,7 @@ class Job:
     options: tuple[tuple[str, str], ...] = ()
     expected_ms: float = 0.0
     choice: str = ""
+    after: frozenset[str] = frozenset()
 
     def __post_init__(self):
         found = (len(self.in_specs), len(self.out_specs))

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -53,6 +53,8 @@ class Task:
       build: called in a thread; a record if it cannot be built.
       run: called in the thread that called `run_tasks`.
       expected_ms: how long one execution should take; 0 where nobody knows.
+      after: digests of tasks: those that are being built when it is claimed are built
+        before it.
     """
 
     key: ProfileKey
@@ -60,6 +62,7 @@ class Task:
     build: Callable[[], Built | ProfileRecord]
     run: Callable[[Built], ProfileRecord]
     expected_ms: float = 0.0
+    after: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], object]
+Build = Callable[[Task, Sequence[Future[Built | ProfileRecord]]], Built | ProfileRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +200,10 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     try:
         while waiting or ahead:
             if overlap or not ahead:
-                for task in state.claim(waiting, 1 if alone else room, len(ahead)):
-                    ahead.append((task, pool.submit(build, task)))
+                claimed = state.claim(waiting, 1 if alone else room, len(ahead))
+                ahead.extend(
+                    zip(claimed, _submitted(pool, build, claimed), strict=True)
+                )
                 if not ahead:
                     if waiting:
                         state.tell(waiting[0].label, "wait")
@@ -214,11 +220,28 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _in_thread(state: _State) -> Callable[[Task], Built | ProfileRecord]:
+def _submitted(
+    pool: ThreadPoolExecutor, build: Build, tasks: Sequence[Task]
+) -> list[Future[Built | ProfileRecord]]:
+    """Builds of tasks, in their order; those that are to come after others wait."""
+    digests = {task.key.digest for task in tasks}
+    builds: dict[str, Future[Built | ProfileRecord]] = {}
+    # Threads begin what was submitted first, so that what waits is always for a build
+    # that has begun.
+    for task in sorted(tasks, key=lambda task: not task.after.isdisjoint(digests)):
+        before = [builds[digest] for digest in task.after if digest in builds]
+        builds[task.key.digest] = pool.submit(build, task, before)
+    return [builds[task.key.digest] for task in tasks]
+
+
+def _in_thread(state: _State) -> Build:
     # JAX keeps `with jax.enable_x64(...)` to the thread that said it.
     x64 = bool(getattr(jax.config, _X64_SETTING))
 
-    def build(task: Task) -> Built | ProfileRecord:
+    def build(
+        task: Task, before: Sequence[Future[Built | ProfileRecord]]
+    ) -> Built | ProfileRecord:
+        wait(before)
         with (
             jax.enable_x64(x64),
             state.marks.doing(task.key, task.label, "build", then_wait=True),

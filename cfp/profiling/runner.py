@@ -132,6 +132,7 @@ def profile(
             build=partial(_build, program, mesh, job, environment),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
+            after=job.after,
         )
         for job in jobs
     ]

@@ -182,6 +182,7 @@ class WantedMaker:
             return Wanted(kind, candidate, job)
         carrier, moves = self._carrier(index, candidate, near)
         carrier_index = analysis.representatives[analysis.segments[near].kind]
+        alone = self._alone(carrier_index, carrier, label)
         together = pair_job(
             analysis.frame,
             analysis.segments,
@@ -189,7 +190,9 @@ class WantedMaker:
             self._environment,
             f"{label}, in context",
         )
-        alone = self._alone(carrier_index, carrier, label)
+        together = replace(
+            together, after=frozenset((job.key.digest, alone.key.digest))
+        )
         return Wanted(kind, candidate, job, alone, together, moves, (near, carrier))
 
     def again(self, base: Wanted) -> Wanted:
@@ -250,6 +253,7 @@ def computed_again(
     picks = {index: candidate, near: carrier}
     label = f"{label}, in context"
     together = pair_job(frame, segments, picks, environment, label)
+    together = replace(together, after=frozenset((job.key.digest,)))
     return replace(base, candidate=candidate, job=job, pair_job=together, base=base)
 
 

@@ -22,7 +22,9 @@ from cfp.entries import (
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner_parts import (
+    TOO_FAR,
     TOO_LARGE,
+    UNMEASURED,
     Decision,
     Ground,
     compose_plan,
@@ -237,8 +239,10 @@ class Contest:
             raise self._nobody(results)
         counts = dict(decision.search)
         counts["race_seconds"] = (raced := time.perf_counter()) - started
-        won, rows = results[best], [*map(race_row, results), *map(left_out, far)]
-        rows += [left_out(entry, TOO_LARGE) for entry in large]
+        won, rows = results[best], [*map(race_row, results)]
+        for why, absent in ((TOO_FAR, far), (TOO_LARGE, large)):
+            rows += [left_out(e.name, e.predicted_ms, why) for e in absent]
+        rows += [left_out(name, None, UNMEASURED) for name in decision.unmeasured]
         if shortened:
             alone = (*ground.environment, ("race", "the winner of shortened ones"))
             [won] = self._race(

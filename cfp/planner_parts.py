@@ -32,6 +32,7 @@ from cfp.search.shortened import Shortened
 from cfp.search.squeeze import Room
 
 TOO_FAR = "predicted too far behind to be raced"
+UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in the devices' memory"
 # XLA's allocator does not split a free block of which less than this would stay free,
 # and counts the whole block as used: what is measured is up to this much more than what
@@ -199,6 +200,7 @@ class Decision:
         options: of the compiler.
         rivals: other choices that the search found promising.
         classics: the classics to race against.
+        unmeasured: names of those that were estimated to be too far behind.
         problem: what was searched, or None for a classic taken by name.
         search: counts and seconds of the search.
     """
@@ -210,6 +212,7 @@ class Decision:
     options: Mapping[str, str] = field(default_factory=dict)
     rivals: tuple[Decision, ...] = field(default=(), repr=False)
     classics: Mapping[str, Choice] = field(default_factory=dict, repr=False)
+    unmeasured: tuple[str, ...] = ()
     problem: Problem | None = field(default=None, repr=False)
     search: Mapping[str, float] = field(default_factory=dict)
 
@@ -262,11 +265,11 @@ def race_row(result: RaceResult) -> RaceRow:
     )
 
 
-def left_out(classic: Decision, why: str = TOO_FAR) -> RaceRow:
+def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
     """A classic that was not raced, as a plan keeps it."""
     return RaceRow(
-        name=classic.name,
-        predicted_ms=classic.predicted_ms,
+        name=name,
+        predicted_ms=predicted_ms,
         samples_ms=(),
         time_ms=None,
         peak_bytes=0,

@@ -10,7 +10,8 @@ import pytest
 
 import cfp
 from cfp import contest
-from cfp.planner_parts import TOO_LARGE
+from cfp.planner_parts import TOO_LARGE, UNMEASURED
+from cfp.presets import CLASSICS
 from cfp.report.tables import plan_text
 from cfp.search import shortened
 
@@ -148,6 +149,48 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
     assert "segments_raced" in made.search
     [row] = [row for row in made.race if row.name == made.winner]
     assert row.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
+
+
+def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
+    """Only times of one run compare."""
+    stages, race = [], contest.race
+
+    def watched(program, mesh, finalists, *where, **how):
+        results = race(program, mesh, finalists, *where, **how)
+        classics = {f.job.key.digest for f in finalists if f.name in CLASSICS}
+        if not stages:  # What no classic is, leads.
+            results = [
+                replace(r, whole=replace(r.whole, time_ratio=99.0))
+                if f.job.key.digest in classics
+                else r
+                for f, r in zip(finalists, results, strict=True)
+            ]
+        stages.append((finalists, results))
+        return results
+
+    monkeypatch.setattr(contest, "race", watched)
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    plan(plans=3, compiler_options=options, cache_dir=tmp_path)
+    (_, results), (beside, _), *_ = stages
+    names = [finalist.name for finalist in beside]
+    classics = [r for r in results if r.name in CLASSICS]
+    best_ms = min(classic.time_ms for classic in classics)
+    best = {r.name for r in results if r.time_ms == best_ms}
+    assert best & set(names[:3])
+    assert len(names) == 3 + 2
+    assert not any(f"{name}, plain" in names for name in best)
+
+
+def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
+    made = plan(cache_dir=tmp_path)
+    unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
+    raced = {row.name for row in made.race if row.time_ms is not None}
+    assert len(unmeasured) >= 3 and set(unmeasured) < set(CLASSICS)
+    assert raced.isdisjoint(unmeasured)
+    # Memory may need any of them.
+    made = plan(memory_budget=2**30, cache_dir=tmp_path)
+    assert UNMEASURED not in [row.note for row in made.race]
 
 
 @pytest.mark.parametrize("repeats", [-1, 0, 1])

@@ -110,6 +110,17 @@ class BuildEnvironment:
         """Directories next to a profile store."""
         return cls(autotune_dir=store_path.parent / "autotune")
 
+    @property
+    def learnt_dir(self) -> Path:
+        """Where files named by jobs say what was built for its kernels.
+
+        Raises:
+            ValueError: there is no directory for autotuning.
+        """
+        if self.autotune_dir is None:
+            raise ValueError("expected a directory for autotuning, got none")
+        return self.autotune_dir / "learnt"
+
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform; none where there is nothing to keep."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:

@@ -37,7 +37,7 @@ Phase = Literal["look up", "build", "run", "wait", "done"]
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
-_MOST_THREADS = 12
+_MOST_THREADS = 24
 _RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
 _X64_SETTING = "jax_enable_x64"
@@ -124,7 +124,8 @@ def default_threads(platform: str) -> int:
     cores = os.cpu_count() or 1
     if platform == "cpu" and cores <= 4:
         return 1  # The devices are these cores.
-    return max(1, min(_MOST_THREADS, cores // 4))
+    share = cores // 4 if platform == "cpu" else cores * 3 // 8
+    return max(1, min(_MOST_THREADS, share))
 
 
 def overlaps(platform: str) -> bool:

@@ -66,14 +66,16 @@ class TimingOptions:
     min_samples: int = 3
     max_samples: int = 50
     target_spread: float = 0.01
-    budget_seconds: float = 2.0
+    budget_seconds: float | None = None
     min_sample_ms: float | None = None
     min_repeat: int | None = None
 
 
-# On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row.
-_LENGTHS = {"cpu": (5.0, 1)}
-_OTHER_LENGTHS = (60.0, 3)
+# Milliseconds of a sample, executions in it, and seconds for all. On 4 H200 a step of
+# 76 ms took 2.3 ms less if three ran in a row; without peer-to-peer access, where times
+# vary by some percent, half of a profile's runs lasted until two seconds were over.
+_LENGTHS = {"cpu": (5.0, 1, 2.0)}
+_OTHER_LENGTHS = (60.0, 3, 1.0)
 
 _REFERENCE_TIMING = TimingOptions(
     warmup_seconds=0.1, budget_seconds=0.3, min_sample_ms=10.0
@@ -102,8 +104,7 @@ def profile(
       mesh: the devices.
       jobs: what to measure; jobs with equal keys are measured once.
       store: answers what it can, failures too, and keeps every new record.
-      threads: how many builds at once; by default one on a small CPU, else a
-        quarter of the cores and at most 12.
+      threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
       retry_failures: measure again what failed before, or before a moment.
@@ -189,11 +190,13 @@ def execute(
     """
     options = timing or TimingOptions()
     platform = mesh.devices.flat[0].platform
-    sample_ms, repeat = _LENGTHS.get(platform, _OTHER_LENGTHS)
+    sample_ms, repeat, budget_seconds = _LENGTHS.get(platform, _OTHER_LENGTHS)
     if options.min_sample_ms is not None:
         sample_ms = options.min_sample_ms
     if options.min_repeat is not None:
         repeat = options.min_repeat
+    if options.budget_seconds is not None:
+        budget_seconds = options.budget_seconds
     started = time.perf_counter()
     agreement = Agreement.of(mesh)
     shortage = _shortage(built, mesh)
@@ -209,7 +212,7 @@ def execute(
             min_samples=options.min_samples,
             max_samples=options.max_samples,
             target_spread=options.target_spread,
-            budget_seconds=options.budget_seconds,
+            budget_seconds=budget_seconds,
             min_sample_ms=sample_ms,
             min_repeat=repeat,
             agree=agreement.seconds,

@@ -34,7 +34,8 @@ def tune_kernels(
     """Builds jobs one after another for what the compiler learns from them.
 
     Nothing runs, and nothing is kept in the store unless a process died of a build;
-    that job is then left out.
+    that job is then left out. So is what was built for this before: a file beside what
+    the compiler has learnt says so.
 
     Args:
       program: the program that the jobs are parts of.
@@ -46,7 +47,8 @@ def tune_kernels(
       limits: what counts as hung.
 
     Returns:
-      How many were built; none where the compiler has nothing to try out.
+      How many were built; none where the compiler has nothing to try out, or more
+      to learn.
     """
     environment = BuildEnvironment.beside(store.path)
     platform = mesh.devices.flat[0].platform
@@ -57,7 +59,10 @@ def tune_kernels(
     fatal = {
         k for k, record in known.items() if not is_to_retry(record, retry_failures)
     }
-    todo = [job for job in jobs if job.key.digest not in fatal]
+    learnt = environment.learnt_dir
+    learnt.mkdir(parents=True, exist_ok=True)
+    done = {file.name for file in learnt.iterdir()}
+    todo = [job for job in jobs if job.key.digest not in fatal | done]
     with environment.compilation_cache(platform), Marks(store.path, limits) as marks:
         for number, job in enumerate(todo, 1):
             if progress is not None:
@@ -65,4 +70,5 @@ def tune_kernels(
             with marks.doing(job.key, job.label, "build"):
                 # What cannot be built is found out, and recorded, where it is needed.
                 build(program, mesh, job, environment)
+            (learnt / job.key.digest).touch()
     return len(todo)

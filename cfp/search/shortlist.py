@@ -1,7 +1,8 @@
-"""Which classics are worth measuring, where a mesh has more than one axis.
+"""Which classics are worth measuring.
 
-Each axis may play each role, which makes dozens of classics on three axes. Those in
-which all axes play one role always stay; of the mixed ones the best by estimate do.
+Each axis of a mesh may play each role, which makes dozens of classics on three axes.
+Those in which all axes play one role stay, and of the mixed ones the best by estimate;
+unless they are estimated to take far longer than the best of all.
 """
 
 from __future__ import annotations
@@ -45,16 +46,31 @@ def estimate_kinds(analysis: Analysis, rates: Rates) -> Estimates:
 
 
 def leading_classics(
-    analysis: Analysis, estimates: Estimates, classics: Mapping[str, Choice]
+    analysis: Analysis,
+    estimates: Estimates,
+    classics: Mapping[str, Choice],
+    reach: float = float("inf"),
 ) -> dict[str, Choice]:
-    """The classics that are worth measuring, in their order."""
-    mixed = {
+    """The classics that are worth measuring, in their order.
+
+    Args:
+        analysis: of the program.
+        estimates: of its kinds of segments.
+        classics: all of them, by name.
+        reach: how many times as long as the best of them one may be estimated to take.
+    """
+    total_ms = {
         name: _total_ms(analysis, estimates, choice)
         for name, choice in classics.items()
-        if name not in CLASSICS
     }
-    best = sorted(mixed, key=mixed.__getitem__)[:_MOST_MIXED]
-    return {n: c for n, c in classics.items() if n in CLASSICS or n in best}
+    limit_ms = reach * min(total_ms.values(), default=0.0)
+    mixed = sorted(classics.keys() - set(CLASSICS), key=total_ms.__getitem__)
+    leading = {*CLASSICS, *mixed[:_MOST_MIXED]}
+    return {
+        name: choice
+        for name, choice in classics.items()
+        if name in leading and total_ms[name] <= limit_ms
+    }
 
 
 def _total_ms(analysis: Analysis, estimates: Estimates, choice: Choice) -> float:

@@ -1,7 +1,7 @@
 import math
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import jax
@@ -250,6 +250,29 @@ def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
     assert shop.most_waiting == (2 * threads if threads > 1 else 1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
+    shop, store, threads, overlap
+):
+    shop.build_seconds = 0.02
+    first, *others = shop.tasks("abc")
+    names = [key_of(name).digest for name in "bcx"]
+    waiting = replace(first, after=frozenset(names))
+    run_tasks([waiting, *others], store, threads=threads, overlap=overlap)
+    together = threads > 1 or overlap
+    assert shop.built.index("a") == (2 if together else 0)
+    assert shop.ran == ["a", "b", "c"]
+
+
+def test_what_waits_for_a_build_that_failed_is_built(shop, store):
+    shop.unbuildable = {"b"}
+    first, second = shop.tasks("ab")
+    waiting = replace(first, after=frozenset({second.key.digest}))
+    summary = run_tasks([waiting, second], store, threads=2, overlap=False)
+    assert (summary.measured, summary.failed) == (1, 1)
+
+
 def test_batches_are_of_one_size(shop, store):
     waiting = []
 
@@ -442,8 +465,8 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
         ("cpu", 16, 4),
         ("gpu", 4, 1),
         ("gpu", 2, 1),
-        ("gpu", 32, 8),
-        ("gpu", 224, 12),
+        ("gpu", 32, 12),
+        ("gpu", 224, 24),
         ("gpu", None, 1),
     ],
 )

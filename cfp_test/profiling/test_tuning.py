@@ -31,10 +31,18 @@ def test_each_is_built_once_in_order(case, store, tunable):
     assert said[1] == "tuning kernels for b, 2 of 3"
 
 
+def test_what_was_learnt_is_not_built_again(case, store, tunable):
+    tune_kernels(case.program, case.mesh, [case.job("a")], store)
+    jobs = [case.job("a"), case.job("b")]
+    assert tune_kernels(case.program, case.mesh, jobs, store) == 1
+    assert tune_kernels(case.program, case.mesh, jobs, store) == 0
+    assert tunable == ["a", "b"]
+
+
 def test_what_a_process_died_of_is_left_out(case, store, tunable):
     jobs = [case.job(name) for name in ("a", "b")]
     store.put(build_failure(jobs[0].key, RuntimeError("died"), build_seconds=1.0))
     tune_kernels(case.program, case.mesh, jobs, store)
     assert tunable == ["b"]
     tune_kernels(case.program, case.mesh, jobs, store, retry_failures=True)
-    assert tunable == ["b", "a", "b"]
+    assert tunable == ["b", "a"]

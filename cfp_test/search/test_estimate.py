@@ -115,6 +115,26 @@ def test_a_loop_costs_what_its_layers_cost(remat):
     assert max(ratios) / min(ratios) < 1.3
 
 
+@pytest.mark.parametrize("reach", [1.0, 1.3, 2.0])
+def test_classics_far_behind_by_estimate_are_not_measured(reach):
+    step = registry.build("gpt", **TINY["gpt"])
+    analysis, estimates = estimated(*step, (("x", 2), ("y", 2)))
+    every = leading_classics(analysis, estimates, presets(analysis.frame))
+    found = leading_classics(analysis, estimates, every, reach)
+    kinds = [segment.kind for segment in analysis.segments]
+    total_ms = {
+        name: sum(
+            kinds.count(kind)
+            * estimates.kinds[kind].total_ms(segment_candidate(analysis, index, choice))
+            for kind, index in enumerate(analysis.representatives)
+        )
+        for name, choice in every.items()
+    }
+    limit_ms = reach * min(total_ms.values())
+    assert found == {n: c for n, c in every.items() if total_ms[n] <= limit_ms}
+    assert 0 < len(found) < len(every)
+
+
 def test_few_of_many_classics_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
     step = registry.build("gpt", **TINY["gpt"])

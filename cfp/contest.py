@@ -33,9 +33,10 @@ from cfp.planner_parts import (
     race_row,
 )
 from cfp.profiling.builder import Built
-from cfp.profiling.key import Parts
+from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
+from cfp.search.answers import answer_to, keep_answer, question
 from cfp.search.compiler import variants
 from cfp.search.measure import Told
 from cfp.search.race import Finalist, RaceResult, first_that_fits, race
@@ -75,6 +76,8 @@ class Contest:
         self._options = variants(ground.platform) if asked is None else asked
         every = (Told.EVERYTHING,) if is_cpu else tuple(Told)
         self._extents = settings.extents or every
+        self._asked: ProfileKey | None = None
+        self._known: list[Decision] = []
 
     def trusted(self) -> Plan:
         """The decision, by prediction alone."""
@@ -156,9 +159,13 @@ class Contest:
         rivals, behind = in_reach(decision, decision.rivals, self._reach)
         entries, far = [decision, *classics, *rivals], [*far, *behind]
         if ground.room is not None and Agreement.of(ground.mesh).alone:
-            where = (ground.analysis, ground.store, ground.environment)
-            how = (ground.plans, self._options.values(), ground.room)
-            entries += known_to_fit(*where, entries, *how)
+            environment, options = ground.environment, self._options.values()
+            jobs = [f.job for f in finalists(ground.analysis, entries, environment)]
+            asked = question(jobs, options, ground.room.budget_bytes, environment)
+            where = (ground.analysis, ground.store, environment)
+            how = (ground.plans, options, ground.room, answer_to(asked, ground.store))
+            self._asked, self._known = asked, known_to_fit(*where, entries, *how)
+            entries += self._known
         return entries, far
 
     def _shortened(
@@ -228,6 +235,7 @@ class Contest:
             how = {"programs": programs, "rounds": _ROUNDS_AMONG_LEADERS}
             results = [*self._race(again, beside, shortened, **how), *results]
             entries = [*again, *entries]
+        self._keep_answer(entries, results)
         ran = [e for e, r in zip(entries, results, strict=True) if r.ran]
         if (sober := let_down(decision, told, ran)) is not None:
             self.decision = sober  # Who was left out for them may win.
@@ -274,6 +282,22 @@ class Contest:
             **how,
             **ground.manner,
         )
+
+    def _keep_answer(
+        self, entries: Sequence[Decision], results: Sequence[RaceResult]
+    ) -> None:
+        """Keeps how it ended, for when the same is asked for again."""
+        if self._asked is None:
+            return
+        names = {entry.name for entry in self._known}
+        known = {
+            result.record.choice
+            for entry, result in zip(entries, results, strict=True)
+            if entry.name in names
+        }
+        best = min(results, key=lambda result: result.time_ms)
+        samples_ms = best.samples_ms if best.ran else ()
+        keep_answer(self._asked, self.ground.store, known, samples_ms)
 
     def _nobody(self, results: Sequence[RaceResult]) -> CfpError:
         ground = self.ground

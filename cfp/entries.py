@@ -12,6 +12,7 @@ from cfp.planner_parts import Decision, finalists
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
+from cfp.search.answers import Answer
 from cfp.search.assemble import whole_choice
 from cfp.search.compiler import Options
 from cfp.search.dynamic import solve_dynamically
@@ -29,8 +30,6 @@ _NEARLY = 1.1
 _TOLD = 2
 # It takes them as many times as long: 1.05 to 1.08 on 2 H200.
 _TOLL = 1.1
-# Times of two races differ by as much.
-_NOISE = 0.02
 
 
 def extent_name(name: str, extent: Told) -> str:
@@ -141,6 +140,7 @@ def known_to_fit(
     count: int,
     options: Collection[Options],
     room: Room,
+    answer: Answer | None,
 ) -> list[Decision]:
     """Choices that were compiled before and fit, the fastest; or else the leanest.
 
@@ -155,6 +155,8 @@ def known_to_fit(
         count: how many at most.
         options: of the compiler that leaders are raced with anyway.
         room: what they have to fit into.
+        answer: how the race ended the last time. Who took part then does so again, and
+            then the answer is known; unless somebody else is faster by now.
     """
     [first] = finalists(analysis, taking_part[:1], environment)
     known = remembered(analysis, store, first.job)
@@ -180,26 +182,15 @@ def known_to_fit(
         for one, decision in reversed([*zip(known, made, strict=True)])
         if decision.key not in present and not is_raced_anyway(one)
     }
-    fitting = [pair for pair in new.values() if pair[0].peak_bytes <= room.budget_bytes]
-    fastest_ms = min((record.time_ms for record, _ in fitting), default=0.0)
-    fitting = [pair for pair in fitting if pair[0].time_ms <= _TOLL * fastest_ms]
-    if not fitting:
-        chosen = sorted(new.values(), key=lambda pair: pair[0].peak_bytes)[:1]
+    ranked = sorted(new.values(), key=lambda pair: pair[0].time_ms)
+    fitting = [pair for pair in ranked if pair[0].peak_bytes <= room.budget_bytes]
+    if answer is not None and not (fitting and answer.is_news(fitting[0][0])):
+        chosen = [pair for pair in ranked if pair[0].choice in answer.known]
+    elif fitting:
+        limit_ms = _TOLL * fitting[0][0].time_ms
+        chosen = [pair for pair in fitting[:count] if pair[0].time_ms <= limit_ms]
     else:
-        # Who raced with the plan the last time does so again: then the answer is known.
-        last = store.get(first.job.key.digest)
-        ended = last.created if last is not None and last.ok else ""
-        # Leaders raced once more after that, so that their fastest record is another.
-        raced = {
-            decision.key
-            for one, decision in zip(known, made, strict=True)
-            if one.record.created == ended
-        }
-        fitting.sort(key=lambda pair: pair[0].time_ms)
-        chosen = sorted(fitting, key=lambda pair: pair[1].key not in raced)[:count]
-        best_ms = min(record.time_ms for record, _ in chosen)
-        if fitting[0][0].time_ms < (1.0 - _NOISE) * best_ms:
-            chosen = [fitting[0], *chosen][:count]
+        chosen = sorted(new.values(), key=lambda pair: pair[0].peak_bytes)[:1]
     return [
         replace(decision, name=f"planned before {number}")
         for number, (_, decision) in enumerate(chosen, 1)

@@ -181,6 +181,22 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     assert not any(f"{name}, plain" in names for name in best)
 
 
+def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path):
+    """Though another one was asked for meanwhile, and more is known by now."""
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    asked = {"cache_dir": tmp_path, "plans": 2, "compiler_options": options}
+    free = plan(**asked)
+    large, small = 2 * free.peak_bytes, int(1.1 * free.peak_bytes)
+    before = [plan(memory_budget=budget, **asked) for budget in (large, small)]
+    raced.clear()
+    again = [plan(memory_budget=budget, **asked) for budget in (large, small, None)]
+    assert raced == []
+    for made, other in zip(again, (*before, free), strict=True):
+        assert made.search["race_cached"] == 1.0
+        assert (made.winner, made.measured_ms) == (other.winner, other.measured_ms)
+        assert made.race == other.race
+
+
 def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
     made = plan(cache_dir=tmp_path)

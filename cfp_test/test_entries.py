@@ -15,6 +15,7 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.answers import Answer
 from cfp.search.explain import segment_candidate
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem
@@ -160,27 +161,39 @@ def known(analysis, tmp_path):
             created=created,
         )
         store.put(record)
+        return record.choice
 
-    def found(budget_bytes):
+    def found(budget_bytes, answer=None):
         room = Room(budget_bytes=budget_bytes, device_bytes=None, platform="cpu")
         plan = Decision("planned", classics["data_parallel"])
-        there = known_to_fit(analysis, store, (), [plan], 1, [OPTION], room)
+        there = known_to_fit(analysis, store, (), [plan], 1, [OPTION], room, answer)
         return [(names[one.choice], one.options) for one in there]
 
     with ProfileStore(tmp_path / "store.sqlite") as store:
         yield keep, found
 
 
-def test_who_raced_with_the_plan_does_so_again(known):
-    """Though who led with it ran a second time, as did who is faster by a little."""
+def test_who_took_part_does_so_again_unless_there_is_news(known):
     keep, found = known
     keep("data_parallel", 10, 10.0)
+    zero1 = keep("zero1", 10, 10.0)
+    keep("fully_sharded", 10, 9.9)
+    assert found(10) == [("fully_sharded", {})]
+    assert found(10, Answer(frozenset(), 10.0)) == []
+    assert found(10, Answer(frozenset({zero1}), 10.0)) == [("zero1", {})]
+    tensor_parallel = keep("tensor_parallel", 10, 9.0)
+    alone, both = frozenset({zero1}), frozenset({zero1, tensor_parallel})
+    assert found(10, Answer(alone, 10.0)) == [("tensor_parallel", {})]
+    assert found(9, Answer(alone, 10.0)) == [("zero1", {})], "it is too large for that"
+    assert found(10, Answer(both, 10.0)) == [("tensor_parallel", {}), ("zero1", {})]
+
+
+def test_who_fits_by_now_is_news_where_nobody_did(known):
+    keep, found = known
     keep("zero1", 10, 10.0)
-    keep("zero1", 10, 9.7, SECOND)
-    keep("fully_sharded", 10, 9.6, SECOND)
-    assert found(10) == [("zero1", {})]
-    keep("tensor_parallel", 10, 9.0, SECOND)
-    assert found(10) == [("tensor_parallel", {})]
+    nobody = Answer(frozenset(), float("inf"))
+    assert found(10, nobody) == [("zero1", {})]
+    assert found(9, nobody) == []
 
 
 def test_known_options_take_part_unless_they_are_tried_anyway(known):

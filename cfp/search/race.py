@@ -18,6 +18,7 @@ from cfp.profiling.record import ProfileRecord, is_to_retry, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
+from cfp.search.answers import keep_race, of_one_race
 
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
@@ -146,16 +147,22 @@ def race(
     """
     jobs = {f.job.key.digest: f.job for f in finalists}
     bury(store)
-    known = {
-        digest: record
-        for digest, record in store.get_many(jobs).items()
-        if not is_to_retry(record, retry_failures)
-        and not _fits_by_now(record, budget_bytes)
-    }
+
+    def still_good(found: Mapping[str, ProfileRecord]) -> dict[str, ProfileRecord]:
+        return {
+            digest: record
+            for digest, record in found.items()
+            if not is_to_retry(record, retry_failures)
+            and not _fits_by_now(record, budget_bytes)
+        }
+
+    known = still_good(store.get_many(jobs))
     # Times of two races do not compare. All of one were put into the store as it ended.
     ended = {r.created for r in known.values() if r.ok and _fits(r, budget_bytes)}
-    cached = len(known) == len(jobs) and len(ended) <= 1
     records: Mapping[str, ProfileRecord] = known
+    if len(ended) > 1 or len(known) < len(jobs):
+        records = still_good(of_one_race(jobs, store))
+    cached = len(records) == len(jobs)
     if not cached:
         # What is known to be too large need not be compiled to find that out again.
         out = {d: r for d, r in known.items() if not (r.ok and _fits(r, budget_bytes))}
@@ -169,6 +176,7 @@ def race(
             turns = _Turns(places, mesh, again, expected, marks, names, built, ratios)
             records = turns.run(store, budget_bytes, rounds, progress)
         records = {**out, **records}
+        keep_race(jobs, records, store)
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]

@@ -55,12 +55,19 @@ def test_what_failed_is_not_run_again_unless_asked(timed, case, store):
 def test_times_of_two_races_are_not_compared(timed, monkeypatch):
     moments = iter(["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"])
     monkeypatch.setattr(room, "utc_now", lambda: next(moments))
-    timed("ab")
+    _, first = timed("ab")
     timed("bc")
     assert timed("bc")[0] == []
+    # What each of them measured is known still, though b has run again.
+    assert timed("ab") == ([], first)
     monkeypatch.setattr(room, "utc_now", lambda: "2026-01-03T00:00:00+00:00")
-    assert timed("ab")[0] == ["a", "b"]
-    assert timed("ab")[0] == []
+    assert timed("ac")[0] == ["a", "c"]
+    assert timed("ac")[0] == []
+    assert timed("ab") == ([], first)
+    turns, again = timed("abc")
+    assert turns == ["a", "b", "c"]
+    # A part of a race is one, too.
+    assert timed("ac") == ([], {name: again[name] for name in "ac"})
 
 
 def test_a_larger_budget_is_a_new_chance(timed):

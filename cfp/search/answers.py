@@ -1,0 +1,134 @@
+"""How a race ended that was asked for before: the same question has the same answer.
+
+Only times of one race compare, so that a race is run again if its programs are known
+from several. What each race measured is therefore kept once more, under its set of
+programs. And under a budget, who takes part depends on what was compiled for other
+budgets meanwhile: who took part when the same was asked for is kept, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cfp.profiling.builder import Job
+from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore
+
+# Times of two races differ by as much.
+_NOISE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a race ended that was asked for before.
+
+    Attributes:
+        known: choices that took part because they were known to fit, as records have
+            them.
+        time_ms: of the winner; infinite if nobody ran.
+    """
+
+    known: frozenset[str]
+    time_ms: float
+
+    def is_news(self, record: ProfileRecord) -> bool:
+        """Whether something is faster than the winner, and did not take part."""
+        is_faster = record.time_ms < (1.0 - _NOISE) * self.time_ms
+        return is_faster and record.choice not in self.known
+
+
+def question(
+    jobs: Iterable[Job],
+    options: Iterable[Mapping[str, str]],
+    budget_bytes: int,
+    environment: Parts,
+) -> ProfileKey:
+    """What the answer to a race is kept under.
+
+    Args:
+        jobs: programs that take part in any case.
+        options: of the compiler that leaders are raced with.
+        budget_bytes: memory of each device.
+        environment: what measurements depend on.
+    """
+    return ProfileKey(
+        (
+            ("what", "who took part in a race"),
+            ("programs", _digest(job.key.digest for job in jobs)),
+            ("options", repr([sorted(one.items()) for one in options])),
+            ("budget", str(budget_bytes)),
+            *environment,
+        )
+    )
+
+
+def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
+    """How a race ended before; None if it was not asked for."""
+    record = store.get(asked.digest)
+    if record is None:
+        return None
+    return Answer(frozenset(json.loads(record.choice)), record.time_ms)
+
+
+def keep_answer(
+    asked: ProfileKey,
+    store: ProfileStore,
+    known: Collection[str],
+    samples_ms: Sequence[float],
+) -> None:
+    """Keeps who took part because it was known, and the winner's samples if any ran."""
+    record = ProfileRecord(
+        key=asked.digest,
+        parts=asked.parts,
+        status="ok" if samples_ms else "out_of_memory",
+        reason="" if samples_ms else "nobody ran",
+        samples_ms=tuple(samples_ms),
+        choice=json.dumps(sorted(known)),
+    )
+    store.put(record, replace=True)
+
+
+def of_one_race(
+    jobs: Mapping[str, Job], store: ProfileStore
+) -> dict[str, ProfileRecord]:
+    """What a race of just these programs measured: records by digest."""
+    keys = _keys_among(jobs)
+    found = store.get_many(key.digest for key in keys.values())
+    return {
+        digest: replace(
+            found[key.digest],
+            key=digest,
+            parts=jobs[digest].key.parts,
+            choice=jobs[digest].choice,
+        )
+        for digest, key in keys.items()
+        if key.digest in found
+    }
+
+
+def keep_race(
+    jobs: Mapping[str, Job], records: Mapping[str, ProfileRecord], store: ProfileStore
+) -> None:
+    """Keeps what a race of just these programs measured.
+
+    Without their choices: for whoever looks for those, there are the programs' records.
+    """
+    keys = _keys_among(jobs)
+    kept = [
+        replace(records[digest], key=key.digest, parts=key.parts, choice="")
+        for digest, key in keys.items()
+    ]
+    store.put_all(kept, replace=True)
+
+
+def _keys_among(jobs: Mapping[str, Job]) -> dict[str, ProfileKey]:
+    among = ("among", _digest(jobs))
+    return {digest: ProfileKey((*job.key.parts, among)) for digest, job in jobs.items()}
+
+
+def _digest(digests: Iterable[str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(set(digests))).encode()).hexdigest()

@@ -1,12 +1,13 @@
 """Value numbering: equal numbers mean equal tensors, up to dtype and unit dims.
 
-Rematerialised code recomputes values; a backward loop reads what the forward loop
-stacked. Numbers see through both, through casts and through barriers, so that an op
-of the backward pass can be matched with the op it was differentiated from.
+Rematerialised code recomputes values, in loops too; a backward loop reads what the
+forward loop stacked. Numbers see through both, through casts and through barriers, so
+that an op of the backward pass can be matched with the op it was differentiated from.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from cfp.program.graph import Op, Program
@@ -64,6 +65,7 @@ class _Numbering:
         self.stacked: dict[int, int] = {}  # number of a stack -> number of its slices
         self.flat: dict[int, tuple[int, tuple[int, ...]]] = {}  # reshapes
         self.joined: dict[int, Op] = {}  # number of a concatenation -> its op
+        self.regions: dict[tuple, Op] = {}  # form of a loop or branch -> the first
         self.permuted: dict[int, tuple[int, Permutation]] = {}  # transposes only
         self.views: dict[int, tuple[int, Permutation]] = {}  # and reverses
 
@@ -80,10 +82,8 @@ class _Numbering:
         for op in self.program.ops:
             for v in (*op.operands, *op.yields):
                 self._bind(v, invariant)
-            if op.kind == "while":
-                self._number_loop(op)
-            elif op.has_regions:
-                self._number_branches(op)
+            if op.has_regions:
+                self._number_regions(op)
             else:
                 self._number(op)
         numbers = tuple(n if n >= 0 else self.fresh() for n in self.numbers)
@@ -139,7 +139,7 @@ class _Numbering:
             numbers[op.results[0]] = number
         elif op.kind == "slice" and (piece := self._piece(op)) is not None:
             numbers[op.results[0]] = piece
-        elif op.kind == "rng" or (op.rule is None and op.kind not in _PURE):
+        elif _is_opaque(op):
             for result in op.results:  # nobody knows what an opaque op does
                 numbers[result] = self.fresh()
         else:
@@ -210,6 +210,59 @@ class _Numbering:
         self.views[found] = self.views.get(number, (number, tuple(range(rank))))
         return found
 
+    def _number_regions(self, op: Op) -> None:
+        """A loop or branch that does the same with the same as one before it is equal.
+
+        So is all in it, as in a loop of a layer that is computed again.
+        """
+        form = self._form(op)
+        before = op if form is None else self.regions.setdefault(form, op)
+        if before is not op:
+            pairs = zip(self._made_in(op), self._made_in(before), strict=True)
+            for mine, other in pairs:
+                self.numbers[mine] = self.numbers[other]
+        elif op.kind == "while":
+            self._number_loop(op)
+        else:
+            self._number_branches(op)
+
+    def _with_body(self, op: Op) -> list[Op]:
+        return [*(self.program.ops[inner] for inner in op.body), op]
+
+    def _made_in(self, op: Op) -> list[int]:
+        """The values of a loop or branch: of its regions, and what it returns."""
+        return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
+
+    def _form(self, op: Op) -> tuple | None:
+        """What tells a loop or branch from all that do something else.
+
+        None where it is not known what an op in it does, or on which value a loop goes
+        on: that is the one that no op reads.
+        """
+        inside = self._with_body(op)
+        users = self.program.users
+        unread = Counter(
+            o.parent for o in inside if not any(users[v] for v in o.results)
+        )
+        loops = [o.id for o in inside if o.kind == "while"]
+        if any(map(_is_opaque, inside)) or any(unread[loop] != 1 for loop in loops):
+            return None
+        place = {v: -1 - i for i, v in enumerate(self._made_in(op))}
+
+        def known(v: int) -> tuple:
+            value = self.program.values[v]
+            return place.get(v, self.numbers[v]), value.shape, value.dtype
+
+        return tuple(
+            (
+                o.name,
+                o.attributes,
+                len(o.operands),
+                *map(known, (*o.operands, *o.yields, *o.results)),
+            )
+            for o in inside
+        )
+
     def _number_branches(self, op: Op) -> None:
         """A branch's result is what the one branch yields that yields no constant."""
         program, count = self.program, len(op.results)
@@ -236,6 +289,12 @@ class _Numbering:
             update = self.program.ops[producer]
             if update.kind == "dynamic_update_slice" and update.operands[0] == arg:
                 self.stacked[number] = self.numbers[update.operands[1]]
+
+
+def _is_opaque(op: Op) -> bool:
+    """Whether nobody knows what an op does."""
+    unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
+    return op.kind == "rng" or unknown
 
 
 def _identity(order: Permutation) -> Permutation:

@@ -2,16 +2,17 @@
 
 What the ops of a repeat that stays read from one that is left out, they read from the
 repeat that its like reads from: every repeat reads from its neighbours as the others
-do. Sums over all repeats do without those left out. What a layer computes again for its
-backward pass may be computed with another's weights then, which costs the same.
+do. Sums over all repeats do without those left out, and of what is made once for all
+repeats each takes its own slice. What a layer computes again for its backward pass may
+be computed with another's weights then, which costs the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.numbering import integers
 from cfp.program.graph import Op, Program
 from cfp.program.part import Part
 
@@ -33,23 +34,31 @@ class Shortening:
         }
         for barrier in analysis.frame.barrier_ops:
             self._assign(self._program.ops[barrier])
+        stored = [self._program.args[a] for a in analysis.frame.group_of_arg]
+        casts = [op for group in analysis.frame.groups for op in group.reads]
+        stored += [v for op in casts for v in self._program.ops[op].results]
+        self._stored = {*map(self._canonical, stored)}
         self._top = [op for op in self._program.ops if op.parent < 0]
+        self._forms: dict[int, tuple[object, ...]] = {}
         self._gone: set[int] = set()  # top-level ops
         # What a repeat reads from its neighbour, and what a sum is without a part.
         self._handed: dict[int, int] = {}
         self._through: dict[int, int] = {}
 
     def _assign(self, barrier: Op) -> None:
-        """A barrier, in which nothing is computed, goes with most of what reads it."""
-        owners = (
-            self._owner.get(self._program.top_level(user))
+        """A barrier, in which nothing is computed, goes with what reads it first.
+
+        What most read it is not the same for all layers: what the gradient of the
+        last one is read by goes with the head.
+        """
+        users = (
+            self._program.top_level(user)
             for v in barrier.results
             for user, _ in self._program.users[v]
         )
-        votes = Counter(owner for owner in owners if owner is not None)
-        if barrier.parent < 0 and votes:
-            most = max(votes, key=lambda owner: (votes[owner], owner))
-            self._owner.setdefault(barrier.id, most)
+        first = min((op for op in users if op in self._owner), default=-1)
+        if barrier.parent < 0 and first >= 0:
+            self._owner.setdefault(barrier.id, self._owner[first])
 
     def own_ops(self, index: int) -> list[int]:
         """A segment's ops in an order that is the same for all segments of a kind.
@@ -308,13 +317,32 @@ class Shortening:
         inside = [op, *(self._program.ops[inner] for inner in op.body)]
         return tuple(v for one in inside for v in (*one.operands, *one.yields))
 
-    def _form(self, op_id: int) -> tuple[object, ...]:
+    def _form(self, op: int) -> tuple[object, ...]:
         """What ops that do the same have in common."""
-        op = self._program.ops[op_id]
+        if op not in self._forms:
+            self._forms[op] = self._form_of(self._program.ops[op])
+        return self._forms[op]
+
+    def _form_of(self, op: Op) -> tuple[object, ...]:
         values = [*self._reads(op), *op.results, *op.entries]
         types = tuple(str(self._program.values[v]) for v in values)
         inside = [op, *(self._program.ops[inner] for inner in op.body)]
-        return (*((one.name, one.attributes) for one in inside), types)
+        return (*((one.name, self._attributes(one)) for one in inside), types)
+
+    def _attributes(self, op: Op) -> tuple[object, ...]:
+        """An op's attributes, without those that make no difference.
+
+        Such as where a slice is cut, a layer's key out of the keys of all: along the
+        dims that it cuts nothing is sharded. Of stacked state it does make a difference
+        how many layers there are: all of it is updated.
+        """
+        if op.kind != "slice" or self._canonical(op.operands[0]) in self._stored:
+            return (op.attributes,)
+        return (integers(op.attributes, "strides"),)
+
+    def _canonical(self, v: int) -> int:
+        """One value for all that are one tensor: behind barriers, and in loops."""
+        return self._analysis.frame.canonical.get(v, v)
 
 
 def _is_scalar(program: Program, op: Op) -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -28,6 +29,7 @@ from cfp_test.models.tiny import TINY
 WIDTH, BATCH = 8, 4
 KEPT = 4
 NUMBER = re.compile(r"\d+")
+LAYER = re.compile(r"[Ll]ayers?[_/]\d+")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,33 @@ def with_loops(params, x):
     return jnp.mean((x @ params["head"]) ** 2)
 
 
+def with_rows(params, x):
+    """Every layer reads its row of a table that is made once for all."""
+    names = sorted(params["layers"], key=lambda name: int(name))
+    rows = jnp.tile(jnp.tanh(x[:1]), (len(names), 1))
+    for place, name in enumerate(names):
+        layer = params["layers"][name]
+        hidden = jnp.tanh((x * rows[place]) @ layer["up"] + layer["bias"])
+        x = x + hidden @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def dropped_again(params, x):
+    """A key is split for all layers, and their dropout computed again."""
+
+    @jax.checkpoint
+    def apply(layer, x, key):
+        hidden = jnp.tanh(x @ layer["up"] + layer["bias"])
+        kept = jax.random.bernoulli(key, 0.9, hidden.shape)
+        return x + jnp.where(kept, hidden / 0.9, 0) @ layer["down"]
+
+    names = sorted(params["layers"], key=lambda name: int(name))
+    seed = jax.random.key(x[0, 0].astype(jnp.uint32))
+    for name, key in zip(names, jax.random.split(seed, len(names)), strict=True):
+        x = apply(params["layers"][name], x, key)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
 def with_all_outputs(params, x):
     """The head reads what every layer makes: no layer can be left out."""
     made = []
@@ -124,13 +153,17 @@ def with_all_outputs(params, x):
     return jnp.mean((jnp.stack(made).prod(axis=0) @ params["head"]) ** 2)
 
 
-def stack_of(loss, layers, optimizer):
+def trained(loss, params, optimizer):
     def step(state, x):
         params, memory = state
         value, gradients = jax.value_and_grad(loss)(params, x)
         updates, memory = optimizer.update(gradients, memory, params)
         return (optax.apply_updates(params, updates), memory), value
 
+    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
+
+
+def stack_of(loss, layers, optimizer):
     layer = {
         "up": jnp.ones((WIDTH, 2 * WIDTH)),
         "bias": jnp.ones(2 * WIDTH),
@@ -141,7 +174,58 @@ def stack_of(loss, layers, optimizer):
         "head": jnp.ones((WIDTH, WIDTH)),
         "shared": jnp.ones(WIDTH),
     }
-    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
+    return trained(loss, params, optimizer)
+
+
+def linen_stack(layers):
+    """Layers of flax's older kind, dropout included, computed again."""
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            hidden = jnp.tanh(linen.Dense(2 * WIDTH)(linen.LayerNorm()(x)))
+            hidden = linen.Dropout(0.1, deterministic=False)(hidden)
+            return x + linen.Dense(WIDTH)(hidden)
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for _ in range(layers):
+                x = linen.remat(Layer)()(x)
+            return linen.Dense(WIDTH)(x)
+
+    def loss(params, x):
+        key = jax.random.key(x[0, 0].astype(jnp.uint32))
+        return jnp.mean(Net().apply(params, x, rngs={"dropout": key}) ** 2)
+
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+    return trained(loss, Net().init(keys, jnp.ones((BATCH, WIDTH))), ADAM)
+
+
+def nnx_stack(layers):
+    """Layers of flax's newer kind, computed again."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(self.norm(x))))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Layer(rngs) for _ in range(layers)])
+            self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.remat(Layer.__call__)(layer, x)
+            return self.head(x)
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+    return trained(lambda p, x: jnp.mean(nnx.merge(graph, p)(x) ** 2), params, ADAM)
 
 
 WEIGHT = r"state/0/layers/\d+/up"
@@ -253,6 +337,7 @@ def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
         (with_side_losses, ADAM),
         (with_shared_weight, ADAM),
         (with_loops, ADAM),
+        (with_rows, ADAM),
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(
@@ -297,16 +382,25 @@ def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
     check_like(make, layers, weight, by_name("tensor_parallel"), mesh)
 
 
-def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh):
+def again_stack(layers):
+    return stack_of(computed_again, layers, ADAM)
+
+
+def dropped_stack(layers):
+    return stack_of(dropped_again, layers, ADAM)
+
+
+@pytest.mark.parametrize("make", [again_stack, dropped_stack, linen_stack, nnx_stack])
+def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make):
     """It may be computed with another repeat's weights, so that values differ."""
 
-    def contractions(analysis, part):
+    def work(analysis, part):
         program = analysis.frame.program
         ops = [program.ops[op] for op in part.ops]
         return Counter(
             str(program.values[op.results[0]])
             for op in ops
-            if op.kind in ("dot_general", "tanh", "rsqrt")
+            if op.kind in ("dot_general", "tanh", "rsqrt", "select", "while")
         )
 
     def job(analysis, abridged):
@@ -314,14 +408,15 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh):
         how = (analysis.segments, choice, (), "")
         return whole_job(analysis.frame, *how, abridged=abridged)
 
-    long = analysed(*stack_of(computed_again, 13, ADAM), mesh)
+    long = analysed(*make(13), mesh)
     abridged = abridge(long, KEPT)
     assert abridged is not None
-    left = sum("down" in name for name in outputs_of(long, abridged.part))
-    assert 0 < left // 3 < 7
-    short = analysed(*stack_of(computed_again, left // 3, ADAM), mesh)
+    names = outputs_of(long, abridged.part)
+    left = max(Counter(LAYER.sub("", n) for n in names if LAYER.search(n)).values())
+    assert 0 < left < 7
+    short = analysed(*make(left), mesh)
     jobs = [(short, job(short, None)), (long, job(long, abridged))]
-    counts = [contractions(a, one.part) for a, one in jobs]
+    counts = [work(a, one.part) for a, one in jobs]
     assert counts[0] == counts[1]
     built = [build(a.frame.program, mesh, one) for a, one in jobs]
     reduced = [
@@ -333,6 +428,28 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh):
 
 def test_what_reads_all_layers_is_not_abridged(mesh):
     analysis = analysed(*stack_of(with_all_outputs, 13, ADAM), mesh)
+    assert find_stretches([s.kind for s in analysis.segments], KEPT)
+    assert abridge(analysis, KEPT) is None
+
+
+def test_stacked_state_is_not_abridged(mesh):
+    """All of it is updated, whichever layers there are."""
+    _, ((params, _), x) = stack_of(plain, 13, ADAM)
+
+    def loss(params, rows, x):
+        for place in range(13):
+            layer = params["layers"][str(place)]
+            hidden = jnp.tanh((x * rows[place]) @ layer["up"] + layer["bias"])
+            x = x + hidden @ layer["down"]
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    def step(state, x):
+        params, rows = state
+        gradients = jax.grad(loss)(params, rows.astype(jnp.bfloat16), x)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return params, rows * 0.9
+
+    analysis = analysed(step, ((params, jnp.ones((13, WIDTH))), x), mesh)
     assert find_stretches([s.kind for s in analysis.segments], KEPT)
     assert abridge(analysis, KEPT) is None
 

@@ -237,3 +237,29 @@ def test_loops_of_elementwise_ops_follow_the_block_before():
     frame = frame_of((step, (jnp.ones((16, 8)), jnp.ones((8, 16)))))
     kinds = {frame.program.ops[i].kind for i in frame.blocks[0].ops}
     assert {"sine", "cosine", "dot_general"} <= kinds
+
+
+def test_products_with_what_a_loop_makes_again():
+    """A random mask is made in a loop on CPUs, and so it is when it is made again."""
+
+    def make(wrapped):
+        @wrapped
+        def layer(up, down, x, key):
+            hidden = jnp.tanh(x @ up)
+            kept = jax.random.bernoulli(key, 0.9, hidden.shape)
+            return jnp.where(kept, hidden, 0) @ down
+
+        def loss(up, down, x, key):
+            return (layer(up, down, x, key) ** 2).mean()
+
+        args = jnp.ones((8, 32)), jnp.ones((32, 8)), jnp.ones((16, 8))
+        return jax.grad(loss, (0, 1)), (*args, jax.random.key(0))
+
+    kept, again = (frame_of(make(wrapped)) for wrapped in (lambda f: f, jax.checkpoint))
+    assert any(op.kind == "while" for op in again.program.ops)
+    found = [
+        [{m for m in block if m[2] >= 0} for block in members(frame)]
+        for frame in (kept, again)
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 2

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cfp.analysis.numbering import integers, number_values, squeeze
 from cfp.program.step import flatten_step
@@ -110,6 +111,71 @@ def test_rematerialised_values():
     tanh = [op for op in program.ops if op.kind == "tanh"]
     assert len(tanh) == 2
     assert found[tanh[0].results[0]] == found[tanh[1].results[0]]
+
+
+def looped(x, times=3, scale=2.0):
+    return jax.lax.fori_loop(0, times, lambda _, x: jnp.sin(x * scale), x)
+
+
+def test_loops_that_do_the_same():
+    def step(x, y):
+        barred = jax.lax.optimization_barrier(x)
+        others = looped(y), looped(x, times=4), looped(x, scale=3.0), looped(x[:4])
+        return looped(x), looped(barred), *others
+
+    (first, again, *others), found, program = numbers(step, X, 2 * X)
+    assert first == again
+    assert len({first, *others}) == 1 + len(others)
+    inside = [found[op.results[0]] for op in program.ops if op.kind == "sine"]
+    assert len(inside) == 6
+    assert len({*inside}) == 5
+
+
+def test_branches_that_do_the_same():
+    def step(x, flag):
+        def either(x, flag):
+            return jax.lax.cond(flag, jnp.sin, jnp.cos, x)
+
+        barred = jax.lax.optimization_barrier(x)
+        return either(x, flag), either(barred, flag), either(x, ~flag)
+
+    (first, again, other), *_ = numbers(step, X, jnp.bool_(True))
+    assert first == again != other
+
+
+def test_loops_that_end_on_different_values():
+    def flagged(place, state):
+        def body(state):
+            one, other, x = state
+            return other, one, x + 1
+
+        return jax.lax.while_loop(lambda state: state[place], body, state)[2]
+
+    def counted(place):
+        def goes_on(state):
+            return [state[0] < 3, state[1] < 5][place]
+
+        def body(state):
+            return state[0] + 1, state[1] + 2
+
+        return jax.lax.while_loop(goes_on, body, (0, 0))[1]
+
+    def step(*state):
+        return *(flagged(place, state) for place in (0, 1)), counted(0), counted(1)
+
+    found, *_ = numbers(step, jnp.bool_(True), jnp.bool_(False), X)
+    assert len({*found}) == 4
+
+
+def test_loops_that_call_the_host_are_told_apart():
+    def step(x):
+        def body(_, x):
+            return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        return tuple(jax.lax.fori_loop(0, 3, body, x) for _ in range(2))
+
+    (first, again), *_ = numbers(step, X)
+    assert first != again
 
 
 def test_a_branch_hands_on_its_only_value():

@@ -2,31 +2,36 @@
 
     python cfp_test/scripts/never_loses.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.3]
-        [--repeats 4] [--workdir DIR]
+        [--repeats 4] [--workdir DIR] [--log]
 
 Budgets are shares of what data parallelism needs. The first plan is made with an
-empty store unless ``--workdir`` has one, and once more from what it stored: cold and
-warm. The times compared are those of the plan's own race, in which all take turns.
-Classics count with the compiler's default options, and in the faster of the ways to
-tell the compiler of them; all of them are raced unless ``--reach`` says who is too far
-behind for it by prediction. Prints a line for each budget, and appends JSON lines.
+empty store unless ``--workdir`` has one. Every plan is made once more from what is
+stored by then: cold and warm. The times compared are those of the plan's own race, in
+which all take turns. Classics count with the compiler's default options, and in the
+faster of the ways to tell the compiler of them; all of them are raced unless
+``--reach`` says who is too far behind for it by prediction. Prints a line for each
+plan, and appends JSON lines; ``--log`` tells on the error stream what begins at which
+second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from cfp import api, platform
+from cfp.cli.progress import progress_text
 from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings
 from cfp.presets import CLASSICS
+from cfp.profiling.runner import Progress
 from cfp.search.measure import Told
 
 
@@ -75,6 +80,25 @@ def row_of(plan: Plan, budget: int | None, seconds: float) -> dict[str, Any]:
     }
 
 
+def needed_by(classic: str, plan: Plan | None) -> int | None:
+    """Memory that a classic needs on each device, if it was in a plan's race."""
+    rows = plan.race if plan is not None else ()
+    return next(
+        (r.peak_bytes for r in rows if r.name == classic and r.peak_bytes), None
+    )
+
+
+_STARTED = time.perf_counter()
+
+
+def log(event: Progress | str) -> None:
+    """Tells what happens, and at which second."""
+    text = event
+    if isinstance(event, Progress):
+        text = f"{event.phase}: {progress_text(event, clock=False)}"
+    print(f"{time.perf_counter() - _STARTED:8.2f} {text}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
@@ -87,6 +111,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=PlannerSettings().repeats)
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--log", action="store_true")
     options, rest = parser.parse_known_args()
     axes = platform.parse_mesh(options.devices, options.mesh)
     target, mesh = open_target(
@@ -110,6 +135,7 @@ def main() -> None:
                     per_kind=options.per_kind,
                     reach=options.reach,
                     repeats=options.repeats,
+                    progress=log if options.log else None,
                 ),
             )
             return made, time.perf_counter() - begun
@@ -123,23 +149,26 @@ def main() -> None:
                 with options.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
-        first, seconds = plan(None)
-        tell({"what": "cold", **row_of(first, None, seconds)})
-        again, seconds = plan(None)
-        tell({"what": "warm", **row_of(again, None, seconds)})
-        shares = [share for share in options.budgets.split(",") if share != "none"]
-        whole = plan(None, "data_parallel")[0].peak_bytes if shares else None
+        def tell_both(what: str, budget: int | None) -> Plan | None:
+            made = None
+            for state in ("cold", "warm"):
+                row = {"what": f"{what}, {state}", "budget_bytes": budget}
+                try:
+                    made, seconds = plan(budget)
+                    tell(row | row_of(made, budget, seconds))
+                except MemoryBudgetError as error:
+                    tell(row | {"least_bytes": error.smallest_feasible_bytes})
+            return made
+
+        shares = options.budgets.split(",")
+        free = tell_both("no budget", None) if "none" in shares else None
+        shares = [share for share in shares if share != "none"]
+        whole = needed_by("data_parallel", free)
+        if shares and whole is None:
+            whole = plan(None, "data_parallel")[0].peak_bytes
         for share in shares:
             assert whole is not None, "it was compiled"
-            budget = int(float(share) * whole)
-            what = f"{share} of data parallel"
-            try:
-                made, seconds = plan(budget)
-            except MemoryBudgetError as error:
-                least = error.smallest_feasible_bytes
-                tell({"what": what, "budget_bytes": budget, "least_bytes": least})
-                continue
-            tell({"what": what, **row_of(made, budget, seconds)})
+            tell_both(f"{share} of data parallel", int(float(share) * whole))
 
 
 if __name__ == "__main__":

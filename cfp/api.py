@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
+from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings
@@ -124,12 +125,16 @@ def find_plan(
     pinned = resolve_pins(pins or {}, program, axes)
     analysis = analyze(program, axes, pinned)
     with Planner(analysis, mesh, cache_dir, budget, settings) as planner:
-        if preset is not None:
-            choice = planner.preset(preset)
-        else:
-            profiles = planner.profile()
-            choice = planner.search(profiles)
-        made = planner.race(choice).bound_to(step, lowering.out_tree)
+        try:
+            if preset is not None:
+                choice = planner.preset(preset)
+            else:
+                profiles = planner.profile()
+                choice = planner.search(profiles)
+            made = planner.race(choice).bound_to(step, lowering.out_tree)
+        except CfpError as error:
+            error.interrupted = planner.interrupted
+            raise
         return Found(
             plan=made,
             analysis=analysis,

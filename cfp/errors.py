@@ -25,7 +25,13 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
 
 
 class CfpError(Exception):
-    """Base of all errors that a user can mend."""
+    """Base of all errors that a user can mend.
+
+    Attributes:
+      interrupted: whether the user had interrupted what it ended.
+    """
+
+    interrupted = False
 
 
 class StepNotTraceable(CfpError):

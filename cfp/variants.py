@@ -210,11 +210,12 @@ class _Try:
 
     @property
     def interrupted(self) -> bool:
-        return self.found.interrupted if self.found else self.error is None
+        ended = self.found or self.error
+        return ended is None or ended.interrupted
 
     @property
     def note(self) -> str:
-        return _INTERRUPTED if self.interrupted else str(self.error or "")
+        return str(self.error or (_INTERRUPTED if self.interrupted else ""))
 
 
 def _plan_all(

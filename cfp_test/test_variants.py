@@ -10,6 +10,7 @@ import pytest
 import cfp
 from cfp import variants as room
 from cfp.errors import CfpError, MemoryBudgetError, PinError
+from cfp.planner import Planner
 from cfp.platform import mesh_shapes
 from cfp.search import race as racing
 
@@ -260,6 +261,35 @@ def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_pat
     found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
     assert told(found) == own
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp_path):
+    """Of what was measured by then nothing fits."""
+    timed({"line": 1.0}, {})
+    profile, seen = Planner.profile, []
+
+    def interrupted(planner):
+        seen.append(planner.mesh)
+        planner.interrupted = len(seen) > place
+        if planner.interrupted:
+            raise CfpError("nothing fits")
+        return profile(planner)
+
+    monkeypatch.setattr(Planner, "profile", interrupted)
+    settings = cfp.PlannerSettings(per_kind=1, in_context=False)
+    how = {"cache_dir": tmp_path, "settings": settings}
+    if place:
+        found = cfp.plan_fastest(SHAPES, **how)
+        assert notes(found) == {
+            "line": "",
+            "flat": "nothing fits",
+            "cube": "interrupted",
+        }
+    else:
+        with pytest.raises(CfpError, match="nothing fits"):
+            cfp.plan_fastest(SHAPES, **how)
+    assert len(seen) == place + 1
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -13,7 +13,6 @@ store share the work instead of doing it twice.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ import jax
 
 from cfp.profiling.builder import Built
 from cfp.profiling.deaths import bury
-from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
@@ -37,7 +36,6 @@ Phase = Literal["look up", "build", "run", "wait", "done"]
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
-_MOST_THREADS = 24
 _RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
 _X64_SETTING = "jax_enable_x64"
@@ -117,20 +115,6 @@ class ProfileSummary:
     build_seconds: float
     run_seconds: float
     wall_seconds: float
-
-
-def default_threads(platform: str) -> int:
-    """How many builds at once leave a machine usable, and each other in peace."""
-    cores = os.cpu_count() or 1
-    if platform == "cpu" and cores <= 4:
-        return 1  # The devices are these cores.
-    share = cores // 4 if platform == "cpu" else cores * 3 // 8
-    return max(1, min(_MOST_THREADS, share))
-
-
-def overlaps(platform: str) -> bool:
-    """Whether building leaves the devices in peace, so that others may be timed."""
-    return platform != "cpu" and platform not in GPU_PLATFORMS
 
 
 def run_tasks(

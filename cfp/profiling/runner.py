@@ -30,17 +30,11 @@ from cfp.profiling.builder import (
 from cfp.profiling.drift import reference_task
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
-from cfp.profiling.pipeline import (
-    ProfileSummary,
-    Progress,
-    Task,
-    default_threads,
-    overlaps,
-    run_tasks,
-)
+from cfp.profiling.pipeline import ProfileSummary, Progress, Task, run_tasks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.threads import default_threads, overlaps
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 

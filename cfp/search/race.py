@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.pipeline import default_threads
 from cfp.profiling.record import ProfileRecord, is_to_retry, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.threads import default_threads
 from cfp.program.graph import Program
 from cfp.search.answers import keep_race, of_one_race
 

@@ -28,8 +28,8 @@ from cfp.cli.session import analyse, open_target
 from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.pipeline import default_threads
 from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.threads import default_threads
 from cfp.search.assemble import whole_choice
 from cfp.search.explain import picks_of
 from cfp.search.measure import whole_job

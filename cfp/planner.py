@@ -133,7 +133,8 @@ class Planner:
         estimates = estimate_kinds(analysis, rates)
         every = leading_classics(analysis, estimates, self.classics)
         reach = _REACH_ON_CPUS if self.ground.platform == "cpu" else _REACH_BY_ESTIMATE
-        # What saves memory is worth measuring however long it takes, if need be.
+        # What saves memory is worth measuring however long it takes, if need be, and so
+        # are all where one could not be built or run.
         near = leading_classics(analysis, estimates, every, reach)
         classics = near if self.ground.room is None else every
         looker = Looker(
@@ -168,7 +169,8 @@ class Planner:
             )
 
         found = explored(classics)
-        if found.tight and classics != every:
+        failed = any(not record.ok for record in found.records.values())
+        if (found.tight or failed) and classics != every:
             classics, found = every, explored(every)
         return classics, found, looker
 

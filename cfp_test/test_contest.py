@@ -12,6 +12,7 @@ import cfp
 from cfp import contest
 from cfp.planner_parts import TOO_LARGE, UNMEASURED
 from cfp.presets import CLASSICS
+from cfp.profiling import runner
 from cfp.report.tables import plan_text
 from cfp.search import shortened
 
@@ -204,9 +205,21 @@ def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     raced = {row.name for row in made.race if row.time_ms is not None}
     assert len(unmeasured) >= 3 and set(unmeasured) < set(CLASSICS)
     assert raced.isdisjoint(unmeasured)
-    # Memory may need any of them.
+    # Memory may need any of them, and so may what cannot be built.
     made = plan(memory_budget=2**30, cache_dir=tmp_path)
     assert UNMEASURED not in [row.note for row in made.race]
+    build, failed = runner.build, []
+
+    def first_fails(program, mesh, job, environment):
+        if not failed:
+            failed.append(job)
+            job = replace(job, options=(("xla_no_such_option", "1"),))
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr(runner, "build", first_fails)
+    made = plan(cache_dir=tmp_path / "new")
+    assert UNMEASURED not in [row.note for row in made.race]
+    assert made.search["strategies_failed"] == 1
 
 
 @pytest.mark.parametrize("repeats", [-1, 0, 1])

@@ -2,8 +2,8 @@
 
 Only times of one race compare, so that a race is run again if its programs are known
 from several. What each race measured is therefore kept once more, under its set of
-programs. And under a budget, who takes part depends on what was compiled for other
-budgets meanwhile: who took part when the same was asked for is kept, too.
+programs and its budget. And who takes part under a budget depends on what was compiled
+for others meanwhile: who took part when the same was asked for is kept, too.
 """
 
 from __future__ import annotations
@@ -93,10 +93,16 @@ def keep_answer(
 
 
 def of_one_race(
-    jobs: Mapping[str, Job], store: ProfileStore
+    jobs: Mapping[str, Job], budget_bytes: int | None, store: ProfileStore
 ) -> dict[str, ProfileRecord]:
-    """What a race of just these programs measured: records by digest."""
-    keys = _keys_among(jobs)
+    """What a race of just these programs measured: records by digest.
+
+    Args:
+        jobs: the programs by digest.
+        budget_bytes: memory of each device, or None.
+        store: what knows them.
+    """
+    keys = _keys_among(jobs, budget_bytes)
     found = store.get_many(key.digest for key in keys.values())
     return {
         digest: replace(
@@ -111,23 +117,29 @@ def of_one_race(
 
 
 def keep_race(
-    jobs: Mapping[str, Job], records: Mapping[str, ProfileRecord], store: ProfileStore
+    jobs: Mapping[str, Job],
+    budget_bytes: int | None,
+    records: Mapping[str, ProfileRecord],
+    store: ProfileStore,
 ) -> None:
-    """Keeps what a race of just these programs measured.
+    """Keeps what a race of just these programs measured of those that ran.
 
-    Without their choices: for whoever looks for those, there are the programs' records.
+    Why others did not is for their own records to say, and so is what was chosen.
     """
-    keys = _keys_among(jobs)
+    keys = _keys_among(jobs, budget_bytes)
     kept = [
-        replace(records[digest], key=key.digest, parts=key.parts, choice="")
-        for digest, key in keys.items()
+        replace(record, key=keys[digest].digest, parts=keys[digest].parts, choice="")
+        for digest, record in records.items()
+        if record.ok
     ]
     store.put_all(kept, replace=True)
 
 
-def _keys_among(jobs: Mapping[str, Job]) -> dict[str, ProfileKey]:
-    among = ("among", _digest(jobs))
-    return {digest: ProfileKey((*job.key.parts, among)) for digest, job in jobs.items()}
+def _keys_among(
+    jobs: Mapping[str, Job], budget_bytes: int | None
+) -> dict[str, ProfileKey]:
+    race = (("among", _digest(jobs)), ("budget", str(budget_bytes)))
+    return {digest: ProfileKey((*job.key.parts, *race)) for digest, job in jobs.items()}
 
 
 def _digest(digests: Iterable[str]) -> str:

@@ -133,9 +133,11 @@ class Planner:
         estimates = estimate_kinds(analysis, rates)
         every = leading_classics(analysis, estimates, self.classics)
         reach = _REACH_ON_CPUS if self.ground.platform == "cpu" else _REACH_BY_ESTIMATE
-        # What saves memory is worth measuring however long it takes, if need be.
+        # What saves memory is worth measuring however long it takes, if need be; which
+        # depends on times, too, that several processes may know differently.
         near = leading_classics(analysis, estimates, every, reach)
-        classics = near if self.ground.room is None else every
+        alone = Agreement.of(self.mesh).alone
+        classics = near if self.ground.room is None and alone else every
         looker = Looker(
             analysis.frame.program,
             self.mesh,
@@ -146,7 +148,6 @@ class Planner:
         )
         end = time.monotonic() + settings.seconds
         effort = settings.effort
-        alone = Agreement.of(self.mesh).alone
         if not alone:
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.
@@ -168,8 +169,11 @@ class Planner:
             )
 
         found = explored(classics)
-        if found.tight and classics != every:
-            classics, found = every, explored(every)
+        if found.tight and classics != every and not looker.interrupted:
+            more = explored(every)
+            # Interrupted at first, it knows less than what was there.
+            if more.tight or not looker.interrupted:
+                classics, found = every, more
         return classics, found, looker
 
     def search(self, profiles: Profiles) -> Decision:

@@ -21,6 +21,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.guided import explore
 from cfp.search.measure import Told
 from cfp.search.race import RaceResult
 from cfp.shortage import no_winner
@@ -308,6 +309,40 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
     assert made.winner == "planned" and not made.race
     assert made.search["gap"] > 0.5
     check_step(made)
+
+
+@pytest.mark.parametrize("during", [1, 2])
+def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
+    mesh, monkeypatch, during, tmp_path
+):
+    """While the first are measured no more are; later those that were still stand."""
+    found = planning_mesh(mesh)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    explored, asked = [], []
+
+    def watched(*args, **options):
+        explored.append(args)
+        return explore(*args, **options)
+
+    def interrupted(*args, **options):
+        asked.append(args)
+        if len(explored) == during and len(asked) > 1:
+            raise KeyboardInterrupt
+        return profile(*args, **options)
+
+    monkeypatch.setattr("cfp.planner.explore", watched)
+    monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
+    monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
+    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**30)
+    monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
+    settings = PlannerSettings(per_kind=3, in_context=False)
+    with Planner(analysis, found, tmp_path, settings=settings) as planner:
+        profiles = planner.profile()
+        assert planner.search(profiles).predicted_ms
+    assert planner.interrupted and len(explored) == during
+    assert profiles.found.tight
+    assert 1 <= len(profiles.classics) < len(planner.classics)
 
 
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):

@@ -174,18 +174,34 @@ def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
     settings = PlannerSettings(per_kind=3, in_context=False, compiler_options={})
 
     options = {"xla_no_such_option": "1"} if fails else {}
+    calls, slow, turns = [], set(), []
 
     def told(entries, results, room):
+        calls.append(entries)
         return [replace(entries[0], name="told", options=options)]
 
+    def timed(built, job, program, mesh, *, timing):
+        """Who races at first is slow."""
+        turns.append(job.label)
+        slow.update([] if calls else [job.choice])
+        took_ms = 10.0 if job.choice in slow else 1.0
+        return built.record("ok", samples_ms=[took_ms], run_seconds=0.1)
+
     monkeypatch.setattr("cfp.contest.told_of_budget", told)
+    monkeypatch.setattr("cfp.search.race.run", timed)
     with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
         decision = planner.search(planner.profile())
         fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
         made = planner.race(replace(decision, rivals=(fast,)))
-    timed = {name for name, row in rows(made).items() if row.time_ms is not None}
+        assert turns and made.search["race_cached"] == 0.0
+        turns.clear()
+        again = planner.race(replace(decision, rivals=(fast,)))
+    # Who raced later is no news to the race that led to it.
+    assert not turns and again.search["race_cached"] == 1.0
+    assert again.race == made.race
+    ran = {name for name, row in rows(made).items() if row.time_ms is not None}
     assert "hoped" in rows(made) or fails
-    assert (len(timed & {*PRESETS}) > 1) == fails
+    assert (len(ran & {*PRESETS}) > 1) == fails
 
 
 def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp_path):

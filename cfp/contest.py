@@ -296,12 +296,11 @@ class Contest:
         """
         if self._asked is None:
             return
-        names = {entry.name for entry in self._known}
-        known = {
-            result.record.choice
+        choices = {
+            entry.name: result.record.choice
             for entry, result in zip(entries, results, strict=True)
-            if entry.name in names
         }
+        known = [choices[e.name] for e in self._known if e.name in choices]
         best = min(results, key=lambda result: result.time_ms)
         ended = best.samples_ms if best.ran else ()
         ended = ended if is_last else (0.0,)

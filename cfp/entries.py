@@ -185,7 +185,8 @@ def known_to_fit(
     ranked = sorted(new.values(), key=lambda pair: pair[0].time_ms)
     fitting = [pair for pair in ranked if pair[0].peak_bytes <= room.budget_bytes]
     if answer is not None and not answer.is_old(record for record, _ in fitting):
-        chosen = [pair for pair in ranked if pair[0].choice in answer.known]
+        there = {pair[0].choice: pair for pair in ranked}
+        chosen = [there[choice] for choice in answer.known if choice in there]
     elif fitting:
         limit_ms = _TOLL * fitting[0][0].time_ms
         chosen = [pair for pair in fitting[:count] if pair[0].time_ms <= limit_ms]

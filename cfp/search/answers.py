@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.profiling.builder import Job
@@ -27,13 +27,13 @@ class Answer:
     """How a race ended that was asked for before.
 
     Attributes:
-        known: choices that took part because they were known to fit, as records have
-            them.
+        known: choices that took part because they were known to fit, in order, as
+            records have them.
         time_ms: of the winner; infinite if nobody ran.
         ended: when that was, as in records.
     """
 
-    known: frozenset[str]
+    known: tuple[str, ...]
     time_ms: float
     ended: str
 
@@ -85,14 +85,14 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
     record = store.get(asked.digest)
     if record is None:
         return None
-    known = frozenset(json.loads(record.choice))
-    return Answer(known, record.time_ms, record.created)
+    known = json.loads(record.choice)
+    return Answer(tuple(known), record.time_ms, record.created)
 
 
 def keep_answer(
     asked: ProfileKey,
     store: ProfileStore,
-    known: Collection[str],
+    known: Sequence[str],
     samples_ms: Sequence[float],
 ) -> None:
     """Keeps who took part because it was known, and the winner's samples if any ran."""
@@ -102,7 +102,7 @@ def keep_answer(
         status="ok" if samples_ms else "out_of_memory",
         reason="" if samples_ms else "nobody ran",
         samples_ms=tuple(samples_ms),
-        choice=json.dumps(sorted(known)),
+        choice=json.dumps(known),
     )
     store.put(record, replace=True)
 

@@ -78,6 +78,7 @@ class Contest:
         self._extents = settings.extents or every
         self._asked: ProfileKey | None = None
         self._known: list[Decision] = []
+        self._cached = True
 
     def trusted(self) -> Plan:
         """The decision, by prediction alone."""
@@ -235,9 +236,10 @@ class Contest:
             how = {"programs": programs, "rounds": _ROUNDS_AMONG_LEADERS}
             results = [*self._race(again, beside, shortened, **how), *results]
             entries = [*again, *entries]
-        self._keep_answer(entries, results)
         ran = [e for e, r in zip(entries, results, strict=True) if r.ran]
-        if (sober := let_down(decision, told, ran)) is not None:
+        sober = let_down(decision, told, ran)
+        self._keep_answer(entries, results, is_last=sober is None)
+        if sober is not None:
             self.decision = sober  # Who was left out for them may win.
             return self.race()
         # Who was not among the leaders has lost already, at another time.
@@ -261,7 +263,7 @@ class Contest:
             counts["segments"] = len(ground.analysis.segments)
             counts["segments_raced"] = len(shortened.abridged.segments)
             counts["winner_seconds"] = time.perf_counter() - raced
-        counts["race_cached"] = float(all(r.cached for r in (*results, won)))
+        counts["race_cached"] = float(self._cached)
         self.winner = replace(entries[best], search=counts)
         return self._plan(rows, won)
 
@@ -273,7 +275,7 @@ class Contest:
         **how: Any,
     ) -> list[RaceResult]:
         ground = self.ground
-        return race(
+        results = race(
             ground.analysis.frame.program,
             ground.mesh,
             finalists(ground.analysis, entries, environment, shortened),
@@ -282,22 +284,27 @@ class Contest:
             **how,
             **ground.manner,
         )
+        self._cached &= all(result.cached for result in results)
+        return results
 
     def _keep_answer(
-        self, entries: Sequence[Decision], results: Sequence[RaceResult]
+        self, entries: Sequence[Decision], results: Sequence[RaceResult], is_last: bool
     ) -> None:
-        """Keeps how it ended, for when the same is asked for again."""
+        """Keeps how it ended, for when the same is asked for again.
+
+        Nothing is news to a race that only leads to the next one.
+        """
         if self._asked is None:
             return
-        names = {entry.name for entry in self._known}
-        known = {
-            result.record.choice
+        choices = {
+            entry.name: result.record.choice
             for entry, result in zip(entries, results, strict=True)
-            if entry.name in names
         }
+        known = [choices[e.name] for e in self._known if e.name in choices]
         best = min(results, key=lambda result: result.time_ms)
-        samples_ms = best.samples_ms if best.ran else ()
-        keep_answer(self._asked, self.ground.store, known, samples_ms)
+        ended = best.samples_ms if best.ran else ()
+        ended = ended if is_last else (0.0,)
+        keep_answer(self._asked, self.ground.store, known, ended)
 
     def _nobody(self, results: Sequence[RaceResult]) -> CfpError:
         ground = self.ground

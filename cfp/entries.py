@@ -156,7 +156,7 @@ def known_to_fit(
         options: of the compiler that leaders are raced with anyway.
         room: what they have to fit into.
         answer: how the race ended the last time. Who took part then does so again, and
-            then the answer is known; unless somebody else is faster by now.
+            then the answer is known; unless somebody else has been faster since.
     """
     [first] = finalists(analysis, taking_part[:1], environment)
     known = remembered(analysis, store, first.job)
@@ -184,8 +184,9 @@ def known_to_fit(
     }
     ranked = sorted(new.values(), key=lambda pair: pair[0].time_ms)
     fitting = [pair for pair in ranked if pair[0].peak_bytes <= room.budget_bytes]
-    if answer is not None and not (fitting and answer.is_news(fitting[0][0])):
-        chosen = [pair for pair in ranked if pair[0].choice in answer.known]
+    if answer is not None and not answer.is_old(record for record, _ in fitting):
+        there = {pair[0].choice: pair for pair in ranked}
+        chosen = [there[choice] for choice in answer.known if choice in there]
     elif fitting:
         limit_ms = _TOLL * fitting[0][0].time_ms
         chosen = [pair for pair in fitting[:count] if pair[0].time_ms <= limit_ms]

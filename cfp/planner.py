@@ -134,9 +134,11 @@ class Planner:
         every = leading_classics(analysis, estimates, self.classics)
         reach = _REACH_ON_CPUS if self.ground.platform == "cpu" else _REACH_BY_ESTIMATE
         # What saves memory is worth measuring however long it takes, if need be, and so
-        # are all where one could not be built or run.
+        # are all where one could not be built or run; which depends on times, too, that
+        # several processes may know differently.
         near = leading_classics(analysis, estimates, every, reach)
-        classics = near if self.ground.room is None else every
+        alone = Agreement.of(self.mesh).alone
+        classics = near if self.ground.room is None and alone else every
         looker = Looker(
             analysis.frame.program,
             self.mesh,
@@ -147,7 +149,6 @@ class Planner:
         )
         end = time.monotonic() + settings.seconds
         effort = settings.effort
-        alone = Agreement.of(self.mesh).alone
         if not alone:
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.
@@ -170,8 +171,12 @@ class Planner:
 
         found = explored(classics)
         failed = any(not record.ok for record in found.records.values())
-        if (found.tight or failed) and classics != every:
-            classics, found = every, explored(every)
+        wider = (found.tight or failed) and classics != every
+        if wider and not looker.interrupted:
+            more = explored(every)
+            # Interrupted at first, it knows less than what was there.
+            if more.tight or not looker.interrupted:
+                classics, found = every, more
         return classics, found, looker
 
     def search(self, profiles: Profiles) -> Decision:

@@ -172,14 +172,23 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     monkeypatch.setattr(contest, "race", watched)
     options = {"plain": {"xla_backend_optimization_level": "0"}}
     plan(plans=3, compiler_options=options, cache_dir=tmp_path)
-    (_, results), (beside, _), *_ = stages
+    (first, results), (beside, _), *_ = stages
+    digest_of = {finalist.name: finalist.job.key.digest for finalist in first}
+    known = {digest_of[name] for name in digest_of.keys() & set(CLASSICS)}
+    # What was planned may be a classic, and lead as one.
+    leading = min(2, len({*digest_of.values()} - known))
     names = [finalist.name for finalist in beside]
     classics = [r for r in results if r.name in CLASSICS]
     best_ms = min(classic.time_ms for classic in classics)
     best = {r.name for r in results if r.time_ms == best_ms}
-    assert best & set(names[:3])
-    assert len(names) == 3 + 2
-    assert not any(f"{name}, plain" in names for name in best)
+    assert leading
+    if leading == 2:
+        assert best & set(names[:3])
+        assert len(names) == 3 + 2
+        assert not any(f"{name}, plain" in names for name in best)
+    else:
+        assert {digest_of[names[1]]} == {digest_of[name] for name in best}
+        assert len(names) == 2 + 2
 
 
 def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path):

@@ -137,7 +137,7 @@ def test_variants_keep_the_options_that_an_entry_has():
     assert varied.options == {"a": "1", "b": "2", "c": "2"}
 
 
-FIRST, SECOND = "2026-01-01T00:00:00+00:00", "2026-01-01T00:01:00+00:00"
+FIRST, SECOND, THIRD = (f"2026-01-01T00:0{minute}:00+00:00" for minute in range(3))
 OPTION = {"xla_an_option": "1"}
 
 
@@ -154,8 +154,8 @@ def known(analysis, tmp_path):
         record = ProfileRecord(
             key=job.key.digest,
             parts=job.key.parts,
-            status="ok",
-            samples_ms=(time_ms,),
+            status="ok" if time_ms else "out_of_memory",
+            samples_ms=(time_ms,) if time_ms else (),
             temp_bytes=peak_bytes,
             choice=job.choice,
             created=created,
@@ -179,21 +179,35 @@ def test_who_took_part_does_so_again_unless_there_is_news(known):
     zero1 = keep("zero1", 10, 10.0)
     keep("fully_sharded", 10, 9.9)
     assert found(10) == [("fully_sharded", {})]
-    assert found(10, Answer(frozenset(), 10.0)) == []
-    assert found(10, Answer(frozenset({zero1}), 10.0)) == [("zero1", {})]
-    tensor_parallel = keep("tensor_parallel", 10, 9.0)
-    alone, both = frozenset({zero1}), frozenset({zero1, tensor_parallel})
-    assert found(10, Answer(alone, 10.0)) == [("tensor_parallel", {})]
-    assert found(9, Answer(alone, 10.0)) == [("zero1", {})], "it is too large for that"
-    assert found(10, Answer(both, 10.0)) == [("tensor_parallel", {}), ("zero1", {})]
+    assert found(10, Answer((), 10.0, FIRST)) == []
+    alone = Answer((zero1,), 10.0, FIRST)
+    assert found(10, alone) == [("zero1", {})]
+    tensor_parallel = keep("tensor_parallel", 10, 9.0, SECOND)
+    assert found(10, alone) == [("tensor_parallel", {})]
+    assert found(9, alone) == [("zero1", {})], "it is too large for that"
+    both = replace(alone, known=(zero1, tensor_parallel))
+    assert found(10, both) == [("zero1", {}), ("tensor_parallel", {})], "as before"
+
+
+def test_who_was_known_before_is_no_news_if_clocks_drift(known):
+    keep, found = known
+    zero1 = keep("zero1", 10, 10.0)
+    keep("fully_sharded", 10, 10.0)
+    slower = Answer((zero1,), 11.0, SECOND)
+    assert found(10, slower) == [("zero1", {})]
+    keep("fully_sharded", 10, 9.9, THIRD)
+    assert found(10, slower) == [("fully_sharded", {})]
 
 
 def test_who_fits_by_now_is_news_where_nobody_did(known):
     keep, found = known
     keep("zero1", 10, 10.0)
-    nobody = Answer(frozenset(), float("inf"))
+    nobody = Answer((), float("inf"), SECOND)
     assert found(10, nobody) == [("zero1", {})]
     assert found(9, nobody) == []
+    # Too large for yet another budget, it never ran.
+    keep("fully_sharded", 9, None, FIRST)
+    assert found(9, nobody) == [("fully_sharded", {})]
 
 
 def test_known_options_take_part_unless_they_are_tried_anyway(known):

@@ -21,6 +21,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.guided import explore
 from cfp.search.measure import Told
 from cfp.search.race import RaceResult
 from cfp.shortage import no_winner
@@ -173,18 +174,34 @@ def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
     settings = PlannerSettings(per_kind=3, in_context=False, compiler_options={})
 
     options = {"xla_no_such_option": "1"} if fails else {}
+    calls, slow, turns = [], set(), []
 
     def told(entries, results, room):
+        calls.append(entries)
         return [replace(entries[0], name="told", options=options)]
 
+    def timed(built, job, program, mesh, *, timing):
+        """Who races at first is slow."""
+        turns.append(job.label)
+        slow.update([] if calls else [job.choice])
+        took_ms = 10.0 if job.choice in slow else 1.0
+        return built.record("ok", samples_ms=[took_ms], run_seconds=0.1)
+
     monkeypatch.setattr("cfp.contest.told_of_budget", told)
+    monkeypatch.setattr("cfp.search.race.run", timed)
     with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
         decision = planner.search(planner.profile())
         fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
         made = planner.race(replace(decision, rivals=(fast,)))
-    timed = {name for name, row in rows(made).items() if row.time_ms is not None}
+        assert turns and made.search["race_cached"] == 0.0
+        turns.clear()
+        again = planner.race(replace(decision, rivals=(fast,)))
+    # Who raced later is no news to the race that led to it.
+    assert not turns and again.search["race_cached"] == 1.0
+    assert again.race == made.race
+    ran = {name for name, row in rows(made).items() if row.time_ms is not None}
     assert "hoped" in rows(made) or fails
-    assert (len(timed & {*PRESETS}) > 1) == fails
+    assert (len(ran & {*PRESETS}) > 1) == fails
 
 
 def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp_path):
@@ -308,6 +325,40 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
     assert made.winner == "planned" and not made.race
     assert made.search["gap"] > 0.5
     check_step(made)
+
+
+@pytest.mark.parametrize("during", [1, 2])
+def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
+    mesh, monkeypatch, during, tmp_path
+):
+    """While the first are measured no more are; later those that were still stand."""
+    found = planning_mesh(mesh)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    explored, asked = [], []
+
+    def watched(*args, **options):
+        explored.append(args)
+        return explore(*args, **options)
+
+    def interrupted(*args, **options):
+        asked.append(args)
+        if len(explored) == during and len(asked) > 1:
+            raise KeyboardInterrupt
+        return profile(*args, **options)
+
+    monkeypatch.setattr("cfp.planner.explore", watched)
+    monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
+    monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
+    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**30)
+    monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
+    settings = PlannerSettings(per_kind=3, in_context=False)
+    with Planner(analysis, found, tmp_path, settings=settings) as planner:
+        profiles = planner.profile()
+        assert planner.search(profiles).predicted_ms
+    assert planner.interrupted and len(explored) == during
+    assert profiles.found.tight
+    assert 1 <= len(profiles.classics) < len(planner.classics)
 
 
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):

@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
@@ -51,8 +51,8 @@ class Task:
       build: called in a thread; a record if it cannot be built.
       run: called in the thread that called `run_tasks`.
       expected_ms: how long one execution should take; 0 where nobody knows.
-      after: digests of tasks: those that are being built when it is claimed are built
-        before it.
+      after: digests of tasks: those that are claimed together with it are built before
+        it. Of these none may wait itself.
     """
 
     key: ProfileKey
@@ -202,6 +202,7 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     finally:
         # A compile cannot be stopped: after an interrupt the threads finish what
         # they have begun, and nobody waits for it.
+        state.is_over = True
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -227,6 +228,8 @@ def _in_thread(state: _State) -> Build:
         task: Task, before: Sequence[Future[Built | ProfileRecord]]
     ) -> Built | ProfileRecord:
         wait(before)
+        if state.is_over:
+            raise CancelledError  # Nobody reads it.
         with (
             jax.enable_x64(x64),
             state.marks.doing(task.key, task.label, "build", then_wait=True),
@@ -248,6 +251,7 @@ class _State:
     progress: ProgressCallback | None
     agreement: Agreement
     reference: Repeated
+    is_over: bool = False
     since_reference: list[str] = field(default_factory=list)
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)

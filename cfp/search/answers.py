@@ -2,15 +2,15 @@
 
 Only times of one race compare, so that a race is run again if its programs are known
 from several. What each race measured is therefore kept once more, under its set of
-programs. And under a budget, who takes part depends on what was compiled for other
-budgets meanwhile: who took part when the same was asked for is kept, too.
+programs and its budget. And who takes part under a budget depends on what was compiled
+for others meanwhile: who took part when the same was asked for is kept, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.profiling.builder import Job
@@ -27,18 +27,32 @@ class Answer:
     """How a race ended that was asked for before.
 
     Attributes:
-        known: choices that took part because they were known to fit, as records have
-            them.
+        known: choices that took part because they were known to fit, in order, as
+            records have them.
         time_ms: of the winner; infinite if nobody ran.
+        ended: when that was, as in records.
     """
 
-    known: frozenset[str]
+    known: tuple[str, ...]
     time_ms: float
+    ended: str
 
-    def is_news(self, record: ProfileRecord) -> bool:
-        """Whether something is faster than the winner, and did not take part."""
-        is_faster = record.time_ms < (1.0 - _NOISE) * self.time_ms
-        return is_faster and record.choice not in self.known
+    def is_old(self, records: Iterable[ProfileRecord]) -> bool:
+        """Whether the fastest that ran since did not take part, and beats the winner.
+
+        Who was known then and did not is no news, however the clocks have drifted.
+        Where nobody ran anybody else will do.
+
+        Args:
+            records: of choices that fit.
+        """
+        if self.time_ms == float("inf"):
+            return any(record.choice not in self.known for record in records)
+        since = [record for record in records if record.created > self.ended]
+        best = min(since, key=lambda record: record.time_ms, default=None)
+        if best is None or best.choice in self.known:
+            return False
+        return best.time_ms < (1.0 - _NOISE) * self.time_ms
 
 
 def question(
@@ -71,13 +85,14 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
     record = store.get(asked.digest)
     if record is None:
         return None
-    return Answer(frozenset(json.loads(record.choice)), record.time_ms)
+    known = json.loads(record.choice)
+    return Answer(tuple(known), record.time_ms, record.created)
 
 
 def keep_answer(
     asked: ProfileKey,
     store: ProfileStore,
-    known: Collection[str],
+    known: Sequence[str],
     samples_ms: Sequence[float],
 ) -> None:
     """Keeps who took part because it was known, and the winner's samples if any ran."""
@@ -87,16 +102,22 @@ def keep_answer(
         status="ok" if samples_ms else "out_of_memory",
         reason="" if samples_ms else "nobody ran",
         samples_ms=tuple(samples_ms),
-        choice=json.dumps(sorted(known)),
+        choice=json.dumps(known),
     )
     store.put(record, replace=True)
 
 
 def of_one_race(
-    jobs: Mapping[str, Job], store: ProfileStore
+    jobs: Mapping[str, Job], budget_bytes: int | None, store: ProfileStore
 ) -> dict[str, ProfileRecord]:
-    """What a race of just these programs measured: records by digest."""
-    keys = _keys_among(jobs)
+    """What a race of just these programs measured: records by digest.
+
+    Args:
+        jobs: the programs by digest.
+        budget_bytes: memory of each device, or None.
+        store: what knows them.
+    """
+    keys = _keys_among(jobs, budget_bytes)
     found = store.get_many(key.digest for key in keys.values())
     return {
         digest: replace(
@@ -111,23 +132,29 @@ def of_one_race(
 
 
 def keep_race(
-    jobs: Mapping[str, Job], records: Mapping[str, ProfileRecord], store: ProfileStore
+    jobs: Mapping[str, Job],
+    budget_bytes: int | None,
+    records: Mapping[str, ProfileRecord],
+    store: ProfileStore,
 ) -> None:
-    """Keeps what a race of just these programs measured.
+    """Keeps what a race of just these programs measured of those that ran.
 
-    Without their choices: for whoever looks for those, there are the programs' records.
+    Why others did not is for their own records to say, and so is what was chosen.
     """
-    keys = _keys_among(jobs)
+    keys = _keys_among(jobs, budget_bytes)
     kept = [
-        replace(records[digest], key=key.digest, parts=key.parts, choice="")
-        for digest, key in keys.items()
+        replace(record, key=keys[digest].digest, parts=keys[digest].parts, choice="")
+        for digest, record in records.items()
+        if record.ok
     ]
     store.put_all(kept, replace=True)
 
 
-def _keys_among(jobs: Mapping[str, Job]) -> dict[str, ProfileKey]:
-    among = ("among", _digest(jobs))
-    return {digest: ProfileKey((*job.key.parts, among)) for digest, job in jobs.items()}
+def _keys_among(
+    jobs: Mapping[str, Job], budget_bytes: int | None
+) -> dict[str, ProfileKey]:
+    race = (("among", _digest(jobs)), ("budget", str(budget_bytes)))
+    return {digest: ProfileKey((*job.key.parts, *race)) for digest, job in jobs.items()}
 
 
 def _digest(digests: Iterable[str]) -> str:

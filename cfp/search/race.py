@@ -128,7 +128,8 @@ def race(
     out takes part again: nobody wins by having sat out.
     Finalists with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
-    What failed before is not tried again unless asked.
+    A race that was run with this budget has its answer, whatever ran since; but what
+    failed since is out. What failed before is not tried again unless asked.
 
     Args:
         program: the program.
@@ -157,15 +158,18 @@ def race(
         }
 
     known = still_good(store.get_many(jobs))
-    # Times of two races do not compare. All of one were put into the store as it ended.
-    ended = {r.created for r in known.values() if r.ok and _fits(r, budget_bytes)}
-    records: Mapping[str, ProfileRecord] = known
-    if len(ended) > 1 or len(known) < len(jobs):
-        records = still_good(of_one_race(jobs, store))
-    cached = len(records) == len(jobs)
-    if not cached:
-        # What is known to be too large need not be compiled to find that out again.
-        out = {d: r for d, r in known.items() if not (r.ok and _fits(r, budget_bytes))}
+    # What is known to be too large need not be compiled to find that out again.
+    out = {d: r for d, r in known.items() if not (r.ok and _fits(r, budget_bytes))}
+    raced = {**of_one_race(jobs, budget_bytes, store), **out}
+
+    def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
+        # Times of two races do not compare. All of one ended at one moment.
+        ended = {r.created for digest, r in found.items() if digest not in out}
+        return len(found) == len(jobs) and len(ended) <= 1
+
+    records = next(filter(is_answer, (raced, known)), None)
+    cached = records is not None
+    if records is None:
         again = {digest: job for digest, job in jobs.items() if digest not in out}
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
         places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
@@ -174,9 +178,9 @@ def race(
             built = {} if programs is None else programs
             names = {f.job.key.digest: f.name for f in finalists}
             turns = _Turns(places, mesh, again, expected, marks, names, built, ratios)
-            records = turns.run(store, budget_bytes, rounds, progress)
-        records = {**out, **records}
-        keep_race(jobs, records, store)
+            records = {**out, **turns.run(store, budget_bytes, rounds, progress)}
+    if records is not raced:
+        keep_race(jobs, budget_bytes, records, store)
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]

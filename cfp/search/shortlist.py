@@ -63,7 +63,9 @@ def leading_classics(
         name: _total_ms(analysis, estimates, choice)
         for name, choice in classics.items()
     }
-    limit_ms = reach * min(total_ms.values(), default=0.0)
+    # Of a program that only hands on what it got there is nothing to estimate.
+    best_ms = min(total_ms.values(), default=0.0)
+    limit_ms = reach * best_ms if best_ms else float("inf")
     mixed = sorted(classics.keys() - set(CLASSICS), key=total_ms.__getitem__)
     leading = {*CLASSICS, *mixed[:_MOST_MIXED]}
     return {

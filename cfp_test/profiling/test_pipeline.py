@@ -368,6 +368,21 @@ def test_an_interrupt_starts_no_further_builds(shop, store):
     assert len(shop.built) <= 2
 
 
+def test_an_interrupt_starts_no_builds_that_wait_for_others(shop, store):
+    shop.build_seconds = 0.05
+
+    def stop(event):
+        if event.phase == "build":
+            raise KeyboardInterrupt
+
+    first, second = shop.tasks("ab")
+    waiting = replace(second, after=frozenset({first.key.digest}))
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks([first, waiting], store, threads=2, overlap=False, progress=stop)
+    time.sleep(0.3)
+    assert shop.built == ["a"]
+
+
 def test_a_bug_passes_through_and_the_rest_is_kept(shop, store):
     shop.raising = {"c": AssertionError("a bug")}
     with pytest.raises(AssertionError, match="a bug"):

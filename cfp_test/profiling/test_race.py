@@ -66,8 +66,82 @@ def test_times_of_two_races_are_not_compared(timed, monkeypatch):
     assert timed("ab") == ([], first)
     turns, again = timed("abc")
     assert turns == ["a", "b", "c"]
-    # A part of a race is one, too.
-    assert timed("ac") == ([], {name: again[name] for name in "ac"})
+    # A part of a race is one, too; unless it has been one of its own.
+    assert timed("c") == ([], {"c": again["c"]})
+    assert timed("ab") == ([], first)
+
+
+@pytest.fixture
+def dated(timed, case, store, monkeypatch):
+    """Races, one a minute, of finalists of which "l" needs ten times the memory.
+
+    Tells whose turns there were, and of who ran in the minute of which race that was.
+    """
+    now = [-1]
+
+    def fake(program, mesh, job, environment) -> Built:
+        need = 100 if job.label == "l" else 10
+        return Built(key=job.key, compiled=None, temp_bytes=need)
+
+    monkeypatch.setattr(room, "build", fake)
+    monkeypatch.setattr(room, "utc_now", lambda: f"2026-01-01T00:{now[0]:02}:00+00:00")
+
+    def go(names: str, budget_bytes: int = 1000, **options) -> tuple[str, dict]:
+        now[0] += 1
+        turns, found = timed(names, budget_bytes=budget_bytes, **options)
+        ran = {n: r for n, r in found.items() if r.ok and r.peak_bytes <= budget_bytes}
+        return "".join(turns), {n: int(r.created[14:16]) for n, r in ran.items()}
+
+    return go
+
+
+def test_what_was_too_large_is_not_compared_with_what_ran_later(dated):
+    assert dated("la") == ("la", {"l": 0, "a": 0})
+    assert dated("lab", 50) == ("ab", {"a": 1, "b": 1})
+    assert dated("lab") == ("lab", {"l": 2, "a": 2, "b": 2})
+    # With each budget it has its answer.
+    assert dated("lab", 50) == ("", {"a": 1, "b": 1})
+    assert dated("lab") == ("", {"l": 2, "a": 2, "b": 2})
+
+
+def test_an_answer_stays_whatever_races_with_it_meanwhile(dated):
+    dated("abc")
+    assert dated("ab") == ("", {"a": 0, "b": 0}), "known by a race of more"
+    for others in ("bd", "ad", "abd"):
+        assert dated(others)[0] == others
+        assert dated("ab") == ("", {"a": 0, "b": 0})
+
+
+def test_what_fails_later_has_no_answer_any_more(dated, case, store):
+    dated("abc")
+    dated("bd")
+    key = case.job("a").key
+    crash = ProfileRecord(key=key.digest, parts=key.parts, status="crashed")
+    store.put(crash, replace=True)
+    assert dated("abc") == ("", {"b": 0, "c": 0})
+    dated("ad", retry_failures=True)
+    assert dated("abc") == ("", {"a": 0, "b": 0, "c": 0})
+
+
+def test_what_failed_before_it_was_tried_again_takes_part(dated, case, store):
+    key = case.job("a").key
+    store.put(ProfileRecord(key=key.digest, parts=key.parts, status="crashed"))
+    assert dated("abc") == ("bc", {"b": 0, "c": 0})
+    assert dated("ad", retry_failures=True)[0] == "ad"
+    assert dated("abc")[0] == "abc"
+
+
+def test_an_answer_that_was_imported_in_parts_is_none(dated, case, store, tmp_path):
+    """What is there stays, and what is not, or has failed, is taken from the file."""
+    key = case.job("a").key
+    store.put(ProfileRecord(key=key.digest, parts=key.parts, status="crashed"))
+    dated("abc")
+    before = store.records()
+    assert dated("abc", retry_failures=True)[0] == "abc"
+    store.export(tmp_path / "file")
+    store.put_all(before, replace=True)
+    store.merge(tmp_path / "file")
+    assert dated("abc") == ("abc", {"a": 2, "b": 2, "c": 2})
 
 
 def test_a_larger_budget_is_a_new_chance(timed):

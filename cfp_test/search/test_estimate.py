@@ -135,6 +135,14 @@ def test_classics_far_behind_by_estimate_are_not_measured(reach):
     assert 0 < len(found) < len(every)
 
 
+@pytest.mark.parametrize("reach", [1.6, float("inf")])
+def test_where_nothing_takes_any_time_no_classic_is_far_behind(reach):
+    analysis, estimates = estimated(lambda x: x, (np.ones((8, 8)),), (("x", 2),))
+    every = presets(analysis.frame)
+    assert len(every) > 1
+    assert leading_classics(analysis, estimates, every, reach) == every
+
+
 def test_few_of_many_classics_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
     step = registry.build("gpt", **TINY["gpt"])

@@ -42,8 +42,9 @@ from cfp.search.wanted import WantedMaker, tuning_jobs
 from cfp.shortage import over_budget
 
 # Classics that are estimated to take so many times as long as the best of them are not
-# measured. Estimates leave out what hides behind computing: on 4 H200 they were 1.1 to
-# 1.5 times what was measured, and so off by 1.4 against each other at most.
+# measured. Estimates leave out what hides behind computing: on 4 H200 without
+# peer-to-peer access they were 0.9 to 1.5 times what measured segments add up to, and
+# within one model off by 1.4 against each other at most.
 # Virtual devices, which share processors, are estimated worse.
 _REACH_BY_ESTIMATE = 1.6
 _REACH_ON_CPUS = float("inf")

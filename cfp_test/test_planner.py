@@ -352,7 +352,9 @@ def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
     monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
     monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**30)
     monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
-    settings = PlannerSettings(per_kind=3, in_context=False)
+    # What is not measured could take no time, so that more is always asked for.
+    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    settings = PlannerSettings(per_kind=6, in_context=False)
     with Planner(analysis, found, tmp_path, settings=settings) as planner:
         profiles = planner.profile()
         assert planner.search(profiles).predicted_ms

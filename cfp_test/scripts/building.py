@@ -1,0 +1,169 @@
+"""Compares ways to tune, build and time a target's first round of programs.
+
+    python cfp_test/scripts/building.py TARGET [TARGET'S OPTIONS] --workdir DIR
+        [--mesh x=4] [--tune serial|devices] [--overlap] [--threads N]
+        [--switch-interval SECONDS] [--pin] [--json FILE]
+
+A fresh working directory has nothing tuned; one of another run has what that tuned and
+measured, so that ``--workdir`` is best a copy of one with the devices' rates alone:
+``--tune none`` makes it. Tuning is serial, or of as many programs at once as there are
+devices, each on a device of its own. ``--overlap`` times programs while others are
+built, with a short interval between threads if ``--switch-interval`` says so, and with
+the timing thread on a core of its own if ``--pin`` does. Prints what the passes took,
+and appends every record's samples to the JSON lines, so that runs can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from cfp import platform
+from cfp.analysis.analyze import Analysis, analyze
+from cfp.cli.session import open_target
+from cfp.planner import Planner
+from cfp.profiling import pipeline
+from cfp.profiling.builder import BuildEnvironment, Job, build
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.runner import profile
+from cfp.profiling.tuning import tune_kernels
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.shortlist import estimate_kinds
+from cfp.search.wanted import WantedMaker, tuning_jobs
+
+
+def rolled(mesh: Mesh, count: int) -> Mesh:
+    """The same mesh with another device first: compilers try kernels out on that."""
+    devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def tune_on_all(
+    analysis: Analysis, mesh: Mesh, jobs: Sequence[Job], path: Path
+) -> None:
+    """Builds jobs at once, each with the kernels tried out on a device of its own."""
+    environment = BuildEnvironment.beside(path)
+    with ThreadPoolExecutor(mesh.devices.size) as pool:
+        made = [
+            pool.submit(
+                build,
+                analysis.frame.program,
+                rolled(mesh, number % mesh.devices.size),
+                job,
+                environment,
+            )
+            for number, job in enumerate(jobs)
+        ]
+        for job, one in zip(jobs, made, strict=True):
+            print(f"  {job.label}: {type(one.result()).__name__}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("target")
+    parser.add_argument("--mesh")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--platform")
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--tune", choices=["serial", "devices", "none"], default="none")
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--switch-interval", type=float)
+    parser.add_argument("--pin", action="store_true")
+    parser.add_argument("--rates-only", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args()
+    axes = platform.parse_mesh(options.devices, options.mesh)
+    target, mesh = open_target(
+        options.target, rest, axes=axes, platform_name=options.platform
+    )
+    flat = flatten_step(
+        target.step,
+        target.args,
+        {},
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
+    mesh = planning_mesh(mesh)
+    analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
+    program = analysis.frame.program
+    with Planner(analysis, mesh, options.workdir) as planner:
+        rates = measure_rates(mesh, planner.store, **planner.ground.manner)
+        if options.rates_only:
+            return
+        classics = planner.explore(rates, measure=False)[0]
+        maker = WantedMaker(
+            analysis, classics, estimate_kinds(analysis, rates), planner.environment
+        )
+        effort = planner.settings.effort
+        wanted = maker.first(effort.per_kind, effort.at_first)
+        jobs = [job for item in wanted for job in item.jobs]
+        tuning = tuning_jobs(analysis, classics, planner.environment)
+        begun = time.perf_counter()
+        if options.tune == "serial":
+            tune_kernels(program, mesh, tuning, planner.store)
+        elif options.tune == "devices":
+            tune_on_all(analysis, mesh, tuning, planner.store.path)
+        tuned = time.perf_counter()
+        cores = os.sched_getaffinity(0)
+        if options.switch_interval:
+            sys.setswitchinterval(options.switch_interval)
+        if options.pin:
+            # Threads begin with the cores of who starts them: the builders are told.
+            _builders_keep(cores - {min(cores)})
+            os.sched_setaffinity(0, {min(cores)})
+        done = profile(
+            program,
+            mesh,
+            jobs,
+            planner.store,
+            threads=options.threads,
+            overlap=options.overlap or None,
+        )
+        ended = time.perf_counter()
+    row = {
+        "target": [options.target, *rest],
+        "options": {
+            name: str(value)
+            for name, value in vars(options).items()
+            if name not in {"target", "json", "workdir"}
+        },
+        "tuned": len(tuning),
+        "tune_seconds": tuned - begun,
+        "profile_seconds": ended - tuned,
+        "build_seconds": done.build_seconds,
+        "run_seconds": done.run_seconds,
+        "measured": done.measured,
+        "failed": done.failed,
+        "samples_ms": {
+            key: list(record.samples_ms) for key, record in done.records.items()
+        },
+    }
+    times = [statistics.median(s) for s in row["samples_ms"].values() if s]
+    shown = {k: v for k, v in row.items() if k not in {"samples_ms", "target"}}
+    print(json.dumps({**shown, "sum_of_times_ms": sum(times)}), flush=True)
+    if options.json:
+        with options.json.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _builders_keep(cores: set[int]) -> None:
+    """Has threads that build begin by leaving the timing thread's core."""
+    pipeline.ThreadPoolExecutor = lambda **given: ThreadPoolExecutor(
+        **given, initializer=os.sched_setaffinity, initargs=(0, cores)
+    )
+
+
+if __name__ == "__main__":
+    main()

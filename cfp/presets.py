@@ -50,10 +50,10 @@ def presets(frame: Frame) -> dict[str, Choice]:
     any) are left out.
     """
     found: dict[str, Choice] = {}
-    known: dict[tuple[str, int], list[AxisChoice]] = {}
+    walks = _Walks(frame)
     for name, (role, storage) in CLASSICS.items():
         roles = (role,) * len(frame.mesh)
-        _add(found, name, _preset(frame, roles, storage, known))
+        _add(found, name, walks.preset(roles, storage))
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):
             if len(set(roles)) == 1:
@@ -61,7 +61,7 @@ def presets(frame: Frame) -> dict[str, Choice]:
             for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
                 pairs = zip(frame.mesh, roles, strict=True)
                 name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
-                _add(found, name + suffix, _preset(frame, roles, storage, known))
+                _add(found, name + suffix, walks.preset(roles, storage))
     return found
 
 
@@ -78,26 +78,35 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
         roles: one of :data:`ROLES` for each mesh axis.
         storage: how every storage group is kept.
     """
-    return _preset(frame, roles, storage, {})
+    return _Walks(frame).preset(roles, storage)
 
 
-def _preset(
-    frame: Frame,
-    roles: Sequence[str],
-    storage: Storage,
-    known: dict[tuple[str, int], list[AxisChoice]],
-) -> Choice:
-    """The same; walks that are known already are not walked again."""
-    columns = []
-    for (_, size), role in zip(frame.mesh, roles, strict=True):
-        if (role, size) not in known:
-            known[role, size] = _Walk(frame, role, size).run()
-        columns.append(known[role, size])
-    strategies = tuple(
-        _compatible(frame, block, tuple(column[block.index] for column in columns))
-        for block in frame.blocks
-    )
-    return Choice(strategies, (storage,) * len(frame.groups))
+class _Walks:
+    """Walks through one program; what is known already is not walked again."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._weight = _weights(frame)
+        self._known: dict[tuple[str, int], list[AxisChoice]] = {}
+
+    def preset(self, roles: Sequence[str], storage: Storage) -> Choice:
+        """The choice in which each mesh axis plays one role."""
+        frame = self._frame
+        columns = [
+            self._column(role, size)
+            for (_, size), role in zip(frame.mesh, roles, strict=True)
+        ]
+        strategies = tuple(
+            _compatible(frame, block, tuple(column[block.index] for column in columns))
+            for block in frame.blocks
+        )
+        return Choice(strategies, (storage,) * len(frame.groups))
+
+    def _column(self, role: str, axis_size: int) -> list[AxisChoice]:
+        key = (role, axis_size)
+        if key not in self._known:
+            self._known[key] = _Walk(self._frame, *key, self._weight).run()
+        return self._known[key]
 
 
 def _compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
@@ -120,7 +129,9 @@ def _compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
 class _Walk:
     """One axis's way through a program: which dims it has sharded so far."""
 
-    def __init__(self, frame: Frame, role: str, axis_size: int) -> None:
+    def __init__(
+        self, frame: Frame, role: str, axis_size: int, weight: Sequence[bool]
+    ) -> None:
         if role not in ROLES:
             raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
         self.frame = frame
@@ -128,7 +139,7 @@ class _Walk:
         self.role = role
         self.size = axis_size
         self.marked: dict[int, set[int]] = {}  # value id -> dims that carry the axis
-        self.weight = _weights(frame)
+        self.weight = weight  # for each value id: made of parameters alone
 
     def run(self) -> list[AxisChoice]:
         program = self.program

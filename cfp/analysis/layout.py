@@ -370,12 +370,13 @@ def _is_told_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
     """Whether a value is only transposed, and the compiler told of what comes of it."""
     program = layout.frame.program
     readers = program.users[value]
-    if len(readers) != 1 or value in program.outputs:
+    if len(readers) != 1:
         return False
     (user, index) = readers[0]
     loop = program.ops[program.values[value].producer].parent
     return (
         program.ops[user].kind == "transpose"
+        and value not in program.outputs
         # Other branches' constraints may reach a product in a branch otherwise.
         and (loop < 0 or program.ops[loop].kind == "while")
         and layout.covers(user)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
@@ -42,6 +43,11 @@ class Costs:
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple, float] = {}
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """What arguments that are no state take on each device."""
+        return fixed_bytes(self.analysis, self.analysis.frame.program.args)
 
     def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
@@ -145,7 +151,7 @@ def build_problem(
             (a, b): costs.handovers(*pair, options[a], options[b])
             for (a, b), pair in pairs.items()
         },
-        fixed_bytes=fixed_bytes(analysis, analysis.frame.program.args),
+        fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )
 

@@ -23,7 +23,7 @@ import cfp
 from cfp_test.toy_targets import toy
 
 # Leaders race again with other options, as they do on GPUs.
-options = {"again": {"xla_backend_optimization_level": "0"}}
+options = {"again": {"xla_llvm_disable_expensive_passes": "True"}}
 settings = cfp.PlannerSettings(
     per_kind=1, in_context=False, compiler_options=options
 )
@@ -41,6 +41,7 @@ for budget in map(int, sys.argv[1:]):
 def begin(folder: Path, *budgets: int) -> subprocess.Popen:
     """Starts to plan for budgets, one after another."""
     flags = "--xla_force_host_platform_device_count=2"
+    flags += " --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, "-c", PLAN, *map(str, budgets)],
         cwd=folder,

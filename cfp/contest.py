@@ -60,6 +60,9 @@ _REACH_ON_CPUS = 2.0
 _SURELY_FITS = 0.9
 _SURELY_TOO_LARGE = 1.1
 
+# Who took part in a race, and how it did.
+Entrant = tuple[Decision, RaceResult]
+
 
 class Contest:
     """Who takes part, and who wins."""
@@ -205,67 +208,78 @@ class Contest:
         ground, decision = self.ground, self.decision
         programs: dict[str, Built] = {}
         rounds = _ROUNDS_BEFORE_OPTIONS if self._options else _ROUNDS
-        how = {"programs": programs, "rounds": rounds}
-        results = self._race(entries, ground.environment, shortened, **how)
-        if decision.problem and not any(r.ran for r in results):
+        where, how = ground.environment, {"rounds": rounds, "programs": programs}
+        field = self._race(entries, where, shortened, **how)
+        if decision.problem and not any(result.ran for _, result in field):
             if shortened:
                 return None
             lean = leanest_of(ground.analysis, decision.problem)
             entries, far = [*entries, *far], []
             entries += [lean] if lean.key not in {e.key for e in entries} else []
-            results = self._race(entries, ground.environment, None, **how)
-        leaders = sorted(range(len(entries)), key=lambda i: results[i].time_ms)
-        # Who does not fit or run leads nobody.
-        able = [i for i in leaders[:_LEADERS] if results[i].ran]
-        again = with_options([entries[i] for i in able], self._options)
-        told = told_of_budget(entries, results, ground.room) if ground.room else []
-        if again := [*again, *told]:
-            # The leaders run again beside them, and the best of the classics: only
-            # times of one run compare. They are kept apart: who leads must not change
-            # with it.
-            classics = set(decision.classics.values())
-            known = [i for i in leaders if entries[i].choice in classics]
-            able += [i for i in known[:1] if results[i].ran and i not in able]
-            first = [entries[i] for i in able]
-            programs = {e.name: programs[e.name] for e in first if e.name in programs}
-            again = [*first, *again]
-            others = [i for i in leaders if i not in able]
-            entries = [entries[i] for i in others]
-            results = [results[i] for i in others]
-            beside = (*ground.environment, ("race", "with other compiler options"))
-            how = {"programs": programs, "rounds": _ROUNDS_AMONG_LEADERS}
-            results = [*self._race(again, beside, shortened, **how), *results]
-            entries = [*again, *entries]
-        ran = [e for e, r in zip(entries, results, strict=True) if r.ran]
-        sober = let_down(decision, told, ran)
-        self._keep_answer(entries, results, is_last=sober is None)
+            field = self._race(entries, where, None, **how)
+        room, results = ground.room, [result for _, result in field]
+        told = told_of_budget(entries, results, room) if room else []
+        again, others = self._leaders_again(field, told, shortened, programs)
+        field = [*again, *others]
+        sober = let_down(decision, told, [e for e, r in field if r.ran])
+        self._keep_answer(field, is_last=sober is None)
         if sober is not None:
             self.decision = sober  # Who was left out for them may win.
             return self.race()
         # Who was not among the leaders has lost already, at another time.
-        contest = [i for i in range(len(again)) if results[i].ran]
-        best = min(contest or range(len(results)), key=lambda i: results[i].time_ms)
-        if not results[best].ran:
-            raise self._nobody(results)
+        contest = [entrant for entrant in again if entrant[1].ran] or field
+        best, won = min(contest, key=_time_ms)
+        if not won.ran:
+            raise self._nobody([result for _, result in field])
         counts = dict(decision.search)
         counts["race_seconds"] = (raced := time.perf_counter()) - started
-        won, rows = results[best], [*map(race_row, results)]
-        for why, absent in ((TOO_FAR, far), (TOO_LARGE, large)):
-            rows += [left_out(e.name, e.predicted_ms, why) for e in absent]
-        rows += [left_out(name, None, UNMEASURED) for name in decision.unmeasured]
         if shortened:
-            alone = (*ground.environment, ("race", "the winner of shortened ones"))
-            [won] = self._race(
-                [entries[best]], alone, None, rounds=_ROUNDS_AMONG_LEADERS
-            )
+            alone = (*where, ("race", "the winner of shortened ones"))
+            [(_, won)] = self._race([best], alone, None, rounds=_ROUNDS_AMONG_LEADERS)
             if not won.ran:
                 return None
             counts["segments"] = len(ground.analysis.segments)
             counts["segments_raced"] = len(shortened.abridged.segments)
             counts["winner_seconds"] = time.perf_counter() - raced
         counts["race_cached"] = float(self._cached)
-        self.winner = replace(entries[best], search=counts)
+        self.winner = replace(best, search=counts)
+        rows = [race_row(result) for _, result in field]
+        for why, absent in ((TOO_FAR, far), (TOO_LARGE, large)):
+            rows += [left_out(e.name, e.predicted_ms, why) for e in absent]
+        rows += [left_out(name, None, UNMEASURED) for name in decision.unmeasured]
         return self._plan(rows, won)
+
+    def _leaders_again(
+        self,
+        field: list[Entrant],
+        told: Sequence[Decision],
+        shortened: Shortened | None,
+        programs: dict[str, Built],
+    ) -> tuple[list[Entrant], list[Entrant]]:
+        """Races the leaders, and the best classic, beside variants: times of one race.
+
+        Variants are who was told of the budget, and leaders with other options. What
+        was compiled of others than leaders is let go of.
+
+        Returns:
+            How these did, and the others of the field: all if there are no variants.
+        """
+        ranked = sorted(field, key=_time_ms)
+        # Who does not fit or run leads nobody.
+        able = [(entry, r) for entry, r in ranked[:_LEADERS] if r.ran]
+        new = [*with_options([entry for entry, _ in able], self._options), *told]
+        if not new:
+            return [], field
+        classics = set(self.decision.classics.values())
+        known = [(entry, r) for entry, r in ranked if entry.choice in classics]
+        first = {entry.name: entry for entry, r in [*able, *known[:1]] if r.ran}
+        for name in programs.keys() - first.keys():
+            del programs[name]
+        # Kept apart from the first race: who leads must not change with this one.
+        where = (*self.ground.environment, ("race", "with other compiler options"))
+        how = {"rounds": _ROUNDS_AMONG_LEADERS, "programs": programs}
+        again = self._race([*first.values(), *new], where, shortened, **how)
+        return again, [(entry, r) for entry, r in ranked if entry.name not in first]
 
     def _race(
         self,
@@ -273,7 +287,7 @@ class Contest:
         environment: Parts,
         shortened: Shortened | None,
         **how: Any,
-    ) -> list[RaceResult]:
+    ) -> list[Entrant]:
         ground = self.ground
         results = race(
             ground.analysis.frame.program,
@@ -285,26 +299,20 @@ class Contest:
             **ground.manner,
         )
         self._cached &= all(result.cached for result in results)
-        return results
+        return list(zip(entries, results, strict=True))
 
-    def _keep_answer(
-        self, entries: Sequence[Decision], results: Sequence[RaceResult], is_last: bool
-    ) -> None:
+    def _keep_answer(self, field: Sequence[Entrant], is_last: bool) -> None:
         """Keeps how it ended, for when the same is asked for again.
 
         Nothing is news to a race that only leads to the next one.
         """
         if self._asked is None:
             return
-        choices = {
-            entry.name: result.record.choice
-            for entry, result in zip(entries, results, strict=True)
-        }
+        choices = {entry.name: result.record.choice for entry, result in field}
         known = [choices[e.name] for e in self._known if e.name in choices]
-        best = min(results, key=lambda result: result.time_ms)
+        _, best = min(field, key=_time_ms)
         ended = best.samples_ms if best.ran else ()
-        ended = ended if is_last else (0.0,)
-        keep_answer(self._asked, self.ground.store, known, ended)
+        keep_answer(self._asked, self.ground.store, known, ended if is_last else (0.0,))
 
     def _nobody(self, results: Sequence[RaceResult]) -> CfpError:
         ground = self.ground
@@ -315,3 +323,7 @@ class Contest:
         environment = dict(ground.environment)
         where = (ground.analysis, ground.mesh, environment)
         return compose_plan(*where, self.winner, self.decision, *how)
+
+
+def _time_ms(entrant: Entrant) -> float:
+    return entrant[1].time_ms

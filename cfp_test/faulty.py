@@ -1,17 +1,19 @@
 """The command line with faults: ``python -m cfp_test.faulty profile TARGET ...``.
 
 `$FAULTS` is a JSON object from the label of something to measure to what its run does
-instead. `$FAULT_LOG` names a file for one line per event: ``run KEY`` before something
-runs, ``put KEY`` after its record was written.
+instead; or of a competitor of `cfp bench` to what one of its stages does first.
+`$FAULT_LOG` names a file for one line per event: ``run KEY`` before something runs,
+``put KEY`` after its record was written.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -22,6 +24,7 @@ from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.search import race
+from cfp_test.bench.watch import Watch
 
 FAULTS: dict[str, str] = json.loads(os.environ.get("FAULTS", "{}"))
 # More than any machine has.
@@ -77,6 +80,16 @@ def install() -> None:
                 log("put", record.key)
         return written
 
+    doing = Watch.doing
+
+    @contextlib.contextmanager
+    def faulty_doing(watch, what, stage, label, *how) -> Iterator[None]:
+        with doing(watch, what, stage, label, *how):
+            if label in FAULTS:
+                ENDS[FAULTS[label]]()
+            yield
+
+    Watch.doing = faulty_doing
     runner.run = race.run = faulty_run
     collectives.execute = logged_execute
     ProfileStore.put_all = logged_put_all

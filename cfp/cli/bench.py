@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -20,6 +21,7 @@ from cfp.program.trace import planning_mesh
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+_LIMITS = PlannerSettings().limits
 _COMMAND = "cfp_test.bench.command"
 
 
@@ -91,6 +93,9 @@ def bench(
         ),
     ] = False,
     no_race: o.NoRace = False,
+    retry_failures: o.RetryFailures = False,
+    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
+    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
     no_trace: Annotated[
         bool, typer.Option("--no-trace", help="Do not say where the time goes.")
     ] = False,
@@ -99,8 +104,9 @@ def bench(
     """Compare plans with shardings written by hand, a cost model, and PyTorch.
 
     All competitors of a configuration are first checked against one device, and then
-    timed in turn in one process. Options that this command does not know are the
-    models': --layers 2 --batch 16 --dtype float32. Runs in a clone of cfp.
+    timed in turn in one process. Who ends that process, or hangs, is out, and another
+    process goes on. Options that this command does not know are the models':
+    --layers 2 --batch 16 --dtype float32. Runs in a clone of cfp.
 
     Example: cfp bench --suite tiny --models gpt --devices 4 --platform cpu --quick
     """
@@ -110,31 +116,46 @@ def bench(
         raise CfpError("Give --devices or --mesh, not both.")
     axes = [platform.parse_mesh(None, text) for text in mesh or ()]
     axes = axes or [platform.parse_mesh(devices, None)]
-    platform.select(platform_name, axes[0])
-    meshes = [planning_mesh(platform.make_mesh(one)) for one in axes]
-    if len({one.size for one in meshes}) > 1:
-        raise CfpError("All meshes must have the same number of devices.")
-    with Display(quiet) as display:
-        results = command.bench(
-            suite,
-            _names(models),
-            ctx.args,
-            meshes,
-            settings=o.settings(
-                per_kind=per_kind, quick=quick, race=not no_race, progress=display.tell
-            ),
-            workdir=workdir,
-            groups=_with_planned(_names(groups)),
-            handwritten=_names(handwritten),
-            rounds=rounds,
-            quick=quick,
-            budget_bytes=parse_bytes(memory_budget),
-            pytorch=pytorch,
-            compare=compare,
-            json_file=json_file,
-            trace=not no_trace,
-            tell=display.tell,
-        )
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        kept = Path(folder) / "journal.json"
+        workdir = workdir or Path(folder)
+        try:
+            o.supervise(ctx, workdir, lambda: command.Journal(kept).steps)
+            platform.select(platform_name, axes[0])
+            meshes = [planning_mesh(platform.make_mesh(one)) for one in axes]
+            if len({one.size for one in meshes}) > 1:
+                raise CfpError("All meshes must have the same number of devices.")
+            with Display(quiet) as display:
+                results = command.bench(
+                    suite,
+                    _names(models),
+                    ctx.args,
+                    meshes,
+                    settings=o.settings(
+                        ctx,
+                        per_kind=per_kind,
+                        quick=quick,
+                        race=not no_race,
+                        progress=display.tell,
+                    ),
+                    workdir=workdir,
+                    journal=command.Journal(kept),
+                    groups=_with_planned(_names(groups)),
+                    handwritten=_names(handwritten),
+                    rounds=rounds,
+                    quick=quick,
+                    budget_bytes=parse_bytes(memory_budget),
+                    pytorch=pytorch,
+                    compare=compare,
+                    json_file=json_file,
+                    trace=not no_trace,
+                    tell=display.tell,
+                )
+        except KeyboardInterrupt as error:
+            finished = len(command.Journal(kept).finished)
+            where = f" and stand in {json_file}" if finished and json_file else ""
+            o.print_error(f"Interrupted. Configurations finished: {finished}{where}.")
+            raise typer.Exit(o.INTERRUPTED) from error
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=1) + "\n")
         print(f"Saved {json_file}")

@@ -204,12 +204,20 @@ def measuring(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        supervision = kwargs["ctx"].obj
-        if isinstance(supervision, Supervision):
-            supervision.enter(store_path(kwargs["workdir"]))
+        supervise(kwargs["ctx"], kwargs["workdir"])
         function(*args, **kwargs)
 
     return command(run)
+
+
+def supervise(
+    ctx: typer.Context,
+    workdir: Path | None,
+    more_done: Callable[[], int] = lambda: 0,
+) -> None:
+    """Goes on in a child process; see :meth:`Supervision.enter`."""
+    if isinstance(ctx.obj, Supervision):
+        ctx.obj.enter(store_path(workdir), more_done)
 
 
 def print_error(message: str) -> None:

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +48,7 @@ class Supervision:
 
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
-    def enter(self, store_path: Path) -> None:
+    def enter(self, store_path: Path, more_done: Callable[[], int] = lambda: 0) -> None:
         """Returns in a child, and only there.
 
         The parent ends with the child's exit code. Where the kernel is not Linux
@@ -55,6 +56,7 @@ class Supervision:
 
         Args:
             store_path: the profile store that the command will use.
+            more_done: how much a child has done that the store does not know.
 
         Raises:
             DeviceError: in the parent: children died again and again.
@@ -65,7 +67,7 @@ class Supervision:
         sys.stdout.flush()
         sys.stderr.flush()
         usual = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        in_a_row = measured = 0
+        in_a_row = done = 0
         while True:
             parent = _Parent.fork(store_path)
             if parent is None:
@@ -74,9 +76,9 @@ class Supervision:
             parent.attend()
             if not parent.may_go_on():
                 raise SystemExit(parent.exit_code)
-            now = _count_good(store_path)
-            in_a_row = in_a_row + 1 if now == measured else 1
-            measured = now
+            now = _count_good(store_path) + more_done()
+            in_a_row = in_a_row + 1 if now == done else 1
+            done = now
             if in_a_row >= _MOST_IN_A_ROW:
                 raise DeviceError(
                     compose(

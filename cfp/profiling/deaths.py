@@ -135,7 +135,7 @@ def _judge(
     store.put(record, replace=True)
     del noted[record.key]
     _log.warning(
-        "%s is left out: %s: %s (cfp profile --retry-failures tries again)",
+        "%s is left out: %s: %s (--retry-failures tries again)",
         mark.label,
         record.status.replace("_", " "),
         record.reason,

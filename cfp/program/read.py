@@ -279,8 +279,18 @@ def _source(location: ir.Location) -> str:
 
 
 def _attributes(op: ir.Operation, index: int) -> str:
-    if op.name in shardy.REGION_OPS or not (len(op.attributes) or len(op.regions)):
-        return ""
+    # The ops of a loop or branch are read one by one.
+    return "" if op.name in shardy.REGION_OPS else _text(op, index, {})
+
+
+def _text(op: ir.Operation, index: int, names: dict[ir.Value, str]) -> str:
+    """What an op does to its operands, as text.
+
+    Args:
+        op: the op.
+        index: its id, which tells it from all others that are not known to be equal.
+        names: those of values that its regions may read; theirs are added.
+    """
     if op.name == "stablehlo.constant":
         return _constant(op, index)
     parts = []
@@ -292,6 +302,20 @@ def _attributes(op: ir.Operation, index: int) -> str:
             parts.append(f"{name}={text}")
     for region in op.regions:  # a maximum and a sum differ in nothing else
         for block in region.blocks:
-            inner = (f"{o.name}({_attributes(o.operation, 0)})" for o in block)
+            inner = [f"({_named(block.arguments, names)})"]
+            for opview in block:
+                inside = opview.operation
+                # Nobody looks up what a value from outside is.
+                reads = [names.get(v, f"outside #{index}") for v in inside.operands]
+                what = "; ".join((",".join(reads), _text(inside, index, names)))
+                made = _named(inside.results, names)
+                inner.append(f"{made}={inside.name}({what})")
             parts.append(f"body={' '.join(inner)}")
     return ", ".join(parts)
+
+
+def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
+    """Names for the arguments of a block or the results of an op: their order."""
+    for value in values:
+        names[value] = f"%{len(names)}"
+    return ",".join(names[value] for value in values)

@@ -180,7 +180,8 @@ def race(
             turns = _Turns(places, mesh, again, expected, marks, names, built, ratios)
             records = {**out, **turns.run(store, budget_bytes, rounds, progress)}
     if records is not raced:
-        keep_race(jobs, budget_bytes, records, store)
+        ran = {digest: r for digest, r in records.items() if digest not in out}
+        keep_race(jobs, budget_bytes, ran, store)
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
@@ -204,8 +205,24 @@ def _fits(record: ProfileRecord, budget_bytes: int | None) -> bool:
 
 def _fits_by_now(record: ProfileRecord, budget_bytes: int | None) -> bool:
     """Whether something was refused for its size alone, and the budget has grown."""
-    refused = record.status == "out_of_memory" and not record.run_seconds
-    return refused and record.peak_bytes > 0 and _fits(record, budget_bytes)
+    return _is_refused(record) and _fits(record, budget_bytes)
+
+
+def _is_refused(record: ProfileRecord) -> bool:
+    compiled = record.peak_bytes > 0 and not record.run_seconds
+    return record.status == "out_of_memory" and compiled
+
+
+def _keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
+    """Keeps what became of finalists together, since half a race is none.
+
+    What another process measured meanwhile, with a larger budget, says more than that
+    it is too large for this one.
+    """
+    known = store.get_many(record.key for record in records if _is_refused(record))
+    measured = {digest for digest, record in known.items() if record.ok}
+    news = [record for record in records if record.key not in measured]
+    store.put_all(news, replace=True)
 
 
 def first_that_fits(
@@ -253,7 +270,7 @@ def first_that_fits(
                 reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
             outcome = replace(outcome, choice=job.choice)
-            store.put(outcome, replace=True)
+            _keep([outcome], store)
         fits = outcome.peak_bytes <= budget_bytes
         if fits and outcome.ok:
             return refused, outcome.peak_bytes
@@ -323,8 +340,7 @@ class _Turns:
             d: replace(r, choice=self.jobs[d].choice, created=ended)
             for d, r in records.items()
         }
-        # Together, since half a race is none.
-        store.put_all(list(records.values()), replace=True)
+        _keep(list(records.values()), store)
         return records
 
     def _built(

@@ -42,6 +42,32 @@ def test_reductions_differ_by_what_they_compute():
     assert len({high, low, total}) == 3
 
 
+def test_reductions_differ_by_what_their_bodies_read():
+    def reduced(body):
+        return lambda x: jax.lax.reduce(x, jnp.float32(0), body, (0,))
+
+    bodies = [
+        lambda a, b: a - b,
+        lambda a, b: b - a,
+        lambda a, b: a - 2 * b,
+        lambda a, b: 2 * a - b,
+        # The same ops once more.
+        lambda a, b: a - b,
+    ]
+    found, *_ = numbers(lambda x: [reduced(body)(x) for body in bodies], X)
+    assert len(set(found[:4])) == 4
+    assert found[4] == found[0]
+
+
+def test_orders_of_sorting_differ():
+    def sorts(x):
+        rising = jax.lax.sort(x)
+        return rising, jnp.sort(x), jax.lax.sort((x, x), num_keys=2)[0]
+
+    (one, same, other), *_ = numbers(sorts, X)
+    assert one == same != other
+
+
 def test_constants_are_told_apart():
     (one, two, again), *_ = numbers(
         lambda x: (x + 1.0, x + 2.0, jax.lax.optimization_barrier(x) + 1.0), X

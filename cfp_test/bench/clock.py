@@ -7,15 +7,13 @@ all alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import TimingOptions
 from cfp_test.bench.case import Ready
 from cfp_test.bench.kernels import Split, trace_split
 
@@ -27,41 +25,16 @@ QUICK_TURN = TimingOptions(
 )
 
 
-def in_turn(
-    competitors: Mapping[str, tuple[Ready, Mesh]],
-    rounds: int,
-    timing: TimingOptions,
-    tell: Callable[[str], None],
-) -> dict[str, ProfileRecord]:
-    """Gives every competitor that many turns.
+def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Whose turn it is: (turn, name) in order.
 
     Args:
-      competitors: by name, in the order of the first round.
+      names: in the order of the first round.
       rounds: how many turns each gets.
-      timing: one turn.
-      tell: told who is timed.
-
-    Returns:
-      For each competitor the samples of all its turns, or how it failed first.
     """
-    found: dict[str, ProfileRecord] = {}
-    names = list(competitors)
     for turn in range(rounds):
         start = turn % max(1, len(names))
-        for name in names[start:] + names[:start]:
-            before = found.get(name)
-            if before is not None and not before.ok:
-                continue
-            tell(f"timing {name}, turn {turn + 1} of {rounds}")
-            one, mesh = competitors[name]
-            record = execute(
-                one.built, one.kinds, mesh, feedback=one.feedback, timing=timing
-            )
-            if before is not None and record.ok:
-                samples = before.samples_ms + record.samples_ms
-                record = replace(record, samples_ms=samples)
-            found[name] = record
-    return found
+        yield from ((turn, name) for name in (*names[start:], *names[:start]))
 
 
 def traced(one: Ready, mesh: Mesh, steps: int = 5) -> Split | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,12 @@ from cfp.models.options import Scalar
 from cfp.planner_parts import PlannerSettings
 from cfp.targets import parse_options
 from cfp_test.bench import clock
+from cfp_test.bench.compete import SuiteOptions
 from cfp_test.bench.competitors import GROUPS
 from cfp_test.bench.configs import SUITES, configs
+from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import changes
-from cfp_test.bench.suite import SuiteOptions, run_suite
+from cfp_test.bench.suite import run_suite
 from cfp_test.bench.tables import print_changes, print_configuration
 
 
@@ -30,7 +30,8 @@ def bench(
     meshes: Sequence[Mesh],
     *,
     settings: PlannerSettings,
-    workdir: Path | None,
+    workdir: Path,
+    journal: Journal,
     groups: Sequence[str],
     handwritten: Sequence[str],
     rounds: int,
@@ -43,6 +44,8 @@ def bench(
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """Runs a suite, prints it, and returns its results.
+
+    What the journal has is neither run nor printed again.
 
     Raises:
       CfpError: there is no such suite, model, option, group or file.
@@ -64,26 +67,27 @@ def bench(
     before = None if compare is None else read_results(compare)
     torch_rows = [] if pytorch is None else read_rows(pytorch)
     made = configs(suite, wanted, _overrides(wanted, words), meshes[0].size)
-    with _folder(workdir) as folder:
-        options = SuiteOptions(
-            workdir=folder,
-            settings=settings,
-            rounds=rounds,
-            timing=clock.QUICK_TURN if quick else clock.TURN,
-            groups=groups or GROUPS,
-            only=handwritten,
-            budget_bytes=budget_bytes,
-            pytorch=torch_rows,
-            trace=trace,
-            tell=tell,
-        )
+    workdir.mkdir(parents=True, exist_ok=True)
+    options = SuiteOptions(
+        workdir=workdir,
+        settings=settings,
+        rounds=rounds,
+        timing=clock.QUICK_TURN if quick else clock.TURN,
+        groups=groups or GROUPS,
+        only=handwritten,
+        budget_bytes=budget_bytes,
+        pytorch=torch_rows,
+        trace=trace,
+        tell=tell,
+        journal=journal,
+    )
 
-        def keep(results: dict[str, Any]) -> None:
-            print_configuration(results["configurations"][-1])
-            if json_file is not None:
-                json_file.write_text(json.dumps(results, indent=1) + "\n")
+    def keep(results: dict[str, Any]) -> None:
+        print_configuration(results["configurations"][-1])
+        if json_file is not None:
+            json_file.write_text(json.dumps(results, indent=1) + "\n")
 
-        results = run_suite(suite, made, meshes, options, keep)
+    results = run_suite(suite, made, meshes, options, keep)
     if before is not None:
         print_changes(changes(before, results))
     return results
@@ -102,17 +106,6 @@ def _overrides(models: Sequence[str], words: Sequence[str]) -> dict[str, Scalar]
         except CfpError as error:
             errors.append(error)
     raise errors[0]
-
-
-@contextlib.contextmanager
-def _folder(workdir: Path | None) -> Iterator[Path]:
-    """The folder for measurements: a new one that is deleted, if none is named."""
-    if workdir is not None:
-        workdir.mkdir(parents=True, exist_ok=True)
-        yield workdir
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 def read_results(path: Path) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from cfp.describe import plan_rows
 from cfp.entries import predicted_ms
 from cfp.errors import CfpError
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, Profiles
+from cfp.planner_parts import Decision, PlannerSettings, Profiles, finalists
 from cfp.program.trace import planning_mesh
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
@@ -43,6 +43,7 @@ class Competitor:
       mesh: its devices.
       make: compiles it: True for the small size, and with which compiler options.
       predicted_ms: what was predicted of it by profiles, if anything.
+      identity: of the program, where the name does not say what was chosen.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Competitor:
     mesh: Mesh
     make: Callable[[bool, Mapping[str, str]], Ready]
     predicted_ms: float | None = None
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +137,11 @@ class _Planned:
 
 def planned(
     config: Config,
-    mesh: Mesh,
+    session: Session,
     workdir: Path,
     settings: PlannerSettings,
     *,
+    began: float,
     budget_bytes: int | None = None,
     label: str = "",
     groups: Sequence[str] = GROUPS,
@@ -147,18 +150,23 @@ def planned(
 
     Args:
       config: what to plan.
-      mesh: the devices.
+      session: its step, analysed.
       workdir: where measurements are kept.
       settings: of the planner.
+      began: when planning did, as of `time.monotonic`.
       budget_bytes: memory of one device.
       label: put behind every name, where several meshes are planned for.
       groups: who is wanted.
+
+    Raises:
+      CfpError: there is no plan.
+      KeyboardInterrupt: the user has ended the measuring: half of it does not compare.
     """
-    started = time.perf_counter()
-    session = session_of(config.model, config.options, mesh)
     analysis = session.analysis
     with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
         profiles = planner.profile()
+        if planner.interrupted:
+            raise KeyboardInterrupt
         decision = planner.search(profiles)
         planner.race(decision)
         winner = planner.winner
@@ -169,7 +177,7 @@ def planned(
             decision,
             winner,
             profiles,
-            time.perf_counter() - started,
+            time.monotonic() - began,
             workdir,
         )
         found = [_entry(done, winner, "planned", "planned" + label)]
@@ -207,17 +215,19 @@ def planned(
     counts["planning_seconds"] = done.seconds
     return Field(
         competitors=found,
-        planning={mesh_text(mesh): {k: float(v) for k, v in counts.items()}},
+        planning={mesh_text(session.mesh): {k: float(v) for k, v in counts.items()}},
         comparison=comparison,
         tflop=tflop(session),
     )
 
 
 def _entry(done: _Planned, decision: Decision, group: str, name: str) -> Competitor:
+    [finalist] = finalists(done.session.analysis, [decision], ())
     return Competitor(
         name=name,
         group=group,
         mesh=done.session.mesh,
+        identity=finalist.job.key.digest,
         make=partial(_make_by_cfp, done, decision, name),
         predicted_ms=decision.predicted_ms,
     )

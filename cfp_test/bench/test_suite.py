@@ -1,6 +1,10 @@
 """The suite on virtual devices: who is wrong or fails is a row, others are timed."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import jax
@@ -8,11 +12,14 @@ import pytest
 
 from cfp.models import find
 from cfp.planner_parts import PlannerSettings
-from cfp_test.bench import clock, gate, suite
+from cfp.profiling.marks_folder import MarksFolder
+from cfp_test.bench import clock, gate
+from cfp_test.bench.compete import SuiteOptions, compete
 from cfp_test.bench.competitors import handwritten
 from cfp_test.bench.configs import SUITES, configs, small
+from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import rows_of
-from cfp_test.cli_runner import run_one
+from cfp_test.cli_runner import environment, run_one
 
 # What is compiled here runs a few times only.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -39,13 +46,15 @@ def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
         replace(right, name="wrong", make=wrong),
         replace(right, name="broken", make=broken),
     ]
-    options = suite.SuiteOptions(
+    kept = tmp_path / "journal.json"
+    options = SuiteOptions(
         workdir=tmp_path,
+        journal=Journal(kept),
         settings=PlannerSettings(),
         rounds=2,
         timing=clock.QUICK_TURN,
     )
-    rows = {row.name: row for row in suite._compete(config, taking_part, options)}
+    rows = {row.name: row for row in compete(config, taking_part, options)}
     ok = rows["data_parallel"]
     assert ok.status == "ok" and len(ok.samples_ms) == 4
     assert ok.loss_gap is not None and ok.loss_gap < gate.TOLERANCE
@@ -56,6 +65,82 @@ def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     assert "not timed" in rows["wrong"].reason and rows["wrong"].samples_ms == ()
     assert rows["broken"].status == "out_of_memory"
     assert "RESOURCE_EXHAUSTED" in rows["broken"].reason
+
+    # Another process has to compile who was timed, and does nothing else again.
+    made = []
+
+    def right_again(is_small, options):
+        made.append(is_small)
+        return right.make(is_small, options)
+
+    taking_part[0] = replace(right, make=right_again)
+    again = compete(config, taking_part, replace(options, journal=Journal(kept)))
+    assert made == [False]
+    assert [row.samples_ms for row in again] == [r.samples_ms for r in rows.values()]
+    assert again[1:] == list(rows.values())[1:]
+
+    # Others under the same name are others.
+    journal = Journal(kept)
+    taking_part[0] = replace(taking_part[0], identity="another")
+    compete(config, taking_part[:1], replace(options, journal=journal))
+    assert made == [False, True, False]
+
+    journal.finish({"name": "one"})
+    assert Journal(kept).finished == [{"name": "one"}]
+    assert Journal(kept).steps == journal.steps > 0
+
+
+def test_bench_survives_who_ends_its_process(tmp_path):
+    """Two are out; the rest is timed, and kept when the user has had enough."""
+    faults = {
+        "gpt: zero1, checked at the small size": "abort",
+        "gpt: fsdp, timed": "exit",
+        "llama: planned, analysed": "sleep",
+    }
+    words = "bench --suite tiny --models gpt,llama --layers 1 --devices 2 --quick"
+    words += " --platform cpu --per-kind 1 --no-race --rounds 2 --no-trace"
+    words += " --handwritten data_parallel,zero1,fsdp --groups handwritten --quiet"
+    words += " --json out.json --workdir ."
+    log = str(tmp_path / "log")
+    variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log, "XLA_FLAGS": FAST}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cfp_test.faulty", *words.split()],
+        cwd=tmp_path,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    folder = MarksFolder(tmp_path / "profiles.sqlite")
+    deadline = time.monotonic() + 400
+    while process.poll() is None:
+        with folder.locked():
+            labels = [m.label for one in folder.living() for m in one.marks]
+        if "llama: planned, analysed" in labels:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Configurations finished: 1 and stand in out.json." in err
+    assert "Traceback" not in err
+    assert out.count("gpt, 1 layers") == 1
+
+    (found,) = json.loads((tmp_path / "out.json").read_text())["configurations"]
+    rows = {row.name: row for row in rows_of(found)}
+    assert set(rows) == {"planned", "data_parallel", "zero1", "fsdp"}
+    for name in ("planned", "data_parallel"):
+        assert rows[name].status == "ok" and len(rows[name].samples_ms) == 4
+    assert rows["zero1"].status == "crashed"
+    died = "at the small size: Fatal Python error: Aborted while running it"
+    assert rows["zero1"].reason == died
+    assert rows["fsdp"].status == "crashed"
+    died = "the process ended with exit code 3 while running it"
+    assert rows["fsdp"].reason == died
+    assert rows["zero1"].samples_ms == rows["fsdp"].samples_ms == ()
+    # What planning took is of the first process, and not of those that found it known.
+    assert found["planning"]["x=2"]["strategies_measured"] > 0
 
 
 def test_bench_command(tmp_path):

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.mlir import ir
+from jax.sharding import PartitionSpec as P
 
 from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
@@ -143,6 +144,23 @@ def test_regions_sharded_by_hand():
     assert ((),) in forward.shardings[len(forward.operands) :]
     assert forward.rule is None
     assert forward.body == ()
+
+
+def test_regions_differ_by_what_their_loops_read():
+    def by_hand(body):
+        def repeated(x):
+            return jax.lax.fori_loop(0, 3, lambda _, c: body(c, x), x)
+
+        return jax.shard_map(
+            repeated, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False
+        )
+
+    bodies = [jnp.subtract, lambda c, x: x - c, jnp.subtract]
+    program = read(lambda x: [by_hand(body)(x) for body in bodies], X)
+    one, other, same = (
+        op.attributes for op in program.ops if op.kind == "manual_computation"
+    )
+    assert one == same != other
 
 
 def test_fingerprint_is_blind_to_names_and_shardings():

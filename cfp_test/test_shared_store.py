@@ -1,0 +1,109 @@
+"""Processes that plan one step with one store at once, and one that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.store import ProfileStore
+from cfp_test.cli_runner import environment
+
+# Data parallel needs 50 KiB.
+LARGE, SMALL = 2**20, 30_000
+PLAN = """
+import json, sys
+import jax
+import cfp
+from cfp_test.toy_targets import toy
+
+# Leaders race again with other options, as they do on GPUs.
+options = {"again": {"xla_llvm_disable_expensive_passes": "True"}}
+settings = cfp.PlannerSettings(
+    per_kind=1, in_context=False, compiler_options=options
+)
+step, args = toy()
+mesh = jax.make_mesh((2,), ("x",))
+for budget in map(int, sys.argv[1:]):
+    plan = cfp.plan(
+        step, *args, mesh=mesh, memory_budget=budget, cache_dir=".", settings=settings
+    )
+    found = {"winner": plan.winner, "ms": plan.measured_ms, "bytes": plan.peak_bytes}
+    print(json.dumps([found, plan.search]))
+"""
+
+
+def begin(folder: Path, *budgets: int) -> subprocess.Popen:
+    """Starts to plan for budgets, one after another."""
+    flags = "--xla_force_host_platform_device_count=2"
+    flags += " --xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-c", PLAN, *map(str, budgets)],
+        cwd=folder,
+        env=environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> list[list[dict[str, Any]]]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and err == "", err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def kill_in_its_race(folder: Path, process: subprocess.Popen) -> None:
+    marks = MarksFolder(folder / "profiles.sqlite")
+    deadline = time.monotonic() + 100
+
+    def races() -> bool:
+        with marks.locked():
+            mine = [
+                m for one in marks.living() if one.pid == process.pid for m in one.marks
+            ]
+        return any(
+            mark.doing == "run" and ("what", "whole program, raced") in mark.parts
+            for mark in mine
+        )
+
+    while not races():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
+    first, killed = begin(tmp_path, LARGE), begin(tmp_path, LARGE)
+    kill_in_its_race(tmp_path, killed)
+    again, other = begin(tmp_path, LARGE), begin(tmp_path, SMALL)
+    [[one, _]], [[two, _]], [[small, _]] = map(finish, (first, again, other))
+    assert small["bytes"] <= SMALL
+
+    [[large_now, searched], [small_now, also]] = finish(begin(tmp_path, LARGE, SMALL))
+    for search in (searched, also):
+        assert search["race_cached"] == 1.0
+        assert search["strategies_measured"] == 0.0
+    assert large_now in (one, two)
+    assert small_now == small
+
+    with ProfileStore(tmp_path / "profiles.sqlite") as store:
+        records = store.records()
+    refused = [record for record in records if not record.ok]
+    assert all(r.reason == f"needs {r.peak_bytes} bytes of {SMALL}" for r in refused)
+    races = defaultdict(set)
+    for record in records:
+        parts = dict(record.parts)
+        if "among" in parts:
+            races[parts["among"], parts["budget"]].add(record.created)
+    assert {budget for _, budget in races} == {str(LARGE), str(SMALL)}
+    # What ended at one moment is of one race, which ended.
+    assert {len(moments) for moments in races.values()} == {1}
+    left = (tmp_path / "profiles.sqlite.marks").iterdir()
+    assert [path.name for path in left] == ["lock"]

@@ -46,7 +46,7 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     """Cuts the blocks of a program into segments."""
     units = _units(frame)
     marks = _fingerprints(frame, units)
-    before = _latest_before(frame, units)
+    before = _units_before(frame, units)
     loops = [_is_loop(frame, unit) for unit in units]
     cuts = _Cutter(marks, before, loops).cut(0, len(units))
     kinds: dict[tuple, int] = {}
@@ -120,30 +120,37 @@ def block_fingerprint(program: Program, block: Block) -> Hashable:
     return tuple(sorted(parts, key=repr))
 
 
-def _latest_before(frame: Frame, units: list[list[int]]) -> list[int]:
-    """For each unit the latest unit whose result its anchors read, or -1."""
+def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
+    """For each unit those whose results its anchors read, as the bits of a number."""
     program = frame.program
     unit_of = {b: i for i, unit in enumerate(units) for b in unit}
     anchors = {b.anchor: unit_of[b.index] for b in frame.blocks}
-    latest = [-1] * len(program.values)
-    before = [-1] * len(units)
+    made_by = [0] * len(program.values)
+    before = [0] * len(units)
     for op in program.ops:
         reads = [*op.operands, *op.yields]
         for v in reads:
             origin = program.values[v].origin
             if origin >= 0:
-                latest[v] = max(latest[v], latest[origin])
+                made_by[v] |= made_by[origin]
         if op.id in anchors and op.parent >= 0:
             # What enters its loop may reach it in a later iteration.
             reads.extend(program.ops[program.top_level(op.id)].operands)
-        found = max((latest[v] for v in reads), default=-1)
+        found = 0
+        for v in reads:
+            found |= made_by[v]
         if op.id in anchors:
             unit = anchors[op.id]
-            before[unit] = max(before[unit], found if found != unit else -1)
-            found = unit
+            before[unit] |= found & ~(1 << unit)
+            found = 1 << unit
         for result in op.results:
-            latest[result] = found
+            made_by[result] = found
     return before
+
+
+def _reads_from(before: int, low: int, high: int) -> bool:
+    """Whether any of ``[low, high)`` is among some units."""
+    return before >> low & (1 << high - low) - 1 != 0
 
 
 class _Cutter:
@@ -241,9 +248,8 @@ def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bo
     """
     for repeat in range(1, count):
         first = start + repeat * period
-        if not any(
-            first - period <= before[i] < first for i in range(first, first + period)
-        ):
+        own = before[first : first + period]
+        if not any(_reads_from(units, first - period, first) for units in own):
             return False
     return True
 
@@ -255,7 +261,8 @@ def _restart(
     for length in range((high - low) // 2, 1, -1):
         for at in range(low + length, high - length + 1):
             same = all(marks[low + k] == marks[at + k] for k in range(length))
-            if same and any(low <= before[i] < at for i in range(at, at + length)):
+            own = before[at : at + length]
+            if same and any(_reads_from(units, low, at) for units in own):
                 return at
     return None
 

@@ -15,6 +15,9 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.errors import PlanMismatch, StepNotTraceable
 
+# Kinds of NumPy's dtypes that hold objects, text and dates.
+_NO_NUMBERS = "OSUMm"
+
 
 @dataclass(frozen=True)
 class FlatStep:
@@ -224,14 +227,19 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.Array):
         weak = getattr(leaf, "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in _NO_NUMBERS:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if isinstance(leaf, bool | int | float | complex):
         dtype = jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
         return jax.ShapeDtypeStruct((), dtype, weak_type=True)
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    way_out = "Pass an array or a jax.ShapeDtypeStruct, or name the argument in "
+    way_out += "static_argnums or static_argnames."
+    if "/" in name:
+        root = name.partition("/")[0]
+        way_out = f"Pass only the arrays in {root!r}, and add the rest inside the step."
     raise StepNotTraceable(
-        f"Argument {name!r} is a {type(leaf).__name__}, which is not an array. "
-        "Pass arrays or jax.ShapeDtypeStruct, or name the argument in static_argnums "
-        "or static_argnames."
+        f"Argument {name!r} is a {kind}, which is not an array that JAX takes. "
+        + way_out
     )

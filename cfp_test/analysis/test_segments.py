@@ -142,3 +142,25 @@ def test_a_loop_between_other_layers():
     analysis = analysis_of(*training(loss, params, normal(50, 8, 16)))
     assert kinds(analysis) == [0, 1, 2]
     assert [len(s.blocks) for s in analysis.segments] == [1, 2, 1]
+
+
+def test_layers_that_all_read_one_condition():
+    """As where each layer's gains are made of the time and the class of an image."""
+    layers = [{**_mlp(32, 3 * i), "gain": normal(3 * i + 2, 8, 16)} for i in range(3)]
+
+    def loss(p, batch):
+        x, condition = batch
+        condition = jnp.tanh(condition @ p["condition"])
+        for w in p["layers"]:
+            x = x + _apply(w, x * (condition @ w["gain"]))
+        return squares(x @ p["out"])
+
+    params = {
+        "condition": normal(40, 4, 8),
+        "layers": layers,
+        "out": normal(41, 16, 4),
+    }
+    batch = (normal(50, 8, 16), normal(51, 8, 4))
+    analysis = analysis_of(*training(loss, params, batch))
+    assert kinds(analysis) == [0, 1, 1, 1, 2]
+    assert [len(s.blocks) for s in analysis.segments] == [1, 3, 3, 3, 1]

@@ -95,6 +95,16 @@ def test_refuses_what_is_no_array():
         flatten_step(lambda name, x: x, ("adam", X))
 
 
+@pytest.mark.parametrize(
+    ("leaf", "kind"), [(jnp.tanh, "PjitFunction"), (np.array(["adam"]), "<U4")]
+)
+def test_what_is_no_array_among_arrays_is_added_inside(leaf, kind):
+    """A static argument would make the arrays beside it static, too."""
+    told = f"'model/way' is a {kind}.* Pass only the arrays in 'model'"
+    with pytest.raises(StepNotTraceable, match=told):
+        flatten_step(lambda model: model["w"], ({"w": X, "way": leaf},))
+
+
 def test_refuses_another_structure():
     step = flatten_step(lambda s: s, ({"a": X},))
     with pytest.raises(StepNotTraceable, match="structure changed"):

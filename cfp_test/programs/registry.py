@@ -11,6 +11,7 @@ from cfp_test.programs import (
     interface,
     libraries,
     numeric,
+    recipes,
     routing,
     stacked,
     uneven,
@@ -26,6 +27,7 @@ MODULES: tuple[ModuleType, ...] = (
     routing,
     numeric,
     libraries,
+    recipes,
 )
 
 PROGRAMS: dict[str, Callable] = {

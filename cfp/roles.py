@@ -1,0 +1,327 @@
+"""What a mesh axis does in every block of a program when it plays one role.
+
+None of the roles knows a model. An axis walks through the ops in program order, and
+takes down which dims it has sharded so far:
+
+``data``
+    Shards what came from the batch (:func:`data_arguments`), followed through the
+    program by the ops' own factors. Where the dim that it sharded ends, it goes on
+    with what is left of the batch: with the rows of a part where the batch is cut
+    into parts, with what was picked where rows are picked from it, and with the next
+    dim of the arguments of which a loop takes one slice after another.
+``tensor``
+    Shards weights: a contraction with a weight is split along the weight's own
+    factor (by columns) unless its input arrives sharded along the contracted
+    factor, which is then split (by rows, with a reduction at the exit); other
+    contractions go along with their inputs. Megatron-LM, arXiv 1909.08053.
+``sequence``
+    The same, but reductions scatter to the second dim of the activations instead of
+    replicating them. Megatron's sequence parallelism, arXiv 2205.05198.
+``expert``
+    ``data``, except where weights have a batch factor of their own (one matrix per
+    expert), which is then sharded. GShard, arXiv 2006.16668.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from cfp.analysis.layout import Frame
+from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
+from cfp.program.graph import Op, Program, Value
+from cfp.program.rules import Rule
+
+ROLES = ("data", "tensor", "sequence", "expert")
+
+# Dims that an axis shards, or factors, by rank: of those that an op can split, the
+# axis takes one of the lowest rank. Only what came from the batch has ranks over 0.
+Ranks = Mapping[int, int]
+_NOTHING: Ranks = {}
+
+# Of these a batch has some (labels, tokens, masks, edges), and weights have none.
+_COUNTED = ("i32", "i64", "i1")
+
+# How many numbers of 32 bits JAX's random keys are.
+_KEY_SIZES = (2, 4)
+
+
+def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
+    """What an axis of that size does in each block when it plays a role."""
+    if role not in ROLES:
+        raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
+    if role in ("tensor", "sequence"):
+        return _Walk(frame, role, axis_size, {}).run()
+    program = frame.program
+    ranks = data_arguments(frame)
+    first = dict.fromkeys(ranks, 0)
+    entering: dict[int, Ranks] = {}
+    while True:
+        marks = {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
+        walk = _Walk(frame, role, axis_size, {**marks, **entering})
+        choices = walk.run()
+        taken = {
+            p: dim + 1
+            for p, dim in first.items()
+            if (shape := program.values[program.args[p]].shape)[dim] in walk.taken
+            and dim + 1 < len(shape)
+        }
+        found = walk.entering()
+        if not taken and found == entering:
+            return choices
+        first |= taken
+        entering = {} if taken else found
+
+
+class _Walk:
+    """One axis's way through a program: which dims it has sharded so far.
+
+    Attributes:
+        marked: for each value its dims that carry the axis.
+        taken: sizes of marked dims of which loops take one slice after another, and
+            nothing that is marked stays.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        role: str,
+        axis_size: int,
+        marks: Mapping[int, Ranks],
+    ) -> None:
+        self.frame = frame
+        self.program = frame.program
+        self.role = role
+        self.follows_batch = role in ("data", "expert")
+        self.size = axis_size
+        self.marked: dict[int, Ranks] = {**marks}
+        self.taken: set[int] = set()
+        self.weight = _weights(frame)
+
+    def run(self) -> list[AxisChoice]:
+        program = self.program
+        choices = [AxisChoice()] * len(self.frame.blocks)
+        anchors = {b.anchor: b.index for b in self.frame.blocks}
+        for op in program.ops:
+            for v in (*op.entries, *op.operands):
+                self._follow_entry(v)
+            if op.id in anchors:
+                choice = self._choose(op)
+                choices[anchors[op.id]] = choice
+                self._mark_result(op, choice)
+            elif op.has_regions:
+                for result, value in zip(op.results, op.yields, strict=False):
+                    self.marked[result] = self._marks(value)
+            elif op.rule is not None:
+                self._mark(op, op.rule, self._carried(op, op.rule))
+            elif self.follows_batch:
+                self._mark_by_place(op)
+        return choices
+
+    def entering(self) -> dict[int, Ranks]:
+        """What enters each iteration, be it from before the loop or the last one."""
+        found = {}
+        for op in self.program.ops:
+            if op.kind == "while":
+                regions = len(op.entries) // max(len(op.yields), 1)
+                for e, v in zip(op.entries, op.yields * regions, strict=True):
+                    before, last = self._marks(e), self._marks(v)
+                    if before or last:
+                        found[e] = {
+                            d: min(m[d] for m in (before, last) if d in m)
+                            for d in {*before, *last}
+                        }
+        return found
+
+    def _marks(self, value: int) -> Ranks:
+        return self.marked.get(value, _NOTHING)
+
+    def _follow_entry(self, value: int) -> None:
+        origin = self.program.values[value].origin
+        if origin >= 0 and value not in self.marked:
+            self.marked[value] = self._marks(origin)
+
+    def _carried(self, op: Op, rule: Rule) -> Ranks:
+        """The factors that an op's results can have of its marked operands."""
+        found: dict[int, int] = {}
+        for i in range(len(rule.operands)):
+            for f, rank in self._arriving(op, rule, i).items():
+                if f not in rule.reduction:
+                    found[f] = min(rank, found.get(f, rank))
+                elif self.follows_batch and op.kind == "gather":
+                    # Rows picked from the batch are one, too.
+                    own = {f for dim in rule.operands[0] for f in dim}
+                    picked = {f for dim in rule.results[0] for f in dim} - own
+                    found |= {f: found.get(f, rank) for f in picked}
+        if self.follows_batch:
+            return found
+        return {f: rank for f, rank in found.items() if f not in rule.fixed}
+
+    def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
+        """Factors of an operand's dims that carry the axis, with their ranks."""
+        dims = rule.operands[index]
+        found: dict[int, int] = {}
+        for d, rank in self._marks(op.operands[index]).items():
+            if d < len(dims):
+                factors = [f for f in dims[d] if rule.sizes[f] > 1]
+                if not self.follows_batch:
+                    factors = factors[:1]
+                found |= {f: rank + i for i, f in enumerate(factors)}
+        return found
+
+    def _mark(self, op: Op, rule: Rule, carried: Ranks) -> None:
+        for result, dims in zip(op.results, rule.results, strict=False):
+            found: dict[int, int] = {}
+            for d, dim in enumerate(dims):
+                factors = dim if self.follows_batch else (rule.major(dim),)
+                ranks = [carried[f] for f in factors if f is not None and f in carried]
+                if ranks and self.program.values[result].shape[d] > 1:
+                    found[d] = min(ranks)
+            if not self.follows_batch:
+                found = {d: 0 for d in sorted(found)[:1]}
+            if found:
+                self.marked[result] = found
+            elif carried and op.kind == "dynamic_slice" and op.parent >= 0:
+                marks = self._marks(op.operands[0])
+                shape = self.program.values[op.operands[0]].shape
+                self.taken |= {shape[d] for d in marks}
+
+    def _mark_by_place(self, op: Op) -> None:
+        """Of an op without a rule a result's dims are those at the same place."""
+        values = self.program.values
+        for v in op.operands:
+            for result in op.results:
+                pairs = zip(values[v].shape, values[result].shape, strict=False)
+                same = {d for d, (a, b) in enumerate(pairs) if a == b > 1}
+                found = {d: rank for d, rank in self._marks(v).items() if d in same}
+                if found:
+                    self.marked.setdefault(result, found)
+
+    def _mark_result(self, op: Op, choice: AxisChoice) -> None:
+        rule = op.rule
+        assert rule is not None
+        outer = choice.inner if choice.exit == NONE else choice.exit
+        carried = self._carried(op, rule) if self.follows_batch else _NOTHING
+        if outer in carried or outer == NONE:
+            self._mark(op, rule, carried)
+        else:
+            self._mark(op, rule, {outer: 0})
+
+    def _choose(self, op: Op) -> AxisChoice:
+        rule = op.rule
+        assert rule is not None
+        allowed = axis_choices(rule, self.size)
+        wish = self._wish(op, rule)
+        return next((c for c in wish if c in allowed), AxisChoice())
+
+    def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
+        """What the role would have this block do, best first."""
+        in_result = [f for f in map(rule.major, rule.results[0]) if f is not None]
+        weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
+        own = {
+            i: {rule.major(dim) for dim in dims} - {None}
+            for i, dims in enumerate(rule.operands)
+        }
+        if self.role == "expert":
+            shared = [
+                f
+                for f in in_result
+                if weights and all(f in own[i] for i in range(min(2, len(own))))
+            ]
+            if shared:
+                return [AxisChoice(f) for f in shared]
+        if self.follows_batch:
+            carried = self._carried(op, rule)
+            found = [f for f in in_result if f in carried]
+            return [AxisChoice(f) for f in sorted(found, key=lambda f: carried[f])]
+        arriving = [
+            f
+            for i in range(len(rule.operands))
+            if i not in weights
+            for f in self._arriving(op, rule, i)
+        ]
+        contracted = [f for f in arriving if f in rule.reduction]
+        if contracted:
+            return self._reduced(rule, contracted[0], in_result)
+        if not weights or len(weights) == len(rule.operands):
+            return [AxisChoice(f) for f in in_result if f in arriving]
+        if op.kind == "gather":
+            table = [f for f in sorted(rule.reduction) if f in own[0]]
+            return [c for f in table for c in self._reduced(rule, f, in_result)]
+        others = set().union(*(own[i] for i in own if i not in weights))
+        columns = [f for f in in_result if f not in others]
+        return [AxisChoice(f) for f in columns]
+
+    def _reduced(
+        self, rule: Rule, factor: int, in_result: list[int]
+    ) -> list[AxisChoice]:
+        plain = AxisChoice(factor)
+        if self.role == "sequence" and len(in_result) > 1:
+            return [AxisChoice(factor, in_result[1]), plain]
+        return [plain]
+
+
+def data_arguments(frame: Frame) -> dict[int, int]:
+    """Positions of the arguments that hold a batch, as far as structure tells.
+
+    State is no data, nor is anything that is passed along with it in one argument.
+    Of the other arguments of the step those are data whose leaves agree in their
+    first dim, as the leaves of a batch do and those of a set of weights do not, or
+    of which some leaves are integers (nodes and edges of a graph, tokens and
+    their positions). Where nothing is state, the argument with the most leaves holds
+    the weights.
+
+    Returns:
+        For each position the rank of its first dim: 0 for the size that most leaves of
+        an argument agree in, or the first of several, and 1 for the others.
+    """
+    program = frame.program
+    roots: dict[str, list[int]] = {}
+    for position, name in enumerate(program.arg_names):
+        roots.setdefault(name.partition("/")[0], []).append(position)
+    held = {program.arg_names[p].partition("/")[0] for p in frame.group_of_arg}
+    if not held and len(roots) > 1:
+        largest = max(roots, key=lambda root: len(roots[root]))
+        held = {largest} if len(roots[largest]) > 1 else set()
+    found = {}
+    for root, positions in roots.items():
+        values = {p: program.values[program.args[p]] for p in positions}
+        values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
+        leading = {p: v.shape[0] for p, v in values.items()}
+        counted = any(v.dtype in _COUNTED for v in values.values())
+        alike = len({*leading.values()}) == 1
+        if root in held or not leading or not (alike or counted):
+            continue
+        ((usual, _),) = Counter(leading.values()).most_common(1)
+        found |= {p: int(size != usual) for p, size in leading.items()}
+    return found
+
+
+def _is_key(value: Value) -> bool:
+    """Whether a value is a random key, or several, as numbers."""
+    return value.dtype == "ui32" and value.shape[-1] in _KEY_SIZES
+
+
+def _weights(frame: Frame) -> list[bool]:
+    """For each value whether it is made of parameters alone."""
+    program: Program = frame.program
+    state = [False] * len(program.values)
+    data = data_arguments(frame)
+    for position, value in enumerate(program.args):
+        state[value] = position not in data
+    for op in program.ops:
+        for v in (*op.operands, *op.entries):
+            origin = program.values[v].origin
+            if origin >= 0:
+                state[v] = state[origin]
+        # A number, such as that of an iteration, makes no weight into anything else.
+        reads = [
+            v
+            for v in op.operands
+            if program.values[v].shape
+            and program.values[v].producer not in program.leaf_ops
+        ]
+        only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
+        for result in op.results:
+            state[result] = only
+    return state

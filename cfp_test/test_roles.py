@@ -1,0 +1,169 @@
+"""Where a batch goes: what data parallelism shards in each contraction."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.strategies import describe
+from cfp.planner_parts import PlannerSettings
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.roles import axis_walk, data_arguments
+from cfp_test.checking import make_mesh
+from cfp_test.programs.common import integers, normal, squares, training
+
+SIZES = (("x", 4),)
+WEIGHTS = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}
+
+
+def frame_of(fn, args):
+    program, _ = trace(flatten_step(fn, args, {}), make_mesh(SIZES))
+    return build_frame(program, SIZES)
+
+
+def sharded(step):
+    """For each contraction the dims of result and operands that are split."""
+    frame = frame_of(*step)
+    found = []
+    for block, choice in zip(frame.blocks, axis_walk(frame, "data", 4), strict=True):
+        op = frame.program.ops[block.anchor]
+        if is_contraction(op):
+            found.append(describe(op, frame.mesh, (choice,)).partition(" @")[0])
+    return found
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def in_parts(take):
+    """Gradients summed over four parts of eight rows."""
+
+    def train_step(p, x):
+        def add(i, total):
+            grads = jax.grad(lambda p: squares(net(p, take(x, i))))(p)
+            return jax.tree.map(jnp.add, total, grads)
+
+        total = jax.lax.fori_loop(0, 4, add, jax.tree.map(jnp.zeros_like, p))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    return train_step
+
+
+ROWS = ["SR = SR x RR", "SR = SR x RR"]
+
+
+@pytest.mark.parametrize(
+    ("take", "shape"),
+    [
+        (lambda x, i: jax.lax.dynamic_slice_in_dim(x, 8 * i, 8), (32, 16)),
+        (lambda x, i: x.reshape(4, 8, 16)[i], (32, 16)),
+        (lambda x, i: x.reshape(8, 4, 16)[:, i], (32, 16)),
+        (lambda x, i: x[i], (4, 8, 16)),
+    ],
+    ids=["slices", "reshaped", "every fourth", "stacked"],
+)
+def test_rows_of_every_part_of_a_batch(take, shape):
+    assert sharded((in_parts(take), (WEIGHTS, normal(2, *shape)))) == ROWS
+
+
+def test_parts_of_a_batch_run_on_all_devices(tmp_path):
+    def train_step(p, x):
+        def add(total, x):
+            grads = jax.grad(lambda p: squares(net(p, x)))(p)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        total = jax.tree.map(jnp.zeros_like, p)
+        total, _ = jax.lax.scan(add, total, x.reshape(4, 8, 16))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    args = WEIGHTS, normal(2, 32, 16)
+    plan = cfp.plan(
+        train_step,
+        *args,
+        mesh=make_mesh(SIZES),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    planned = plan.compile(train_step, *args)
+    # Two of the eight rows of a part on each device, forward and back.
+    dots = re.findall(r"(f32\[[\d,]+\])\S* dot\(", planned.hlo)
+    assert "f32[2,32]" in dots
+    assert "f32[8,32]" not in dots
+    differences = cfp.compare(planned(*args), jax.jit(train_step)(*args))
+    assert max(d.relative_l2 for d in differences) < 1e-5
+
+
+def test_sequences_of_a_recurrent_net_whose_first_dim_is_time():
+    params = {"x": normal(0, 8, 16), "h": normal(1, 16, 16), "y": normal(2, 16, 8)}
+
+    def loss(p, batch):
+        def cell(h, x):
+            h = jnp.tanh(x + h @ p["h"])
+            return h, h
+
+        _, hidden = jax.lax.scan(cell, jnp.zeros((8, 16)), batch["x"] @ p["x"])
+        return squares(hidden @ p["y"], batch["y"])
+
+    batch = {"x": normal(3, 12, 8, 8), "y": normal(4, 12, 8, 8)}
+    step = training(loss, params, batch)
+    assert sharded(step) == ["RSR = RSR x RR", "SR = SR x RR", "RSR = RSR x RR"]
+
+
+def test_a_loop_that_turns_what_it_carries():
+    def loss(p, x):
+        return squares(jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ p).T, x))
+
+    step = training(loss, normal(0, 16, 16), normal(1, 16, 16))
+    assert sharded(step) == ["SR = SR x RR"]
+
+
+def test_rows_that_are_picked_or_sorted():
+    def loss(p, batch):
+        y = net(p, batch["x"][jax.random.permutation(batch["key"], 32)])
+        top, _ = jax.lax.top_k(y, 8)
+        return squares(jnp.sort(top, axis=0) @ p["c"])
+
+    batch = {"x": normal(3, 32, 16), "key": jax.random.key(0)}
+    step = training(loss, {**WEIGHTS, "c": normal(4, 8, 16)}, batch)
+    assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_a_batch_whose_leaves_have_several_sizes():
+    def loss(p, graph):
+        x = jnp.tanh(graph["nodes"] @ p["a"])
+        messages = x[graph["edges"][:, 0]] @ p["b"]
+        return squares(jax.ops.segment_sum(messages, graph["edges"][:, 1], 12))
+
+    graph = {"nodes": normal(3, 12, 16), "edges": integers(4, 12, 24, 2)}
+    step = training(loss, WEIGHTS, graph)
+    assert sharded(step) == ROWS
+
+
+def test_what_is_no_batch():
+    """Weights that are not trained; positions beside tokens come second."""
+
+    def train_step(p, base, batch):
+        def loss(p):
+            x = base["embed"][batch["tokens"]] + base["places"][batch["places"]]
+            return squares(net(p, x @ base["w"]))
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    base = {
+        "embed": normal(3, 64, 8),
+        "places": normal(4, 6, 8),
+        "w": normal(5, 8, 16),
+    }
+    batch = {"places": jnp.arange(6), "tokens": integers(6, 64, 8, 6)}
+    batch["mask"] = jnp.ones((8, 6))
+    frame = frame_of(train_step, (WEIGHTS, base, batch))
+    names = frame.program.arg_names
+    found = {names[p]: rank for p, rank in data_arguments(frame).items()}
+    assert found == {"batch/mask": 0, "batch/places": 1, "batch/tokens": 0}

@@ -100,6 +100,17 @@ def test_parts_of_a_batch_run_on_all_devices(tmp_path):
     assert max(d.relative_l2 for d in differences) < 1e-5
 
 
+def test_a_loop_over_rows_beside_the_net():
+    """The net's products stay split along the rows, which the loop takes one by one."""
+
+    def loss(p, x):
+        by_row = jax.lax.map(lambda row: jnp.tanh(row @ p["a"]).sum(), x)
+        return squares(net(p, x)) + by_row.mean()
+
+    step = training(loss, WEIGHTS, normal(2, 32, 16))
+    assert sharded(step) == ["R = R x RR", *ROWS]
+
+
 def test_sequences_of_a_recurrent_net_whose_first_dim_is_time():
     params = {"x": normal(0, 8, 16), "h": normal(1, 16, 16), "y": normal(2, 16, 8)}
 

@@ -45,8 +45,8 @@ _NOTHING: Ranks = {}
 # Of these a batch has some (labels, tokens, masks, edges), and weights have none.
 _COUNTED = ("i32", "i64", "i1")
 
-# How many numbers of 32 bits JAX's random keys are.
-_KEY_SIZES = (2, 4)
+# JAX's random keys are so many numbers of 32 bits, in their last dim.
+_KEY_SIZES = ((2,), (4,))
 
 
 def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
@@ -331,7 +331,7 @@ def data_arguments(frame: Frame) -> dict[int, int]:
 
 def _is_key(value: Value) -> bool:
     """Whether a value is a random key, or several, as numbers."""
-    return value.dtype == "ui32" and value.shape[-1] in _KEY_SIZES
+    return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 
 def _weights(frame: Frame) -> list[bool]:
@@ -340,7 +340,7 @@ def _weights(frame: Frame) -> list[bool]:
     state = [False] * len(program.values)
     data = data_arguments(frame)
     for position, value in enumerate(program.args):
-        state[value] = position not in data
+        state[value] = position not in data and not _is_key(program.values[value])
     for op in program.ops:
         for v in (*op.operands, *op.entries):
             origin = program.values[v].origin

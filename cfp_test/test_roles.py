@@ -26,11 +26,11 @@ def frame_of(fn, args):
     return build_frame(program, SIZES)
 
 
-def sharded(step):
+def sharded(step, role="data"):
     """For each contraction the dims of result and operands that are split."""
     frame = frame_of(*step)
     found = []
-    for block, choice in zip(frame.blocks, axis_walk(frame, "data", 4), strict=True):
+    for block, choice in zip(frame.blocks, axis_walk(frame, role, 4), strict=True):
         op = frame.program.ops[block.anchor]
         if is_contraction(op):
             found.append(describe(op, frame.mesh, (choice,)).partition(" @")[0])
@@ -144,6 +144,16 @@ def test_rows_that_are_picked_or_sorted():
     batch = {"x": normal(3, 32, 16), "key": jax.random.key(0)}
     step = training(loss, {**WEIGHTS, "c": normal(4, 8, 16)}, batch)
     assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_weights_of_what_is_drawn_from_a_key_alone():
+    """Noise is no weight, though its key is no batch."""
+
+    def loss(p, key):
+        return squares(net(p, jax.random.normal(key, (32, 16))))
+
+    step = training(loss, WEIGHTS, jax.random.key(0, impl="rbg"))
+    assert sharded(step, "tensor") == ["RS = RR x RS", "RR = RS x SR"]
 
 
 def test_a_batch_whose_leaves_have_several_sizes():

@@ -8,7 +8,8 @@ takes down which dims it has sharded so far:
     program by the ops' own factors. Where the dim that it sharded ends, it goes on
     with what is left of the batch: with the rows of a part where the batch is cut
     into parts, with what was picked where rows are picked from it, and with the next
-    dim of the arguments of which a loop takes one slice after another.
+    dim of the arguments of which a loop takes one slice after another, if more of
+    the contractions are split then.
 ``tensor``
     Shards weights: a contraction with a weight is split along the weight's own
     factor (by columns) unless its input arrives sharded along the contracted
@@ -27,6 +28,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
 from cfp.program.graph import Op, Program, Value
@@ -42,8 +45,8 @@ _NOTHING: Ranks = {}
 # Of these a batch has some (labels, tokens, masks, edges), and weights have none.
 _COUNTED = ("i32", "i64", "i1")
 
-# How many numbers of 32 bits JAX's random keys are.
-_KEY_SIZES = (2, 4)
+# JAX's random keys are so many numbers of 32 bits, in their last dim.
+_KEY_SIZES = ((2,), (4,))
 
 
 def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
@@ -51,32 +54,51 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role in ("tensor", "sequence"):
-        return _Walk(frame, role, axis_size, {}).run()
+        return _Walk(frame, role, axis_size, {}).choices
     program = frame.program
     ranks = data_arguments(frame)
+    shapes = {p: program.values[program.args[p]].shape for p in ranks}
     first = dict.fromkeys(ranks, 0)
-    entering: dict[int, Ranks] = {}
+    best: list[AxisChoice] = []
+    most_flops = -1
     while True:
-        marks = {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
-        walk = _Walk(frame, role, axis_size, {**marks, **entering})
-        choices = walk.run()
+        walk = _settled(
+            frame,
+            role,
+            axis_size,
+            {program.args[p]: {first[p]: rank} for p, rank in ranks.items()},
+        )
+        # A loop that takes rows of the batch may be all of the step, or little of it.
+        if (flops := walk.shared_flops()) > most_flops:
+            best, most_flops = walk.choices, flops
         taken = {
             p: dim + 1
             for p, dim in first.items()
-            if (shape := program.values[program.args[p]].shape)[dim] in walk.taken
-            and dim + 1 < len(shape)
+            if shapes[p][dim] in walk.taken and dim + 1 < len(shapes[p])
         }
-        found = walk.entering()
-        if not taken and found == entering:
-            return choices
+        if not taken:
+            return best
         first |= taken
-        entering = {} if taken else found
+
+
+def _settled(
+    frame: Frame, role: str, axis_size: int, marks: Mapping[int, Ranks]
+) -> _Walk:
+    """The walk that knows what each iteration of a loop hands to the next one."""
+    entering: dict[int, Ranks] = {}
+    while True:
+        walk = _Walk(frame, role, axis_size, {**marks, **entering})
+        # Marks are only added, and ranks only fall: there is an end.
+        if (found := walk.entering()) == entering:
+            return walk
+        entering = found
 
 
 class _Walk:
     """One axis's way through a program: which dims it has sharded so far.
 
     Attributes:
+        choices: what it does in each block.
         marked: for each value its dims that carry the axis.
         taken: sizes of marked dims of which loops take one slice after another, and
             nothing that is marked stays.
@@ -97,8 +119,18 @@ class _Walk:
         self.marked: dict[int, Ranks] = {**marks}
         self.taken: set[int] = set()
         self.weight = _weights(frame)
+        self.choices = self._run()
 
-    def run(self) -> list[AxisChoice]:
+    def shared_flops(self) -> int:
+        """Of the blocks' anchors the floating-point operations that are split."""
+        anchors = (self.program.ops[block.anchor] for block in self.frame.blocks)
+        return sum(
+            op_flops(self.program, op)
+            for op, choice in zip(anchors, self.choices, strict=True)
+            if choice.inner != NONE and is_contraction(op)
+        )
+
+    def _run(self) -> list[AxisChoice]:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
         anchors = {b.anchor: b.index for b in self.frame.blocks}
@@ -299,7 +331,7 @@ def data_arguments(frame: Frame) -> dict[int, int]:
 
 def _is_key(value: Value) -> bool:
     """Whether a value is a random key, or several, as numbers."""
-    return value.dtype == "ui32" and value.shape[-1] in _KEY_SIZES
+    return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 
 def _weights(frame: Frame) -> list[bool]:
@@ -308,7 +340,7 @@ def _weights(frame: Frame) -> list[bool]:
     state = [False] * len(program.values)
     data = data_arguments(frame)
     for position, value in enumerate(program.args):
-        state[value] = position not in data
+        state[value] = position not in data and not _is_key(program.values[value])
     for op in program.ops:
         for v in (*op.operands, *op.entries):
             origin = program.values[v].origin

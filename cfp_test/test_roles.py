@@ -26,11 +26,11 @@ def frame_of(fn, args):
     return build_frame(program, SIZES)
 
 
-def sharded(step):
+def sharded(step, role="data"):
     """For each contraction the dims of result and operands that are split."""
     frame = frame_of(*step)
     found = []
-    for block, choice in zip(frame.blocks, axis_walk(frame, "data", 4), strict=True):
+    for block, choice in zip(frame.blocks, axis_walk(frame, role, 4), strict=True):
         op = frame.program.ops[block.anchor]
         if is_contraction(op):
             found.append(describe(op, frame.mesh, (choice,)).partition(" @")[0])
@@ -100,6 +100,17 @@ def test_parts_of_a_batch_run_on_all_devices(tmp_path):
     assert max(d.relative_l2 for d in differences) < 1e-5
 
 
+def test_a_loop_over_rows_beside_the_net():
+    """The net's products stay split along the rows, which the loop takes one by one."""
+
+    def loss(p, x):
+        by_row = jax.lax.map(lambda row: jnp.tanh(row @ p["a"]).sum(), x)
+        return squares(net(p, x)) + by_row.mean()
+
+    step = training(loss, WEIGHTS, normal(2, 32, 16))
+    assert sharded(step) == ["R = R x RR", *ROWS]
+
+
 def test_sequences_of_a_recurrent_net_whose_first_dim_is_time():
     params = {"x": normal(0, 8, 16), "h": normal(1, 16, 16), "y": normal(2, 16, 8)}
 
@@ -133,6 +144,16 @@ def test_rows_that_are_picked_or_sorted():
     batch = {"x": normal(3, 32, 16), "key": jax.random.key(0)}
     step = training(loss, {**WEIGHTS, "c": normal(4, 8, 16)}, batch)
     assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_weights_of_what_is_drawn_from_a_key_alone():
+    """Noise is no weight, though its key is no batch."""
+
+    def loss(p, key):
+        return squares(net(p, jax.random.normal(key, (32, 16))))
+
+    step = training(loss, WEIGHTS, jax.random.key(0, impl="rbg"))
+    assert sharded(step, "tensor") == ["RS = RR x RS", "RR = RS x SR"]
 
 
 def test_a_batch_whose_leaves_have_several_sizes():

@@ -80,7 +80,8 @@ def kill_in_its_race(folder: Path, process: subprocess.Popen) -> None:
 
 
 def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
-    first, killed = begin(tmp_path, LARGE), begin(tmp_path, LARGE)
+    # Who is killed begins first: the other one's race would be its answer.
+    killed, first = begin(tmp_path, LARGE), begin(tmp_path, LARGE)
     kill_in_its_race(tmp_path, killed)
     again, other = begin(tmp_path, LARGE), begin(tmp_path, SMALL)
     [[one, _]], [[two, _]], [[small, _]] = map(finish, (first, again, other))

@@ -315,7 +315,7 @@ def _text(op: ir.Operation, index: int, names: dict[ir.Value, str]) -> str:
 
 
 def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
-    """Names for the arguments of a block or the results of an op: their order."""
+    """Names the arguments of a block or the results of an op by order, with types."""
     for value in values:
         names[value] = f"%{len(names)}"
-    return ",".join(names[value] for value in values)
+    return ",".join(f"{names[value]}:{value.type}" for value in values)

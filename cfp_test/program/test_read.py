@@ -146,20 +146,33 @@ def test_regions_sharded_by_hand():
     assert forward.body == ()
 
 
-def test_regions_differ_by_what_their_loops_read():
-    def by_hand(body):
-        def repeated(x):
-            return jax.lax.fori_loop(0, 3, lambda _, c: body(c, x), x)
+def by_hand(body):
+    return jax.shard_map(
+        body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False
+    )
 
-        return jax.shard_map(
-            repeated, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False
-        )
+
+def regions_of(bodies):
+    """The attributes of regions sharded by hand, one for each body."""
+    program = read(lambda x: [by_hand(body)(x) for body in bodies], X)
+    return [op.attributes for op in program.ops if op.kind == "manual_computation"]
+
+
+def test_regions_differ_by_what_their_loops_read():
+    def repeated(body):
+        return lambda x: jax.lax.fori_loop(0, 3, lambda _, c: body(c, x), x)
 
     bodies = [jnp.subtract, lambda c, x: x - c, jnp.subtract]
-    program = read(lambda x: [by_hand(body)(x) for body in bodies], X)
-    one, other, same = (
-        op.attributes for op in program.ops if op.kind == "manual_computation"
-    )
+    one, other, same = regions_of(map(repeated, bodies))
+    assert one == same != other
+
+
+def test_regions_differ_by_the_types_they_compute_in():
+    def rounded(dtype):
+        return lambda x: x.astype(dtype).astype(x.dtype)
+
+    kinds = [jnp.bfloat16, jnp.float16, jnp.bfloat16]
+    one, other, same = regions_of(map(rounded, kinds))
     assert one == same != other
 
 

@@ -63,11 +63,9 @@ NON_PUBLIC: set[tuple[str, str]] = set()
 MAX_LINES = 400
 FORBIDDEN_FILES = ("utils.py",)
 
-# cfp plans any program: only these may know of particular models and libraries, in
-# any way or, for those in the second list, in docstrings and comments.
+# cfp plans any program: only these may know of particular models and libraries.
 MODEL_WORDS = ("gpt", "moe", "llama", "bert", "flax")
 MAY_NAME_MODELS = ("models/", "demo.py", "cli/")
-MAY_NAME_MODELS_IN_DOCS = ("presets.py",)
 
 
 def sources() -> dict[str, str]:
@@ -314,28 +312,14 @@ MODEL_WORD = re.compile(
 )
 
 
-def docstring_lines(text: str) -> set[int]:
-    """The lines on which docstrings stand."""
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ):
-            match node.body:
-                case [ast.Expr(value=ast.Constant(value=str())) as doc, *_]:
-                    lines.update(range(doc.lineno, (doc.end_lineno or 0) + 1))
-    return lines
-
-
 def model_word_breaches(files: dict[str, str]) -> list[str]:
     """Finds model words in identifiers and strings; in comments they may stand."""
     breaches = []
     for file, text in files.items():
         if file.startswith(MAY_NAME_MODELS):
             continue
-        docs = docstring_lines(text) if file in MAY_NAME_MODELS_IN_DOCS else set()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT or token.start[0] in docs:
+            if token.type == tokenize.COMMENT:
                 continue
             for word in MODEL_WORD.findall(token.string):
                 breaches.append(f"cfp/{file}:{token.start[0]}: {word}")
@@ -367,8 +351,3 @@ def test_model_word_rule(text, words):
     found = model_word_breaches({"api.py": text + "\n"})
     assert [breach.split(": ")[1] for breach in found] == words
     assert model_word_breaches({"models/a.py": text + "\n"}) == []
-
-
-def test_presets_may_name_models_in_docs_only():
-    text = '"""Megatron for a GPT."""\ndef f():\n    """GPT."""\n    return "gpt"\n'
-    assert model_word_breaches({"presets.py": text}) == ["cfp/presets.py:4: gpt"]

@@ -145,12 +145,16 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
         return x @ params["head"]
 
     (params, _), x = arguments()
-    settings = cfp.PlannerSettings(per_kind=1, in_context=False, compiler_options={})
-    made = cfp.plan(serve, params, x, mesh=mesh, cache_dir=tmp_path, settings=settings)
+    settings = cfp.PlannerSettings(
+        per_kind=1, in_context=False, compiler_options={}, reach=float("inf")
+    )
+    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
+    made = cfp.plan(serve, params, x, **how)
     assert "segments_raced" in made.search
-    [row] = [row for row in made.race if row.name == made.winner]
-    # 2% off where data parallelism wins, 13% where weights are sharded.
-    assert row.peak_bytes == pytest.approx(made.peak_bytes, rel=0.2)
+    # Whoever wins by time: this one's memory is compared.
+    [row] = [row for row in made.race if row.name == "data_parallel"]
+    whole = cfp.plan(serve, params, x, preset="data_parallel", **how)
+    assert row.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1)
 
 
 def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey, environment_parts
-from cfp.profiling.pipeline import Task
 from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import reference
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.tasks import Task
 from cfp.program.trace import planning_mesh
 
 

@@ -21,11 +21,12 @@ from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.marks import Limits
-from cfp.profiling.pipeline import ProgressCallback, Task, run_tasks
+from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import ProgressCallback, Task
 from cfp.profiling.threads import default_threads, overlaps
 from cfp.program.graft import Spec, partition_spec
 from cfp.program.trace import planning_mesh

@@ -3,7 +3,8 @@
 Building, running and keeping are three things that know nothing of each other: a
 `Task` says how its own is built and run. Tasks are built in threads, a few ahead,
 and run one at a time in the order given, so that several processes that were given
-the same tasks run the same one at any time.
+the same tasks run the same one at any time. Those that can be built without using the
+devices (`Task.build_quietly`) come before those that cannot.
 
 What is about to be built or run is marked beside the store, so that a process that
 dies of it leaves a record (`cfp.profiling.deaths`), and so that two processes with one
@@ -12,109 +13,37 @@ store share the work instead of doing it twice.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Literal
-
-import jax
 
 from cfp.profiling.builder import Built
 from cfp.profiling.deaths import bury
-from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.repeated import Repeated
 from cfp.profiling.store import ProfileStore
-
-Phase = Literal["look up", "build", "run", "wait", "done"]
+from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
+from cfp.profiling.threads import with_settings
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
 _RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
-_X64_SETTING = "jax_enable_x64"
+# Python's usual 5 ms made some times on 2 H200 up to 5% longer.
+_SWITCH_SECONDS = 0.2e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One thing to measure.
-
-    Attributes:
-      key: what its record is kept under.
-      label: what progress shows.
-      build: called in a thread; a record if it cannot be built.
-      run: called in the thread that called `run_tasks`.
-      expected_ms: how long one execution should take; 0 where nobody knows.
-      after: digests of tasks: those that are claimed together with it are built before
-        it. Of these none may wait itself.
-    """
-
-    key: ProfileKey
-    label: str
-    build: Callable[[], Built | ProfileRecord]
-    run: Callable[[Built], ProfileRecord]
-    expected_ms: float = 0.0
-    after: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far measuring is.
-
-    Attributes:
-      done: tasks that have a record: `cached`, plus measured, plus `failed`.
-      cached: of these, answered from the store, whether good or failures.
-      failed: of these, those that failed now.
-      total: all tasks, each key once.
-      best_ms: the smallest time among the good records; infinite before the first.
-      label: the task that the event is about; "" before the first.
-      phase: "look up" once the store has answered; "build" when a task's build has
-        to be awaited; "run" when it starts to run; "wait" when only another process
-        with the same store is at what is left; "done" when it has its record.
-      elapsed_seconds: since the beginning.
-    """
-
-    done: int
-    cached: int
-    failed: int
-    total: int
-    best_ms: float
-    label: str
-    phase: Phase
-    elapsed_seconds: float
-
-
-ProgressCallback = Callable[[Progress], object]
-Build = Callable[[Task, Sequence[Future[Built | ProfileRecord]]], Built | ProfileRecord]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileSummary:
-    """What came of all tasks.
-
-    Attributes:
-      records: by key digest, in the order of the tasks.
-      measured: built, run and timed now.
-      cached: answered from the store, whether good or failures.
-      failed: failed now. The three add up to the number of records.
-      build_seconds: of all builds, side by side ones added up.
-      run_seconds: of all runs.
-      wall_seconds: from beginning to end.
-    """
-
-    records: Mapping[str, ProfileRecord]
-    measured: int
-    cached: int
-    failed: int
-    build_seconds: float
-    run_seconds: float
-    wall_seconds: float
+Outcome = Built | ProfileRecord | None
+Building = Future[Outcome]
+Build = Callable[[Task, Sequence[Building]], Outcome]
 
 
 def run_tasks(
@@ -139,8 +68,8 @@ def run_tasks(
       store: where records are looked up and kept.
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
-        where building needs the devices. Otherwise tasks are built and then run in
-        batches of twice the number of threads.
+        where building needs the devices. Otherwise what cannot be built quietly is
+        built and then run in batches of twice the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: told of every event, in this thread.
@@ -167,17 +96,42 @@ def run_tasks(
             reference=Repeated(reference, store, marks, agreement, retry_failures),
         )
         state.look_up()
-        _measure(state, threads, overlap)
+        try:
+            quiet = [task for task in state.todo() if task.build_quietly is not None]
+            if quiet and not overlap and agreement.alone:
+                with _short_switches():
+                    _measure(state, quiet, threads, overlap=True, quietly=True)
+            _measure(state, state.todo(), threads, overlap)
+        finally:
+            state.is_over = True
         if state.since_reference:
             state.run_reference()
         return state.summary()
 
 
-def _measure(state: _State, threads: int, overlap: bool) -> None:
-    waiting = deque(task for task in state.tasks.values() if not state.has(task))
-    ahead: deque[tuple[Task, Future[Built | ProfileRecord]]] = deque()
+@contextlib.contextmanager
+def _short_switches() -> Iterator[None]:
+    """Has threads that build hand Python over soon to the one that times something."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def _measure(
+    state: _State,
+    tasks: Sequence[Task],
+    threads: int,
+    overlap: bool,
+    quietly: bool = False,
+) -> None:
+    """Measures tasks; quietly, those that can be built so."""
+    waiting = deque(tasks)
+    ahead: deque[tuple[Task, Building]] = deque()
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
-    build = _in_thread(state)
+    build = _in_thread(state, quietly)
     batch = 2 * threads if threads > 1 else 1
     room = threads + _WAITING_BESIDE_THREADS if overlap else batch
     # Of several builds nobody knows which one a process died of.
@@ -202,16 +156,15 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     finally:
         # A compile cannot be stopped: after an interrupt the threads finish what
         # they have begun, and nobody waits for it.
-        state.is_over = True
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _submitted(
     pool: ThreadPoolExecutor, build: Build, tasks: Sequence[Task]
-) -> list[Future[Built | ProfileRecord]]:
+) -> list[Building]:
     """Builds of tasks, in their order; those that are to come after others wait."""
     digests = {task.key.digest for task in tasks}
-    builds: dict[str, Future[Built | ProfileRecord]] = {}
+    builds: dict[str, Building] = {}
     # Threads begin what was submitted first, so that what waits is always for a build
     # that has begun.
     for task in sorted(tasks, key=lambda task: not task.after.isdisjoint(digests)):
@@ -220,26 +173,19 @@ def _submitted(
     return [builds[task.key.digest] for task in tasks]
 
 
-def _in_thread(state: _State) -> Build:
-    # JAX keeps `with jax.enable_x64(...)` to the thread that said it.
-    x64 = bool(getattr(jax.config, _X64_SETTING))
-
-    def build(
-        task: Task, before: Sequence[Future[Built | ProfileRecord]]
-    ) -> Built | ProfileRecord:
-        wait(before)
+def _in_thread(state: _State, quietly: bool) -> Build:
+    def build(task: Task, before: Sequence[Building]) -> Outcome:
+        wait(before if not quietly else ())  # For what is learnt from the devices.
         if state.is_over:
             raise CancelledError  # Nobody reads it.
-        with (
-            jax.enable_x64(x64),
-            state.marks.doing(task.key, task.label, "build", then_wait=True),
-        ):
-            outcome = task.build()
+        with state.marks.doing(task.key, task.label, "build", then_wait=True):
+            make = task.build_quietly if quietly else None
+            outcome = (make or task.build)()
             if isinstance(outcome, ProfileRecord):
                 state.keep(outcome)
             return outcome
 
-    return build
+    return with_settings(build)
 
 
 @dataclass(slots=True)
@@ -263,8 +209,8 @@ class _State:
     run_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def has(self, task: Task) -> bool:
-        return task.key.digest in self.records
+    def todo(self) -> list[Task]:
+        return [t for key, t in self.tasks.items() if key not in self.records]
 
     def look_up(self) -> None:
         known = self.store.get_many(self.tasks)
@@ -312,10 +258,14 @@ class _State:
                 return [task for task in taken if task.key.digest not in known]
         return []
 
-    def take_turn(self, task: Task, built: Future[Built | ProfileRecord]) -> None:
+    def take_turn(self, task: Task, built: Building) -> None:
+        """Runs what was built; what cannot be built quietly is left for later."""
         if not built.done():
             self.tell(task.label, "build")
         outcome = built.result()
+        if outcome is None:
+            self.marks.release(task.key)
+            return
         [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
             if ready:

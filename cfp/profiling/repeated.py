@@ -13,7 +13,7 @@ from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 
 if TYPE_CHECKING:
-    from cfp.profiling.pipeline import Task
+    from cfp.profiling.tasks import Task
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -30,10 +30,11 @@ from cfp.profiling.builder import (
 from cfp.profiling.drift import reference_task
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
-from cfp.profiling.pipeline import ProfileSummary, Progress, Task, run_tasks
+from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import ProfileSummary, Progress, Task
 from cfp.profiling.threads import default_threads, overlaps
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
@@ -57,7 +58,7 @@ class TimingOptions:
     """
 
     warmup_seconds: float = 0.1
-    min_samples: int = 3
+    min_samples: int | None = None
     max_samples: int = 50
     target_spread: float = 0.01
     budget_seconds: float | None = None
@@ -65,14 +66,18 @@ class TimingOptions:
     min_repeat: int | None = None
 
 
-# Milliseconds of a sample, executions in it, and seconds for all. On 4 H200 a step of
-# 76 ms took 2.3 ms less if three ran in a row; without peer-to-peer access, where times
-# vary by some percent, half of a profile's runs lasted until two seconds were over.
-_LENGTHS = {"cpu": (5.0, 1, 2.0)}
-_OTHER_LENGTHS = (60.0, 3, 1.0)
+_ON_CPUS = TimingOptions(
+    min_samples=3, budget_seconds=2.0, min_sample_ms=5.0, min_repeat=1
+)
+# On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row; without peer-to-peer
+# access, where times vary by some percent, half of a profile's runs lasted until two
+# seconds were over. On 2 H200 two samples that agree say within 1.5% what nine say.
+_ELSEWHERE = TimingOptions(
+    min_samples=2, budget_seconds=1.0, min_sample_ms=60.0, min_repeat=3
+)
 
 _REFERENCE_TIMING = TimingOptions(
-    warmup_seconds=0.1, budget_seconds=0.3, min_sample_ms=10.0
+    warmup_seconds=0.1, min_samples=3, budget_seconds=0.3, min_sample_ms=10.0
 )
 
 
@@ -100,7 +105,7 @@ def profile(
       store: answers what it can, failures too, and keeps every new record.
       threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
-        and run with the same cores, nor on GPUs, where compilers try out kernels.
+        and run with the same cores, nor on GPUs what has kernels to be tried out.
       retry_failures: measure again what failed before, or before a moment.
       progress: told of every event, in this thread.
       timing: how long to measure each.
@@ -120,11 +125,15 @@ def profile(
     environment = environment or BuildEnvironment.beside(store.path)
     platform = mesh.devices.flat[0].platform
     runner = _Runner(program, mesh, timing)
+    quiet = None
+    if environment.options(platform):
+        quiet = replace(environment, tunes=False)
     tasks = [
         Task(
             key=job.key,
             label=job.label,
             build=partial(_build, program, mesh, job, environment),
+            build_quietly=quiet and partial(_build_quietly, program, mesh, job, quiet),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
             after=job.after,
@@ -182,15 +191,10 @@ def execute(
         what takes its place.
       timing: how long to measure.
     """
-    options = timing or TimingOptions()
-    platform = mesh.devices.flat[0].platform
-    sample_ms, repeat, budget_seconds = _LENGTHS.get(platform, _OTHER_LENGTHS)
-    if options.min_sample_ms is not None:
-        sample_ms = options.min_sample_ms
-    if options.min_repeat is not None:
-        repeat = options.min_repeat
-    if options.budget_seconds is not None:
-        budget_seconds = options.budget_seconds
+    options = asdict(timing or TimingOptions())
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    for name, usual in asdict(_ON_CPUS if on_cpu else _ELSEWHERE).items():
+        options[name] = usual if options[name] is None else options[name]
     started = time.perf_counter()
     agreement = Agreement.of(mesh)
     shortage = _shortage(built, mesh)
@@ -202,13 +206,7 @@ def execute(
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
         found = measure(
             loop,
-            warmup_seconds=options.warmup_seconds,
-            min_samples=options.min_samples,
-            max_samples=options.max_samples,
-            target_spread=options.target_spread,
-            budget_seconds=budget_seconds,
-            min_sample_ms=sample_ms,
-            min_repeat=repeat,
+            **options,
             agree=agreement.seconds,
         )
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -237,6 +235,14 @@ def _build(
             for kind in input_kinds(program, job.part, job.in_specs):
                 generator(kind, mesh)
     return outcome
+
+
+def _build_quietly(
+    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
+) -> Built | None:
+    # Why it cannot be built, tuned or not, is found out where all else waits.
+    outcome = _build(program, mesh, job, environment)
+    return outcome if isinstance(outcome, Built) else None
 
 
 class _Runner:

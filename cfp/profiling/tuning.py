@@ -4,20 +4,27 @@ A compiler for GPUs times several kernels for each matrix product that it meets,
 keeps the outcome. Programs that are built at once and share products all do that work,
 on one device and at the same time: on 4 H200, 32 segments of a transformer took 62 s,
 and 10 s after three programs, built one by one in 19 s, had met nearly all products.
+Kernels are tried out on the first device of a mesh, so that as many programs as there
+are devices can be built at once, each for the mesh in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from queue import SimpleQueue
 
+import numpy as np
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.threads import with_settings
 from cfp.program.graph import Program
 
 
@@ -31,7 +38,7 @@ def tune_kernels(
     progress: Callable[[str], None] | None = None,
     limits: Limits | None = None,
 ) -> int:
-    """Builds jobs one after another for what the compiler learns from them.
+    """Builds jobs, one on each device, for what the compiler learns from them.
 
     Nothing runs, and nothing is kept in the store unless a process died of a build;
     that job is then left out. So is what was built for this before: a file beside what
@@ -64,11 +71,38 @@ def tune_kernels(
     done = {file.name for file in learnt.iterdir()}
     todo = [job for job in jobs if job.key.digest not in fatal | done]
     with environment.compilation_cache(platform), Marks(store.path, limits) as marks:
-        for number, job in enumerate(todo, 1):
-            if progress is not None:
-                progress(f"tuning kernels for {job.label}, {number} of {len(todo)}")
-            with marks.doing(job.key, job.label, "build"):
-                # What cannot be built is found out, and recorded, where it is needed.
-                build(program, mesh, job, environment)
+        # Of several builds nobody knows which one a process died of.
+        suspects = marks.folder.suspects().keys() & {job.key.digest for job in todo}
+        alone = bool(suspects) or not Agreement.of(mesh).alone
+        orders = SimpleQueue[Mesh]()
+        for count in range(1 if alone else mesh.devices.size):
+            orders.put(_rolled(mesh, count))
+
+        def learn(job: Job) -> None:
+            order = orders.get()
+            try:
+                with marks.doing(job.key, job.label, "build"):
+                    # What cannot be built is found out, and recorded, where it is
+                    # needed.
+                    build(program, order, job, environment)
+            finally:
+                orders.put(order)
             (learnt / job.key.digest).touch()
+
+        pool = ThreadPoolExecutor(orders.qsize(), thread_name_prefix="cfp-tune")
+        try:
+            builds = [pool.submit(with_settings(learn), job) for job in todo]
+            for number, (job, pending) in enumerate(zip(todo, builds, strict=True), 1):
+                if progress is not None:
+                    progress(f"tuning kernels for {job.label}, {number} of {len(todo)}")
+                pending.result()
+        finally:
+            # A compile cannot be stopped: after an interrupt nobody waits for it.
+            pool.shutdown(wait=False, cancel_futures=True)
     return len(todo)
+
+
+def _rolled(mesh: Mesh, count: int) -> Mesh:
+    """The same mesh with another device first."""
+    devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)

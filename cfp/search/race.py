@@ -16,7 +16,7 @@ from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.record import ProfileRecord, is_to_retry, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import default_threads
+from cfp.profiling.threads import default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.search.answers import keep_race, of_one_race
 
@@ -356,7 +356,7 @@ class _Turns:
             ThreadPoolExecutor(threads) as pool,
         ):
             builds = {
-                digest: pool.submit(self._build, job, environment)
+                digest: pool.submit(with_settings(self._build), job, environment)
                 for digest, job in self.jobs.items()
             }
             for digest, pending in builds.items():

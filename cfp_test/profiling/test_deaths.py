@@ -358,7 +358,8 @@ import os, sys
 import jax
 from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.pipeline import Task, run_tasks
+from cfp.profiling.pipeline import run_tasks
+from cfp.profiling.tasks import Task
 from cfp.profiling.store import ProfileStore
 
 compiled = jax.jit(lambda x: x).lower(1.0).compile()

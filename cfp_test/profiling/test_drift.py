@@ -13,9 +13,10 @@ from cfp.profiling import probes
 from cfp.profiling.builder import Built
 from cfp.profiling.drift import at_one_clock, drift, reference_task
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.pipeline import Task, run_tasks
+from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import execute, profile
+from cfp.profiling.tasks import Task
 
 around = st.floats(0.5, 2.0)
 

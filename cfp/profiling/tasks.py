@@ -1,0 +1,94 @@
+"""What there is to measure, and what is told of it: how far it is, and what came of it.
+
+How tasks are measured is in `cfp.profiling.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cfp.profiling.builder import Built
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileRecord
+
+Phase = Literal["look up", "build", "run", "wait", "done"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to measure.
+
+    Attributes:
+      key: what its record is kept under.
+      label: what progress shows.
+      build: called in a thread; a record if it cannot be built.
+      run: called in the thread that called `run_tasks`.
+      expected_ms: how long one execution should take; 0 where nobody knows.
+      after: digests of tasks: those that are claimed together with it are built before
+        it. Of these none may wait itself.
+      build_quietly: as `build`, in a way that disturbs nothing that runs; None, or
+        returns None, if there is no such way.
+    """
+
+    key: ProfileKey
+    label: str
+    build: Callable[[], Built | ProfileRecord]
+    run: Callable[[Built], ProfileRecord]
+    expected_ms: float = 0.0
+    after: frozenset[str] = frozenset()
+    build_quietly: Callable[[], Built | ProfileRecord | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far measuring is.
+
+    Attributes:
+      done: tasks that have a record: `cached`, plus measured, plus `failed`.
+      cached: of these, answered from the store, whether good or failures.
+      failed: of these, those that failed now.
+      total: all tasks, each key once.
+      best_ms: the smallest time among the good records; infinite before the first.
+      label: the task that the event is about; "" before the first.
+      phase: "look up" once the store has answered; "build" when a task's build has
+        to be awaited; "run" when it starts to run; "wait" when only another process
+        with the same store is at what is left; "done" when it has its record.
+      elapsed_seconds: since the beginning.
+    """
+
+    done: int
+    cached: int
+    failed: int
+    total: int
+    best_ms: float
+    label: str
+    phase: Phase
+    elapsed_seconds: float
+
+
+ProgressCallback = Callable[[Progress], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """What came of all tasks.
+
+    Attributes:
+      records: by key digest, in the order of the tasks.
+      measured: built, run and timed now.
+      cached: answered from the store, whether good or failures.
+      failed: failed now. The three add up to the number of records.
+      build_seconds: of all builds, side by side ones added up.
+      run_seconds: of all runs.
+      wall_seconds: from beginning to end.
+    """
+
+    records: Mapping[str, ProfileRecord]
+    measured: int
+    cached: int
+    failed: int
+    build_seconds: float
+    run_seconds: float
+    wall_seconds: float

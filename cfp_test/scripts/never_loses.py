@@ -1,53 +1,144 @@
 """Plans a model under several memory budgets, and compares with the best classic.
 
     python cfp_test/scripts/never_loses.py TARGET [TARGET'S OPTIONS] --json FILE
-        [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.3]
-        [--repeats 4] [--workdir DIR] [--log]
+        [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.1]
+        [--compare 1.3] [--repeats 4] [--workdir DIR] [--log]
 
 Budgets are shares of what data parallelism needs. The first plan is made with an
 empty store unless ``--workdir`` has one. Every plan is made once more from what is
 stored by then: cold and warm. The times compared are those of the plan's own race, in
 which all take turns. Classics count with the compiler's default options, and in the
-faster of the ways to tell the compiler of them; all of them are raced unless
-``--reach`` says who is too far behind for it by prediction. Prints a line for each
-plan, and appends JSON lines; ``--log`` tells on the error stream what begins at which
-second.
+faster of the ways to tell the compiler of them. ``--reach`` says who is raced, as the
+planner's setting. Those that it leaves out are raced after it, against the plan and the
+best classic that was in its race; the clock of the planning has stopped then.
+``--compare`` says which of them by prediction: all unless it is given. Prints a line
+for each plan, and appends JSON lines; ``--log`` tells on the error stream what begins
+at which second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from cfp import api, platform
 from cfp.cli.progress import progress_text
 from cfp.cli.session import open_target
+from cfp.entries import extent_name
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings
-from cfp.presets import CLASSICS
+from cfp.planner_parts import (
+    TOO_FAR,
+    UNMEASURED,
+    Decision,
+    PlannerSettings,
+    finalists,
+)
+from cfp.presets import CLASSICS, presets
+from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh
 from cfp.search.measure import Told
+from cfp.search.race import RaceResult, race
+
+
+def parts_of(name: str) -> tuple[str, Told]:
+    """A classic's name without how much the compiler is told of it, and that."""
+    for extent in Told:
+        if name.endswith(way := f", {extent} told"):
+            return name.removesuffix(way), extent
+    return name, Told.EVERYTHING
 
 
 def best_classic(plan: Plan) -> tuple[str, float] | None:
     """The fastest classic of a race with default compiler options; None if none ran."""
-    ways = [f", {extent} told" for extent in Told]
     found = {}
     for row in plan.race:
-        name = row.name
-        for way in ways:
-            name = name.removesuffix(way)
-        name = name.removesuffix(", recomputed")
+        name = parts_of(row.name)[0].removesuffix(", recomputed")
         is_classic = name.split(" ")[0] in CLASSICS and ", " not in name
         if is_classic and row.time_ms is not None and not row.note:
             found[row.name] = row.time_ms
     return min(found.items(), key=lambda item: item[1], default=None)
+
+
+def compared(
+    found: api.Found, mesh: Mesh, workdir: Path, budget: int | None, reach: float
+) -> list[RaceResult]:
+    """The plan, the best classic of its race, and the classics that were not raced.
+
+    Empty if there are none of these. What is predicted to take more than `reach` times
+    as long as the plan is left out, and what was estimated to be too far behind to be
+    measured unless `reach` has no end.
+    """
+    plan, analysis = found.plan, found.analysis
+    mesh = planning_mesh(mesh)
+    choices = presets(analysis.frame)
+    limit = reach * (plan.predicted_ms or math.inf)
+    absent = []
+    for row in plan.race:
+        if row.note not in (TOO_FAR, UNMEASURED) or (row.predicted_ms or limit) > limit:
+            continue
+        if row.note == TOO_FAR:
+            absent.append((*parts_of(row.name), row.predicted_ms))
+        elif math.isinf(reach):
+            absent += [(row.name, extent, None) for extent in Told]
+    best = best_classic(plan)
+    known = [(*parts_of(best[0]), None)] if best and absent else []
+    entries = [
+        Decision(extent_name(name, extent), choices[name], predicted, extent)
+        for name, extent, predicted in [*known, *absent]
+        if name in choices  # What is computed again is not known by name.
+    ]
+    if not entries:
+        return []
+    where = environment_parts(list(mesh.devices.flat))
+    here = (*where, ("race", "with those that the planner left out"))
+    entries = [found.winner, *entries]
+    with closing(ProfileStore(store_path(workdir))) as store:
+        return race(
+            analysis.frame.program,
+            mesh,
+            finalists(analysis, entries, here),
+            store,
+            budget_bytes=budget,
+            rounds=2,
+        )
+
+
+def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
+    """That race as plain data."""
+    if not results:
+        return {}
+    planned, *classics = results
+    best = min(classics, key=lambda result: result.time_ms)
+    ratio = planned.time_ms / best.time_ms if planned.ran and best.ran else None
+    return {
+        "compared_ratio": ratio,
+        "compared_classic": best.name if best.ran else None,
+        "compared": [
+            {
+                "name": result.name,
+                "predicted_ms": result.predicted_ms,
+                "samples_ms": list(result.samples_ms),
+                "peak_bytes": result.peak_bytes,
+                "fits": result.fits,
+                "note": result.record.reason,
+            }
+            for result in results
+        ],
+    }
 
 
 def row_of(plan: Plan, budget: int | None, seconds: float) -> dict[str, Any]:
@@ -107,7 +198,8 @@ def main() -> None:
     parser.add_argument("--platform")
     parser.add_argument("--budgets", default="none,0.6,0.35")
     parser.add_argument("--per-kind", type=int, default=16)
-    parser.add_argument("--reach", type=float, default=float("inf"))
+    parser.add_argument("--reach", type=float)
+    parser.add_argument("--compare", type=float, default=math.inf)
     parser.add_argument("--repeats", type=int, default=PlannerSettings().repeats)
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)
@@ -117,17 +209,23 @@ def main() -> None:
     target, mesh = open_target(
         options.target, rest, axes=axes, platform_name=options.platform
     )
+    step = flatten_step(
+        target.step,
+        target.args,
+        {},
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         workdir = options.workdir or Path(temporary)
 
-        def plan(budget: int | None, preset: str | None = None) -> tuple[Plan, float]:
+        def plan(
+            budget: int | None, preset: str | None = None
+        ) -> tuple[api.Found, float]:
             begun = time.perf_counter()
-            made = api.plan(
-                target.step,
-                *target.args,
+            found = api.find_plan(
+                step,
                 mesh=mesh,
-                static_argnums=target.static,
-                donate_argnums=target.donate,
                 memory_budget=budget,
                 preset=preset,
                 cache_dir=workdir,
@@ -138,11 +236,11 @@ def main() -> None:
                     progress=log if options.log else None,
                 ),
             )
-            return made, time.perf_counter() - begun
+            return found, time.perf_counter() - begun
 
         def tell(row: dict[str, Any]) -> None:
             row = {"target": [options.target, *rest], **row}
-            text = ("race", "environment", "search")
+            text = ("race", "environment", "search", "compared")
             print(json.dumps({k: v for k, v in row.items() if k not in text}))
             print(json.dumps(row["search"]) if "search" in row else "", flush=True)
             if options.json:
@@ -154,10 +252,17 @@ def main() -> None:
             for state in ("cold", "warm"):
                 row = {"what": f"{what}, {state}", "budget_bytes": budget}
                 try:
-                    made, seconds = plan(budget)
-                    tell(row | row_of(made, budget, seconds))
+                    found, seconds = plan(budget)
                 except MemoryBudgetError as error:
                     tell(row | {"least_bytes": error.smallest_feasible_bytes})
+                    continue
+                made = found.plan
+                row |= row_of(made, budget, seconds)
+                if state == "cold":
+                    log("comparing with those that were not raced")
+                    ran = compared(found, mesh, workdir, budget, options.compare)
+                    row |= comparison_row(ran)
+                tell(row)
             return made
 
         shares = options.budgets.split(",")
@@ -165,7 +270,7 @@ def main() -> None:
         shares = [share for share in shares if share != "none"]
         whole = needed_by("data_parallel", free)
         if shares and whole is None:
-            whole = plan(None, "data_parallel")[0].peak_bytes
+            whole = plan(None, "data_parallel")[0].plan.peak_bytes
         for share in shares:
             assert whole is not None, "it was compiled"
             tell_both(f"{share} of data parallel", int(float(share) * whole))

@@ -130,7 +130,7 @@ class BuildEnvironment:
             return {}
         found = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
         if not self.tunes:
-            found["xla_gpu_require_complete_aot_autotune_results"] = "true"
+            found["xla_gpu_require_complete_aot_autotune_results"] = "True"
         return found
 
     @contextlib.contextmanager

@@ -100,13 +100,10 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
-      tunes: whether fusions that are not in the directory are tuned; otherwise what
-        has some cannot be built, and no build uses the devices.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
-    tunes: bool = True
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -128,10 +125,7 @@ class BuildEnvironment:
         """Compiler options for a platform; none where there is nothing to keep."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
             return {}
-        found = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
-        if not self.tunes:
-            found["xla_gpu_require_complete_aot_autotune_results"] = "True"
-        return found
+        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
 
     @contextlib.contextmanager
     def compilation_cache(self, platform: str) -> Iterator[None]:

@@ -3,8 +3,7 @@
 Building, running and keeping are three things that know nothing of each other: a
 `Task` says how its own is built and run. Tasks are built in threads, a few ahead,
 and run one at a time in the order given, so that several processes that were given
-the same tasks run the same one at any time. Those that can be built without using the
-devices (`Task.build_quietly`) come before those that cannot.
+the same tasks run the same one at any time.
 
 What is about to be built or run is marked beside the store, so that a process that
 dies of it leaves a record (`cfp.profiling.deaths`), and so that two processes with one
@@ -13,12 +12,10 @@ store share the work instead of doing it twice.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -37,11 +34,8 @@ from cfp.profiling.threads import with_settings
 _WAITING_BESIDE_THREADS = 2
 _RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
-# Python's usual 5 ms made some times on 2 H200 up to 5% longer.
-_SWITCH_SECONDS = 0.2e-3
 
-
-Outcome = Built | ProfileRecord | None
+Outcome = Built | ProfileRecord
 Building = Future[Outcome]
 Build = Callable[[Task, Sequence[Building]], Outcome]
 
@@ -68,8 +62,8 @@ def run_tasks(
       store: where records are looked up and kept.
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
-        where building needs the devices. Otherwise what cannot be built quietly is
-        built and then run in batches of twice the number of threads.
+        where building needs the devices. Otherwise tasks are built and then run in
+        batches of twice the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: told of every event, in this thread.
@@ -96,42 +90,17 @@ def run_tasks(
             reference=Repeated(reference, store, marks, agreement, retry_failures),
         )
         state.look_up()
-        try:
-            quiet = [task for task in state.todo() if task.build_quietly is not None]
-            if quiet and not overlap and agreement.alone:
-                with _short_switches():
-                    _measure(state, quiet, threads, overlap=True, quietly=True)
-            _measure(state, state.todo(), threads, overlap)
-        finally:
-            state.is_over = True
+        _measure(state, threads, overlap)
         if state.since_reference:
             state.run_reference()
         return state.summary()
 
 
-@contextlib.contextmanager
-def _short_switches() -> Iterator[None]:
-    """Has threads that build hand Python over soon to the one that times something."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, _SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
-
-
-def _measure(
-    state: _State,
-    tasks: Sequence[Task],
-    threads: int,
-    overlap: bool,
-    quietly: bool = False,
-) -> None:
-    """Measures tasks; quietly, those that can be built so."""
-    waiting = deque(tasks)
+def _measure(state: _State, threads: int, overlap: bool) -> None:
+    waiting = deque(task for task in state.tasks.values() if not state.has(task))
     ahead: deque[tuple[Task, Building]] = deque()
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
-    build = _in_thread(state, quietly)
+    build = _in_thread(state)
     batch = 2 * threads if threads > 1 else 1
     room = threads + _WAITING_BESIDE_THREADS if overlap else batch
     # Of several builds nobody knows which one a process died of.
@@ -156,6 +125,7 @@ def _measure(
     finally:
         # A compile cannot be stopped: after an interrupt the threads finish what
         # they have begun, and nobody waits for it.
+        state.is_over = True
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -173,14 +143,13 @@ def _submitted(
     return [builds[task.key.digest] for task in tasks]
 
 
-def _in_thread(state: _State, quietly: bool) -> Build:
+def _in_thread(state: _State) -> Build:
     def build(task: Task, before: Sequence[Building]) -> Outcome:
-        wait(before if not quietly else ())  # For what is learnt from the devices.
+        wait(before)
         if state.is_over:
             raise CancelledError  # Nobody reads it.
         with state.marks.doing(task.key, task.label, "build", then_wait=True):
-            make = task.build_quietly if quietly else None
-            outcome = (make or task.build)()
+            outcome = task.build()
             if isinstance(outcome, ProfileRecord):
                 state.keep(outcome)
             return outcome
@@ -209,8 +178,8 @@ class _State:
     run_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def todo(self) -> list[Task]:
-        return [t for key, t in self.tasks.items() if key not in self.records]
+    def has(self, task: Task) -> bool:
+        return task.key.digest in self.records
 
     def look_up(self) -> None:
         known = self.store.get_many(self.tasks)
@@ -259,13 +228,9 @@ class _State:
         return []
 
     def take_turn(self, task: Task, built: Building) -> None:
-        """Runs what was built; what cannot be built quietly is left for later."""
         if not built.done():
             self.tell(task.label, "build")
         outcome = built.result()
-        if outcome is None:
-            self.marks.release(task.key)
-            return
         [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
             if ready:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ def profile(
       store: answers what it can, failures too, and keeps every new record.
       threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
-        and run with the same cores, nor on GPUs what has kernels to be tried out.
+        and run with the same cores, nor on GPUs, where compilers try out kernels.
       retry_failures: measure again what failed before, or before a moment.
       progress: told of every event, in this thread.
       timing: how long to measure each.
@@ -125,15 +125,11 @@ def profile(
     environment = environment or BuildEnvironment.beside(store.path)
     platform = mesh.devices.flat[0].platform
     runner = _Runner(program, mesh, timing)
-    quiet = None
-    if environment.options(platform):
-        quiet = replace(environment, tunes=False)
     tasks = [
         Task(
             key=job.key,
             label=job.label,
             build=partial(_build, program, mesh, job, environment),
-            build_quietly=quiet and partial(_build_quietly, program, mesh, job, quiet),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
             after=job.after,
@@ -235,14 +231,6 @@ def _build(
             for kind in input_kinds(program, job.part, job.in_specs):
                 generator(kind, mesh)
     return outcome
-
-
-def _build_quietly(
-    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
-) -> Built | None:
-    # Why it cannot be built, tuned or not, is found out where all else waits.
-    outcome = _build(program, mesh, job, environment)
-    return outcome if isinstance(outcome, Built) else None
 
 
 class _Runner:

@@ -28,8 +28,6 @@ class Task:
       expected_ms: how long one execution should take; 0 where nobody knows.
       after: digests of tasks: those that are claimed together with it are built before
         it. Of these none may wait itself.
-      build_quietly: as `build`, in a way that disturbs nothing that runs; None, or
-        returns None, if there is no such way.
     """
 
     key: ProfileKey
@@ -38,7 +36,6 @@ class Task:
     run: Callable[[Built], ProfileRecord]
     expected_ms: float = 0.0
     after: frozenset[str] = frozenset()
-    build_quietly: Callable[[], Built | ProfileRecord | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,9 @@ from cfp.shortage import no_winner
 _LEADERS = 2
 # Nobody is so far behind there that it would have to be found out first.
 _ROUNDS_AMONG_LEADERS = 2
-# Where leaders run again, two turns tell who leads.
-_ROUNDS, _ROUNDS_BEFORE_OPTIONS = 3, 2
+# Where leaders run again, a look tells who leads, and who is too close to tell.
+_ROUNDS, _ROUNDS_BEFORE_OPTIONS = 3, 1
+_CLOSE = 1.02
 # A classic that is predicted to take this many times as long as the plan is not raced.
 # On 2 H200 predictions were off by 8% at most, and what is told of arguments alone, for
 # which the same prediction stands, was up to 8% faster; virtual devices vary more.
@@ -256,7 +257,8 @@ class Contest:
         shortened: Shortened | None,
         programs: dict[str, Built],
     ) -> tuple[list[Entrant], list[Entrant]]:
-        """Races the leaders, and the best classic, beside variants: times of one race.
+        """Races the leaders, who is close to the first of them and the best classic
+        beside variants: times of one race.
 
         Variants are who was told of the budget, and leaders with other options. What
         was compiled of others than leaders is let go of.
@@ -270,9 +272,11 @@ class Contest:
         new = [*with_options([entry for entry, _ in able], self._options), *told]
         if not new:
             return [], field
+        limit_ms = _CLOSE * min(map(_time_ms, able), default=0.0)
+        close = [(entry, r) for entry, r in ranked if r.ran and r.time_ms <= limit_ms]
         classics = set(self.decision.classics.values())
         known = [(entry, r) for entry, r in ranked if entry.choice in classics]
-        first = {entry.name: entry for entry, r in [*able, *known[:1]] if r.ran}
+        first = {entry.name: entry for entry, r in [*able, *close, *known[:1]] if r.ran}
         for name in programs.keys() - first.keys():
             del programs[name]
         # Kept apart from the first race: who leads must not change with this one.

@@ -22,11 +22,26 @@ from cfp.search.answers import keep_race, of_one_race
 
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
-_LOOK = TimingOptions(
-    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
+_ON_CPUS = (
+    TimingOptions(warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4),
+    TimingOptions(
+        warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
+    ),
 )
-_TURN = TimingOptions(
-    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
+# Devices at their power limit slow down as they work: on 2 H200 the same step took
+# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
+# are as long after the beginning: everybody gets one sample, as long as everybody's.
+_ELSEWHERE = (
+    TimingOptions(
+        warmup_seconds=0.1, min_samples=1, max_samples=1, budget_seconds=0.25
+    ),
+    TimingOptions(
+        warmup_seconds=0.15,
+        min_samples=1,
+        max_samples=1,
+        budget_seconds=0.3,
+        min_sample_ms=400.0,
+    ),
 )
 
 
@@ -319,13 +334,15 @@ class _Turns:
             else:
                 ready[digest] = outcome
         order = before = list(ready)
+        on_cpus = self.mesh.devices.flat[0].platform == "cpu"
+        look, longer = _ON_CPUS if on_cpus else _ELSEWHERE
         most = rounds + _MORE_ROUNDS
         for turn in range(most):
             of = f"{rounds}" if turn < rounds else f"at most {most}"
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
                 tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {of}")
-                found = self._time(digest, ready[digest], _TURN if turn else _LOOK)
+                found = self._time(digest, ready[digest], longer if turn else look)
                 records[digest] = _join(records.get(digest), found)
             times = {d: self.ratios.get(d, 1.0) * records[d].time_ms for d in ready}
             best = min((times[d] for d in order), default=0.0)

@@ -149,7 +149,7 @@ class Planner:
             self.ground.manner,
         )
         end = time.monotonic() + settings.seconds
-        effort = settings.effort
+        effort = self.ground.effort
         if not alone:
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.

@@ -49,7 +49,9 @@ class PlannerSettings:
         tolerance: measuring ends when no other plan can be faster by more than this
             share of the step.
         patience: or after so many rounds in a row that made no plan faster by that
-            share; None for no such end.
+            share, and one more where memory decides. By default 1 on virtual CPU
+            devices, and none on others: what is measured at first is the classics'
+            parts and the best by estimate.
         seconds: measuring ends after the round in which this much time is over.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
@@ -84,7 +86,7 @@ class PlannerSettings:
 
     per_kind: int = 16
     tolerance: float = 0.01
-    patience: int | None = 1
+    patience: float | None = None
     seconds: float = float("inf")
     in_context: bool = True
     plans: int | None = None
@@ -104,13 +106,6 @@ class PlannerSettings:
                 f"Expected two repeats or more to race, got repeats={self.repeats}. "
                 "None races whole programs."
             )
-
-    @property
-    def effort(self) -> Effort:
-        """When measuring ends."""
-        return Effort(
-            per_kind=self.per_kind, tolerance=self.tolerance, patience=self.patience
-        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +139,16 @@ class Ground:
     def plans(self) -> int:
         """How many of the best plans by each way to predict take part in the race."""
         return self.settings.plans or (1 if self.platform == "cpu" else 2)
+
+    @property
+    def effort(self) -> Effort:
+        """When measuring ends."""
+        settings, patience = self.settings, self.settings.patience
+        if patience is None:
+            patience = 1 if self.platform == "cpu" else 0
+        return Effort(
+            per_kind=settings.per_kind, tolerance=settings.tolerance, patience=patience
+        )
 
     @property
     def budget_bytes(self) -> int | None:

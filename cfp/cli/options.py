@@ -255,7 +255,7 @@ def settings(
     if given.get("time_budget") is not None:
         made = replace(made, seconds=given["time_budget"])
     if given.get("gap") is not None:
-        made = replace(made, tolerance=given["gap"], patience=None)
+        made = replace(made, tolerance=given["gap"], patience=float("inf"))
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True

@@ -71,7 +71,7 @@ def tradeoff(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
             if gap is None:  # What makes nothing faster may need less memory.
-                settings = replace(settings, patience=None)
+                settings = replace(settings, patience=float("inf"))
             problem = measure_all_budgets(
                 session.analysis, session.mesh, workdir, settings
             )

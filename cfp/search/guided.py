@@ -51,8 +51,9 @@ class Effort:
     Attributes:
         per_kind: how many candidates of each kind of segment to measure.
         tolerance: the gap that is small enough.
-        patience: how many rounds in a row may make no plan faster by the tolerance;
-            None for any number.
+        patience: how many rounds in a row may make no plan faster by the tolerance,
+            or, where none fits in memory, need less of it. One more where memory
+            decides.
         batch: how many candidates to measure in a round.
         at_first: how many of each kind to measure at once with the classics, of the
             best by estimate.
@@ -60,7 +61,7 @@ class Effort:
 
     per_kind: int
     tolerance: float = 0.01
-    patience: int | None = None
+    patience: float = float("inf")
     batch: int = 8
     at_first: int = 1
 
@@ -131,8 +132,7 @@ def explore(
         asked = view.ask()
         idle = 0 if gained > effort.tolerance else idle + 1
         # What runs out of memory is asked for next, computed again.
-        enough = effort.patience is not None and idle >= effort.patience + view.tight
-        if not asked or is_over() or enough:
+        if not asked or is_over() or idle >= effort.patience + view.tight:
             break
         rounds += 1
         wanted = [*wanted, *asked]
@@ -176,6 +176,7 @@ class _View:
     tight: bool = False
     _measured: list[list[Option]] = field(default_factory=list)
     _best_ms: float = float("inf")
+    _least_bytes: float = float("inf")
     _price: float = 0.0
     _too_large: list[list[Candidate]] = field(default_factory=list)
     _bases: dict[tuple, Wanted] = field(default_factory=dict)
@@ -188,8 +189,9 @@ class _View:
         """Takes in all that was measured so far.
 
         Returns:
-            The share of its time by which that made the best plan faster; 1 where
-            there was none.
+            The share of its time by which that made the best plan faster; 1 if it is
+            the first. Where there still is none, the share of memory by which the
+            leanest choice needs less.
         """
         kinds = range(len(self.analysis.representatives))
         self._measured = measured_options(self.costs, wanted, records)
@@ -212,8 +214,12 @@ class _View:
         )
         self._price = memory_price(problem) if self.tight else 0.0
         best = self._solve(problem)
-        before, self._best_ms = self._best_ms, best.cost_ms if best else float("inf")
-        return 1.0 - self._best_ms / before if before < float("inf") else 1.0
+        if best is None:
+            least = problem.memory_bytes(leanest(problem).picks)
+            before, self._least_bytes = self._least_bytes, least
+            return 1.0 - least / before
+        before, self._best_ms = self._best_ms, best.cost_ms
+        return 1.0 - self._best_ms / before
 
     def ask(self) -> list[Wanted]:
         """What to measure next; nothing if nothing can be gained by it.

@@ -262,20 +262,22 @@ def tuning_jobs(
 ) -> list[Job]:
     """What holds nearly every kernel of a program: one of each kind of segment.
 
-    One job for each way in which the classics shard the blocks.
+    In each way in which the classics shard the blocks. The largest come first, so that
+    those that tune several at once end together.
     """
     ways = {choice.blocks: (name, choice) for name, choice in classics.items()}
+    segments = analysis.segments
+    largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
     return [
-        pair_job(
+        segment_job(
             analysis.frame,
-            analysis.segments,
-            {
-                index: segment_candidate(analysis, index, choice)
-                for index in analysis.representatives
-            },
+            segments,
+            index,
+            segment_candidate(analysis, index, choice),
             environment,
-            name,
+            f"{name}, segment {segments[index].kind}",
         )
+        for index in largest
         for name, choice in ways.values()
     ]
 

@@ -1,16 +1,16 @@
 """Compares ways to tune, build and time a target's first round of programs.
 
     python cfp_test/scripts/building.py TARGET [TARGET'S OPTIONS] --workdir DIR
-        [--mesh x=4] [--tune serial|devices] [--overlap] [--threads N]
-        [--switch-interval SECONDS] [--pin] [--json FILE]
+        [--mesh x=4] [--tune] [--overlap] [--threads N] [--switch-interval SECONDS]
+        [--pin] [--rates-only] [--json FILE]
 
 A fresh working directory has nothing tuned; one of another run has what that tuned and
-measured, so that ``--workdir`` is best a copy of one with the devices' rates alone:
-``--tune none`` makes it. Tuning is serial, or of as many programs at once as there are
-devices, each on a device of its own. ``--overlap`` times programs while others are
-built, with a short interval between threads if ``--switch-interval`` says so, and with
-the timing thread on a core of its own if ``--pin`` does. Prints what the passes took,
-and appends every record's samples to the JSON lines, so that runs can be compared.
+measured, so that ``--workdir`` is best a copy of one with the devices' rates alone,
+which ``--rates-only`` makes. ``--tune`` has kernels tried out before programs are built
+side by side. ``--overlap`` times programs while others are built, with a short interval
+between threads if ``--switch-interval`` says so, and with the timing thread on a core
+of its own if ``--pin`` does. Prints what the passes took, and appends every record's
+samples to the JSON lines, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-from jax.sharding import Mesh
-
 from cfp import platform
-from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.planner import Planner
 from cfp.profiling import pipeline
-from cfp.profiling.builder import BuildEnvironment, Job, build
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
@@ -43,32 +38,6 @@ from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
 
-def rolled(mesh: Mesh, count: int) -> Mesh:
-    """The same mesh with another device first: compilers try kernels out on that."""
-    devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def tune_on_all(
-    analysis: Analysis, mesh: Mesh, jobs: Sequence[Job], path: Path
-) -> None:
-    """Builds jobs at once, each with the kernels tried out on a device of its own."""
-    environment = BuildEnvironment.beside(path)
-    with ThreadPoolExecutor(mesh.devices.size) as pool:
-        made = [
-            pool.submit(
-                build,
-                analysis.frame.program,
-                rolled(mesh, number % mesh.devices.size),
-                job,
-                environment,
-            )
-            for number, job in enumerate(jobs)
-        ]
-        for job, one in zip(jobs, made, strict=True):
-            print(f"  {job.label}: {type(one.result()).__name__}", file=sys.stderr)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
@@ -76,7 +45,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int)
     parser.add_argument("--platform")
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--tune", choices=["serial", "devices", "none"], default="none")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--switch-interval", type=float)
@@ -106,15 +75,13 @@ def main() -> None:
         maker = WantedMaker(
             analysis, classics, estimate_kinds(analysis, rates), planner.environment
         )
-        effort = planner.settings.effort
+        effort = planner.ground.effort
         wanted = maker.first(effort.per_kind, effort.at_first)
         jobs = [job for item in wanted for job in item.jobs]
         tuning = tuning_jobs(analysis, classics, planner.environment)
         begun = time.perf_counter()
-        if options.tune == "serial":
+        if options.tune:
             tune_kernels(program, mesh, tuning, planner.store)
-        elif options.tune == "devices":
-            tune_on_all(analysis, mesh, tuning, planner.store.path)
         tuned = time.perf_counter()
         cores = os.sched_getaffinity(0)
         if options.switch_interval:
@@ -139,7 +106,7 @@ def main() -> None:
             for name, value in vars(options).items()
             if name not in {"target", "json", "workdir"}
         },
-        "tuned": len(tuning),
+        "tuned": len(tuning) if options.tune else 0,
         "tune_seconds": tuned - begun,
         "profile_seconds": ended - tuned,
         "build_seconds": done.build_seconds,

@@ -38,8 +38,9 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.search.answers import answer_to, keep_answer, question
 from cfp.search.compiler import variants
+from cfp.search.finalist import Finalist, RaceResult
 from cfp.search.measure import Told
-from cfp.search.race import Finalist, RaceResult, first_that_fits, race
+from cfp.search.race import first_that_fits, race
 from cfp.search.shortened import Shortened, shorten
 from cfp.search.squeeze import Room
 from cfp.shortage import no_winner

@@ -17,10 +17,10 @@ from cfp.search.assemble import whole_choice
 from cfp.search.compiler import Options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.explain import picks_of
+from cfp.search.finalist import RaceResult
 from cfp.search.ilp import leanest
 from cfp.search.measure import Told
 from cfp.search.problem import Problem
-from cfp.search.race import RaceResult
 from cfp.search.remembered import Remembered, remembered
 from cfp.search.squeeze import Room
 

@@ -13,10 +13,10 @@ from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.plan_text import merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.search.assemble import whole_choice
+from cfp.search.finalist import RaceResult
 from cfp.search.ilp import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem
-from cfp.search.race import RaceResult
 from cfp.search.remembered import choice_of
 from cfp.units import format_bytes
 

@@ -28,8 +28,9 @@ from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
+from cfp.search.finalist import Finalist, RaceResult
 from cfp.search.measure import whole_job
-from cfp.search.race import Finalist, RaceResult, race
+from cfp.search.race import race
 from cfp.units import parse_bytes
 
 

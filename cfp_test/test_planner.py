@@ -21,9 +21,9 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.finalist import RaceResult
 from cfp.search.guided import explore
 from cfp.search.measure import Told
-from cfp.search.race import RaceResult
 from cfp.shortage import no_winner
 from cfp_test.program.test_recompute import stack_step
 

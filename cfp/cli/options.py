@@ -105,7 +105,8 @@ Gap = Annotated[
     typer.Option(
         metavar="SHARE",
         help="Measure until no other plan can be faster by more than this share of the "
-        "step. By default 0.01, or until what is measured next makes no plan faster.",
+        "step. By default 0.01, or until what is measured next makes no plan faster; "
+        "on GPUs what is measured at first will do.",
         min=0,
         max=1,
     ),

@@ -51,9 +51,8 @@ class Effort:
     Attributes:
         per_kind: how many candidates of each kind of segment to measure.
         tolerance: the gap that is small enough.
-        patience: how many rounds in a row may make no plan faster by the tolerance,
-            or, where none fits in memory, need less of it. One more where memory
-            decides.
+        patience: how many rounds in a row may make no plan faster by the tolerance;
+            while none fits in memory, one more may not need less of it.
         batch: how many candidates to measure in a round.
         at_first: how many of each kind to measure at once with the classics, of the
             best by estimate.
@@ -132,7 +131,7 @@ def explore(
         asked = view.ask()
         idle = 0 if gained > effort.tolerance else idle + 1
         # What runs out of memory is asked for next, computed again.
-        if not asked or is_over() or idle >= effort.patience + view.tight:
+        if not asked or is_over() or idle >= effort.patience + view.fits_nothing:
             break
         rounds += 1
         wanted = [*wanted, *asked]
@@ -182,6 +181,11 @@ class _View:
     _bases: dict[tuple, Wanted] = field(default_factory=dict)
     _asked: list[set[tuple]] = field(default_factory=list)
     _times: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def fits_nothing(self) -> bool:
+        """Whether no choice of what was measured fits in memory."""
+        return self._best_ms == float("inf")
 
     def see(
         self, wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]

@@ -16,8 +16,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.search.costs import fixed_bytes
 from cfp.search.explain import picks_of
+from cfp.search.finalist import Whole
 from cfp.search.problem import Problem
-from cfp.search.race import Whole
 
 # The winner is compiled whole, too: a little less for each is more for all.
 _WORTH_IT = 0.7

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.search import race as room
-from cfp.search.race import Finalist, first_that_fits, race
+from cfp.search.finalist import Finalist
+from cfp.search.race import first_that_fits, race
 
 
 @pytest.fixture
@@ -341,3 +343,17 @@ def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch
     turns, found = timed("abc", programs=programs)
     assert turns == ["a", "b", "c"]
     assert found["a"].key == case.job("a").key.digest
+
+
+def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
+    seen, build = [], room.build
+
+    def noted(*job):
+        seen.append(bool(jax.config.jax_enable_x64))
+        return build(*job)
+
+    monkeypatch.setattr(room, "build", noted)
+    timed("a")
+    with jax.enable_x64(True):
+        timed("bc")
+    assert seen == [False, True, True]

@@ -1,9 +1,13 @@
-"""Kernels are tuned one program at a time, where there is something to tune."""
+"""Kernels are tuned before programs are built, where there is something to tune."""
 
+import threading
+
+import jax
 import pytest
 
 from cfp.profiling import tuning
 from cfp.profiling.builder import BuildEnvironment, build_failure
+from cfp.profiling.marks_folder import MarksFolder, Suspicion
 from cfp.profiling.tuning import tune_kernels
 
 
@@ -22,13 +26,62 @@ def test_nothing_is_built_where_nothing_is_tuned(case, store):
     assert tune_kernels(case.program, case.mesh, [case.job()], store) == 0
 
 
-def test_each_is_built_once_in_order(case, store, tunable):
+def test_each_is_built_once(case, store, tunable):
     jobs = [case.job(name) for name in ("a", "b", "c")]
     said = []
     count = tune_kernels(case.program, case.mesh, jobs, store, progress=said.append)
     assert count == 3
-    assert tunable == ["a", "b", "c"]
+    assert sorted(tunable) == ["a", "b", "c"]
     assert said[1] == "tuning kernels for b, 2 of 3"
+
+
+def test_as_many_as_there_are_devices_are_built_at_once(
+    case, store, tunable, monkeypatch
+):
+    seen, lock = [], threading.Lock()
+    together = threading.Barrier(case.mesh.devices.size)
+
+    def build(program, mesh, job, environment):
+        together.wait(timeout=60)
+        with lock:
+            seen.append((mesh.devices.flat[0].id, bool(jax.config.jax_enable_x64)))
+        assert {d.id for d in mesh.devices.flat} == devices
+        assert mesh.shape == case.mesh.shape
+
+    monkeypatch.setattr(tuning, "build", build)
+    devices = {device.id for device in case.mesh.devices.flat}
+    assert len(devices) > 1
+    jobs = [case.job(str(number)) for number in range(2 * len(devices))]
+    with jax.enable_x64(True):
+        tune_kernels(case.program, case.mesh, jobs, store)
+    assert sorted(device for device, _ in seen) == sorted(2 * [*devices])
+    assert all(x64 for _, x64 in seen), "threads have the settings of their caller"
+
+
+def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
+    seen = []
+
+    def build(program, mesh, job, environment):
+        seen.append(mesh.devices.flat[0].id)
+
+    monkeypatch.setattr(tuning, "build", build)
+    jobs = [case.job(name) for name in "abc"]
+    folder = MarksFolder(store.path)
+    suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
+    with folder.locked():
+        folder.write_suspects({jobs[2].key.digest: suspicion})
+    tune_kernels(case.program, case.mesh, jobs, store)
+    assert seen == [case.mesh.devices.flat[0].id] * 3
+
+
+def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch):
+    def build(*_):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(tuning, "build", build)
+    jobs = [case.job(str(number)) for number in range(9)]
+    with pytest.raises(AssertionError, match="a bug"):
+        tune_kernels(case.program, case.mesh, jobs, store)
 
 
 def test_what_was_learnt_is_not_built_again(case, store, tunable):
@@ -36,7 +89,7 @@ def test_what_was_learnt_is_not_built_again(case, store, tunable):
     jobs = [case.job("a"), case.job("b")]
     assert tune_kernels(case.program, case.mesh, jobs, store) == 1
     assert tune_kernels(case.program, case.mesh, jobs, store) == 0
-    assert tunable == ["a", "b"]
+    assert sorted(tunable) == ["a", "b"]
 
 
 def test_what_a_process_died_of_is_left_out(case, store, tunable):

@@ -30,9 +30,10 @@ from cfp.search.bounds import MARGIN, fit_weights
 from cfp.search.candidates import best_candidates
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
+from cfp.search.finalist import Finalist
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option
-from cfp.search.race import Finalist, race
+from cfp.search.race import race
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
 

@@ -50,8 +50,9 @@ from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
+from cfp.search.finalist import RaceResult
 from cfp.search.measure import Told
-from cfp.search.race import RaceResult, race
+from cfp.search.race import race
 
 
 def parts_of(name: str) -> tuple[str, Told]:

@@ -190,6 +190,18 @@ def test_patience_ends_it_after_rounds_that_made_nothing_faster(model):
     assert best == sorted(best, reverse=True)
 
 
+def test_without_patience_rounds_go_on_only_while_nothing_fits(small):
+    analysis, estimates = small
+    devices = Devices(analysis, estimates)
+    assert devices.explore(patience=0).rounds == 0
+    least = smallest_budget(devices.everything(remat=(False, True)))
+    budget = int(1.02 * least)
+    found = devices.explore(budget, patience=0)
+    first = replace(found, wanted=found.wanted[: found.required])
+    assert devices.best(first, budget) is None and found.rounds >= 1
+    assert devices.best(found, budget) is not None
+
+
 def test_memory_is_searched_too(small):
     """Between the least that anything needs and what the fastest plan needs."""
     analysis, estimates = small

@@ -49,9 +49,9 @@ class PlannerSettings:
         tolerance: measuring ends when no other plan can be faster by more than this
             share of the step.
         patience: or after so many rounds in a row that made no plan faster by that
-            share, and one more where memory decides. By default 1 on virtual CPU
-            devices, and none on others: what is measured at first is the classics'
-            parts and the best by estimate.
+            share, and one more where memory keeps out a faster one. By default 1 on
+            virtual CPU devices, and none on others: what is measured at first is the
+            classics' parts and the best by estimate.
         seconds: measuring ends after the round in which this much time is over.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.

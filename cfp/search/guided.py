@@ -52,7 +52,8 @@ class Effort:
         per_kind: how many candidates of each kind of segment to measure.
         tolerance: the gap that is small enough.
         patience: how many rounds in a row may make no plan faster by the tolerance;
-            while none fits in memory, one more may not need less of it.
+            where memory keeps out a faster one, one more. While none fits, a round
+            counts that needs less memory.
         batch: how many candidates to measure in a round.
         at_first: how many of each kind to measure at once with the classics, of the
             best by estimate.
@@ -130,8 +131,8 @@ def explore(
         gained = view.see(wanted, records)
         asked = view.ask()
         idle = 0 if gained > effort.tolerance else idle + 1
-        # What runs out of memory is asked for next, computed again.
-        if not asked or is_over() or idle >= effort.patience + view.fits_nothing:
+        # What is too large is asked for next, computed again.
+        if not asked or is_over() or idle >= effort.patience + view.cramped:
             break
         rounds += 1
         wanted = [*wanted, *asked]
@@ -175,6 +176,7 @@ class _View:
     tight: bool = False
     _measured: list[list[Option]] = field(default_factory=list)
     _best_ms: float = float("inf")
+    _fastest_ms: float = float("inf")
     _least_bytes: float = float("inf")
     _price: float = 0.0
     _too_large: list[list[Candidate]] = field(default_factory=list)
@@ -183,9 +185,9 @@ class _View:
     _times: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @property
-    def fits_nothing(self) -> bool:
-        """Whether no choice of what was measured fits in memory."""
-        return self._best_ms == float("inf")
+    def cramped(self) -> bool:
+        """Whether memory keeps out what is faster, by more than the tolerance."""
+        return self._best_ms > (1.0 + self.effort.tolerance) * self._fastest_ms
 
     def see(
         self, wanted: Sequence[Wanted], records: Mapping[str, ProfileRecord]
@@ -213,6 +215,7 @@ class _View:
         budget = self.budget_bytes
         fastest = solve_dynamically(replace(problem, budget_bytes=None))
         assert fastest is not None, "without a budget everything fits"
+        self._fastest_ms = fastest.cost_ms
         self.tight = self.tight or (
             budget is not None and fastest.memory_bytes > _SAFE_SHARE * budget
         )

@@ -190,16 +190,24 @@ def test_patience_ends_it_after_rounds_that_made_nothing_faster(model):
     assert best == sorted(best, reverse=True)
 
 
-def test_without_patience_rounds_go_on_only_while_nothing_fits(small):
+def test_without_patience_rounds_begin_where_memory_keeps_out_what_is_faster(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates)
-    assert devices.explore(patience=0).rounds == 0
+    found = devices.explore(patience=0)
+    assert found.rounds == 0
+    fastest = devices.best(found)
     least = smallest_budget(devices.everything(remat=(False, True)))
-    budget = int(1.02 * least)
-    found = devices.explore(budget, patience=0)
-    first = replace(found, wanted=found.wanted[: found.required])
-    assert devices.best(first, budget) is None and found.rounds >= 1
-    assert devices.best(found, budget) is not None
+    began = []
+    for share in (0.02, 0.5, 1.0):
+        budget = int(least + share * (fastest.memory_bytes - least))
+        found = devices.explore(budget, patience=0)
+        first = replace(found, wanted=found.wanted[: found.required])
+        best = devices.best(first, budget)
+        slower = best is None or best.cost_ms > 1.01 * fastest.cost_ms
+        assert (found.rounds > 0) == slower
+        assert devices.best(found, budget) is not None
+        began.append(slower)
+    assert began[0] and not began[-1]
 
 
 def test_memory_is_searched_too(small):

@@ -51,7 +51,7 @@ _LEADERS = 2
 _ROUNDS_AMONG_LEADERS = 2
 # Where leaders run again, a look tells who leads, and who is too close to tell.
 _ROUNDS, _ROUNDS_BEFORE_OPTIONS = 3, 1
-_CLOSE = 1.02
+_CLOSE = 1.03
 # A classic that is predicted to take this many times as long as the plan is not raced.
 # On 2 H200 predictions were off by 8% at most, and what is told of arguments alone, for
 # which the same prediction stands, was up to 8% faster; virtual devices vary more.

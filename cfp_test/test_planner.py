@@ -1,7 +1,7 @@
 """What takes part in a race beside the plain plans: recomputation, compiler options."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from cfp.analysis.layout import Choice
 from cfp.contest import Contest
 from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, device_memory
+from cfp.planner_parts import Decision, Ground, PlannerSettings, device_memory
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -522,3 +522,22 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     assert rows(made)[small.name].time_ms is not None
     assert "over the memory budget" in rows(made)[large.name].note
     assert made.peak_bytes <= small.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "patience"),
+    [
+        ("cpu", None, 1),
+        ("gpu", None, 0),
+        ("tpu", None, 0),
+        ("gpu", 2, 2),
+        ("cpu", 0, 0),
+    ],
+)
+def test_patience_follows_from_the_platform(platform, asked, patience):
+    device = SimpleNamespace(platform=platform)
+    mesh = SimpleNamespace(devices=np.array([device]))
+    given = dict.fromkeys(field.name for field in fields(Ground))
+    settings = PlannerSettings(patience=asked)
+    ground = Ground(**{**given, "mesh": mesh, "settings": settings})
+    assert ground.effort.patience == patience

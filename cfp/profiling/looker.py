@@ -24,7 +24,7 @@ class Looker:
         program: the program that the jobs are parts of.
         mesh: the devices.
         store: where records are kept.
-        tuning: gives jobs that are built first, one by one, for their kernels.
+        tuning: gives jobs that are built first for their kernels.
         measure: whether devices may be used.
         manner: how to measure; see :func:`cfp.profiling.runner.profile`.
 

@@ -24,7 +24,7 @@ from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import with_settings
+from cfp.profiling.threads import default_threads, with_settings
 from cfp.program.graph import Program
 
 
@@ -69,13 +69,15 @@ def tune_kernels(
     learnt = environment.learnt_dir
     learnt.mkdir(parents=True, exist_ok=True)
     done = {file.name for file in learnt.iterdir()}
-    todo = [job for job in jobs if job.key.digest not in fatal | done]
+    wanted = {job.key.digest: job for job in jobs}
+    todo = [job for key, job in wanted.items() if key not in fatal | done]
     with environment.compilation_cache(platform), Marks(store.path, limits) as marks:
         # Of several builds nobody knows which one a process died of.
-        suspects = marks.folder.suspects().keys() & {job.key.digest for job in todo}
+        suspects = marks.folder.suspects().keys() & wanted.keys()
         alone = bool(suspects) or not Agreement.of(mesh).alone
         orders = SimpleQueue[Mesh]()
-        for count in range(1 if alone else mesh.devices.size):
+        most = 1 if alone else min(mesh.devices.size, default_threads(platform))
+        for count in range(most):
             orders.put(_rolled(mesh, count))
 
         def learn(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,28 +23,20 @@ from cfp.search.finalist import Finalist, RaceResult
 
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
-_ON_CPUS = (
-    TimingOptions(warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4),
-    TimingOptions(
-        warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
-    ),
+_LOOK_ON_CPUS = TimingOptions(
+    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
+)
+_TURN_ON_CPUS = TimingOptions(
+    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
 )
 # Devices at their power limit slow down as they work: on 2 H200 the same step took
 # 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
-# are as long after the beginning: everybody gets one sample, as long as everybody's.
-_ELSEWHERE = (
-    TimingOptions(
-        warmup_seconds=0.1, min_samples=1, max_samples=1, budget_seconds=0.25
-    ),
-    TimingOptions(
-        warmup_seconds=0.15,
-        min_samples=1,
-        max_samples=1,
-        budget_seconds=0.3,
-        min_sample_ms=400.0,
-    ),
+# are as long after the beginning: everybody gets one sample, of as many executions
+# after as many; in a turn they last so long.
+_LOOK_ELSEWHERE = TimingOptions(
+    warmup_seconds=0.0, min_samples=1, max_samples=1, budget_seconds=0.0
 )
-
+_TURN_MS_ELSEWHERE = 500.0
 
 # Who is slower than this many times the fastest of a turn sits out: after the look, and
 # after every turn.
@@ -265,15 +258,16 @@ class _Turns:
             else:
                 ready[digest] = outcome
         order = before = list(ready)
-        on_cpus = self.mesh.devices.flat[0].platform == "cpu"
-        look, longer = _ON_CPUS if on_cpus else _ELSEWHERE
+        platform = self.mesh.devices.flat[0].platform
         most = rounds + _MORE_ROUNDS
         for turn in range(most):
+            known = [records[d].time_ms for d in order if turn]
+            timing = _timing(platform, min(known, default=None))
             of = f"{rounds}" if turn < rounds else f"at most {most}"
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
                 tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {of}")
-                found = self._time(digest, ready[digest], longer if turn else look)
+                found = self._time(digest, ready[digest], timing)
                 records[digest] = _join(records.get(digest), found)
             times = {d: self.ratios.get(d, 1.0) * records[d].time_ms for d in ready}
             best = min((times[d] for d in order), default=0.0)
@@ -325,6 +319,21 @@ class _Turns:
         job = self.jobs[digest]
         with self.marks.doing(job.key, job.label, "run", self.expected_ms[digest]):
             return run(built, job, *self.places[digest], timing=timing)
+
+
+def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
+    """How to time everybody in a turn; in a look, where nothing is known of any yet.
+
+    Args:
+        platform: of the devices.
+        fastest_ms: the fastest step of those in it, or None for a look.
+    """
+    if platform == "cpu":
+        return _LOOK_ON_CPUS if fastest_ms is None else _TURN_ON_CPUS
+    if fastest_ms is None:
+        return _LOOK_ELSEWHERE
+    steps = max(3, math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3)))
+    return replace(_LOOK_ELSEWHERE, min_sample_ms=0.0, min_repeat=steps)
 
 
 def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:

@@ -1,6 +1,6 @@
 """The race, and what failed before."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.timing import measure
 from cfp.search import race as room
 from cfp.search.finalist import Finalist
 from cfp.search.race import first_that_fits, race
@@ -357,3 +358,25 @@ def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
     with jax.enable_x64(True):
         timed("bc")
     assert seen == [False, True, True]
+
+
+@pytest.mark.parametrize("step_ms", [122.5, 125.0, 145.0, 150.0])
+def test_on_gpus_everybody_executes_as_often_in_a_turn(step_ms):
+    """Clocks drop as devices work: what ran longer before its sample looks slower."""
+
+    def executions(timing):
+        now, runs = [0.0], []
+
+        def run(times):
+            runs.append(times)
+            now[0] += times * step_ms / 1e3
+
+        options = {k: v for k, v in asdict(timing).items() if v is not None}
+        found = measure(run, **options, clock=lambda: now[0])
+        assert len(found.samples_ms) == 1
+        return runs
+
+    look = replace(room._timing("gpu", None), min_sample_ms=60.0, min_repeat=3)
+    assert executions(look) == [1, 1, 3]
+    assert executions(room._timing("gpu", 100.0)) == [1, 1, 5]
+    assert room._timing("cpu", None) != room._timing("cpu", 100.0)

@@ -49,6 +49,7 @@ def test_as_many_as_there_are_devices_are_built_at_once(
         assert mesh.shape == case.mesh.shape
 
     monkeypatch.setattr(tuning, "build", build)
+    monkeypatch.setattr(tuning, "default_threads", lambda platform: 99)
     devices = {device.id for device in case.mesh.devices.flat}
     assert len(devices) > 1
     jobs = [case.job(str(number)) for number in range(2 * len(devices))]
@@ -82,6 +83,12 @@ def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch
     jobs = [case.job(str(number)) for number in range(9)]
     with pytest.raises(AssertionError, match="a bug"):
         tune_kernels(case.program, case.mesh, jobs, store)
+
+
+def test_equal_jobs_are_built_once(case, store, tunable):
+    jobs = [case.job("a"), case.job("b"), case.job("a")]
+    assert tune_kernels(case.program, case.mesh, jobs, store) == 2
+    assert sorted(tunable) == ["a", "b"]
 
 
 def test_what_was_learnt_is_not_built_again(case, store, tunable):

@@ -42,7 +42,9 @@ from cfp.planner_parts import (
     UNMEASURED,
     Decision,
     PlannerSettings,
+    device_memory,
     finalists,
+    room_within,
 )
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.key import environment_parts
@@ -107,13 +109,15 @@ def compared(
     where = environment_parts(list(mesh.devices.flat))
     here = (*where, ("race", "with those that the planner left out"))
     entries = [found.winner, *entries]
+    device_bytes = device_memory(mesh)
+    room = room_within(budget, device_bytes, mesh.devices.flat[0].platform)
     with closing(ProfileStore(store_path(workdir))) as store:
         return race(
             analysis.frame.program,
             mesh,
             finalists(analysis, entries, here),
             store,
-            budget_bytes=budget,
+            budget_bytes=room.budget_bytes if room else device_bytes,
             rounds=2,
         )
 

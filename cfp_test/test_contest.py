@@ -60,7 +60,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def plan(mesh, folder):
     def make(memory_budget=None, cache_dir=folder, **settings):
-        asked = {"per_kind": 3, "in_context": False, "compiler_options": {}, **settings}
+        # Noise is not to decide who takes part.
+        asked = {"per_kind": 3, "in_context": False, "compiler_options": {}}
+        asked |= {"reach": float("inf"), **settings}
         return cfp.plan(
             step,
             *arguments(),
@@ -123,8 +125,8 @@ def test_what_was_measured_is_scaled_to_the_whole_program(plan, monkeypatch):
         if row.time_ms is not None:
             assert other.time_ms == pytest.approx(3 * row.time_ms)
     assert again.measured_ms == made.measured_ms
-    # Layers take most of a step, and two thirds of them were left out.
-    assert all(1.5 < one.time_ratio < LAYERS / 4 for one in found)
+    # Two thirds of the layers, which take most of a step, were left out.
+    assert all(1 < one.time_ratio < LAYERS for one in found)
     assert all(1.2 < one.bytes_ratio < LAYERS / 4 for one in found)
 
 

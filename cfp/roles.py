@@ -4,12 +4,13 @@ None of the roles knows a model. An axis walks through the ops in program order,
 takes down which dims it has sharded so far:
 
 ``data``
-    Shards what came from the batch (:func:`data_arguments`), followed through the
-    program by the ops' own factors. Where the dim that it sharded ends, it goes on
-    with what is left of the batch: with the rows of a part where the batch is cut
-    into parts, with what was picked where rows are picked from it, and with the next
-    dim of the arguments of which a loop takes one slice after another, if more of
-    the contractions are split then.
+    Shards what came from the batch (:func:`cfp.batch.data_arguments`), followed
+    through the program by the ops' own factors, and what ops combine with rows of the
+    batch, such as what a net makes of times that the step draws. Where the dim that it
+    sharded ends, it goes on with what is left of the batch: with the rows of a part
+    where the batch is cut into parts, with what was picked where rows are picked from
+    it, and with the next dim of the arguments of which a loop takes one slice after
+    another, if more of the contractions are split then.
 ``tensor``
     Shards weights: a contraction with a weight is split along the weight's own
     factor (by columns) unless its input arrives sharded along the contracted
@@ -25,14 +26,14 @@ takes down which dims it has sharded so far:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
-from cfp.program.graph import Op, Program, Value
+from cfp.batch import data_arguments, made_of_parameters
+from cfp.program.graph import Op
 from cfp.program.rules import Rule
 
 ROLES = ("data", "tensor", "sequence", "expert")
@@ -41,12 +42,6 @@ ROLES = ("data", "tensor", "sequence", "expert")
 # axis takes one of the lowest rank. Only what came from the batch has ranks over 0.
 Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
-
-# Of these a batch has some (labels, tokens, masks, edges), and weights have none.
-_COUNTED = ("i32", "i64", "i1")
-
-# JAX's random keys are so many numbers of 32 bits, in their last dim.
-_KEY_SIZES = ((2,), (4,))
 
 
 def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
@@ -84,14 +79,26 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
 def _settled(
     frame: Frame, role: str, axis_size: int, marks: Mapping[int, Ranks]
 ) -> _Walk:
-    """The walk that knows what each iteration of a loop hands to the next one."""
-    entering: dict[int, Ranks] = {}
+    """The walk that knows what an iteration hands to the next, and what joins later."""
+    known: Mapping[int, Ranks] = {}
     while True:
-        walk = _Walk(frame, role, axis_size, {**marks, **entering})
+        walk = _Walk(frame, role, axis_size, _together(marks, known))
+        found = _together(known, walk.entering(), walk.joining())
         # Marks are only added, and ranks only fall: there is an end.
-        if (found := walk.entering()) == entering:
+        if found == known:
             return walk
-        entering = found
+        known = found
+
+
+def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
+    """All marks, each dim with its lowest rank."""
+    found: dict[int, dict[int, int]] = {}
+    for marks in many:
+        for value, ranks in marks.items():
+            mine = found.setdefault(value, {})
+            for d, rank in ranks.items():
+                mine[d] = min(rank, mine.get(d, rank))
+    return dict(found)
 
 
 class _Walk:
@@ -118,7 +125,7 @@ class _Walk:
         self.size = axis_size
         self.marked: dict[int, Ranks] = {**marks}
         self.taken: set[int] = set()
-        self.weight = _weights(frame)
+        self.weight = made_of_parameters(frame)
         self.choices = self._run()
 
     def shared_flops(self) -> int:
@@ -163,6 +170,46 @@ class _Walk:
                             d: min(m[d] for m in (before, last) if d in m)
                             for d in {*before, *last}
                         }
+        return found
+
+    def joining(self) -> dict[int, Ranks]:
+        """What blocks compute without the batch, and ops combine with rows of it."""
+        program = self.program
+        computed = self._computed()
+        found: dict[int, Ranks] = {}
+        for op in reversed(program.ops):
+            results = [found.get(r) or self._marks(r) for r in op.results]
+            if op.has_regions:
+                for index, value in enumerate(op.yields):
+                    marks = results[index % len(results)]
+                    if value in computed and marks and not self._marks(value):
+                        found[value] = marks
+            if op.rule is None or not computed.intersection(op.results):
+                continue
+            rows = {
+                op.rule.major(dims[d])
+                for marks, dims in zip(results, op.rule.results, strict=False)
+                for d, rank in marks.items()
+                if rank == 0
+            } - {None}
+            for v, dims in zip(op.operands, op.rule.operands, strict=False):
+                majors = map(op.rule.major, dims)
+                marks = {d: 0 for d, factor in enumerate(majors) if factor in rows}
+                while marks and v >= 0 and not self._marks(v):
+                    found[v] = marks
+                    v = program.values[v].origin
+        return found
+
+    def _computed(self) -> set[int]:
+        """Values that blocks' anchors make, and what follows from them."""
+        anchors = {block.anchor for block in self.frame.blocks}
+        values = self.program.values
+        found: set[int] = set()
+        for op in self.program.ops:
+            reads = {*op.operands, *op.yields}
+            reads |= {values[v].origin for v in reads}
+            if op.id in anchors or found & reads:
+                found.update(op.results)
         return found
 
     def _marks(self, value: int) -> Ranks:
@@ -291,69 +338,3 @@ class _Walk:
         if self.role == "sequence" and len(in_result) > 1:
             return [AxisChoice(factor, in_result[1]), plain]
         return [plain]
-
-
-def data_arguments(frame: Frame) -> dict[int, int]:
-    """Positions of the arguments that hold a batch, as far as structure tells.
-
-    State is no data, nor is anything that is passed along with it in one argument.
-    Of the other arguments of the step those are data whose leaves agree in their
-    first dim, as the leaves of a batch do and those of a set of weights do not, or
-    of which some leaves are integers (nodes and edges of a graph, tokens and
-    their positions). Where nothing is state, the argument with the most leaves holds
-    the weights.
-
-    Returns:
-        For each position the rank of its first dim: 0 for the size that most leaves of
-        an argument agree in, or the first of several, and 1 for the others.
-    """
-    program = frame.program
-    roots: dict[str, list[int]] = {}
-    for position, name in enumerate(program.arg_names):
-        roots.setdefault(name.partition("/")[0], []).append(position)
-    held = {program.arg_names[p].partition("/")[0] for p in frame.group_of_arg}
-    if not held and len(roots) > 1:
-        largest = max(roots, key=lambda root: len(roots[root]))
-        held = {largest} if len(roots[largest]) > 1 else set()
-    found = {}
-    for root, positions in roots.items():
-        values = {p: program.values[program.args[p]] for p in positions}
-        values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
-        leading = {p: v.shape[0] for p, v in values.items()}
-        counted = any(v.dtype in _COUNTED for v in values.values())
-        alike = len({*leading.values()}) == 1
-        if root in held or not leading or not (alike or counted):
-            continue
-        ((usual, _),) = Counter(leading.values()).most_common(1)
-        found |= {p: int(size != usual) for p, size in leading.items()}
-    return found
-
-
-def _is_key(value: Value) -> bool:
-    """Whether a value is a random key, or several, as numbers."""
-    return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
-
-
-def _weights(frame: Frame) -> list[bool]:
-    """For each value whether it is made of parameters alone."""
-    program: Program = frame.program
-    state = [False] * len(program.values)
-    data = data_arguments(frame)
-    for position, value in enumerate(program.args):
-        state[value] = position not in data and not _is_key(program.values[value])
-    for op in program.ops:
-        for v in (*op.operands, *op.entries):
-            origin = program.values[v].origin
-            if origin >= 0:
-                state[v] = state[origin]
-        # A number, such as that of an iteration, makes no weight into anything else.
-        reads = [
-            v
-            for v in op.operands
-            if program.values[v].shape
-            and program.values[v].producer not in program.leaf_ops
-        ]
-        only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
-        for result in op.results:
-            state[result] = only
-    return state

@@ -22,7 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("units",),
     ("program",),
     ("analysis",),
-    ("presets", "roles"),
+    ("batch", "presets", "roles"),
     ("profiling",),
     ("search",),
     ("execute",),

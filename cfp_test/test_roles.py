@@ -10,10 +10,11 @@ import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import describe
+from cfp.batch import data_arguments
 from cfp.planner_parts import PlannerSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.roles import axis_walk, data_arguments
+from cfp.roles import axis_walk
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import integers, normal, squares, training
 
@@ -144,6 +145,40 @@ def test_rows_that_are_picked_or_sorted():
     batch = {"x": normal(3, 32, 16), "key": jax.random.key(0)}
     step = training(loss, {**WEIGHTS, "c": normal(4, 8, 16)}, batch)
     assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_what_is_combined_with_a_batch_is_one():
+    """Times are drawn in the step; queries that are learned, copied for each row."""
+    params = {**WEIGHTS, "time": normal(2, 16, 32), "shift": normal(3, 32, 16)}
+    params |= {"learned": normal(4, 4, 16), "query": normal(5, 16, 16)}
+
+    def loss(p, batch):
+        time = jax.random.uniform(batch["key"], (8, 1)) * jnp.arange(1.0, 17.0)
+        shift = jnp.tanh(time @ p["time"]) @ p["shift"]
+        x = net(p, batch["x"] + shift[:, None])
+        learned = jnp.broadcast_to(p["learned"], (8, 4, 16)) @ p["query"]
+        return squares(jnp.einsum("bqd,bkd->bqk", learned, x))
+
+    step = training(loss, params, {"x": normal(6, 8, 4, 16), "key": jax.random.key(0)})
+    wide = "SRR = SRR x RR"
+    scores = "SRR = SRR x SRR"
+    assert sorted(sharded(step)) == sorted([*ROWS, wide, wide, wide, scores])
+
+
+def test_a_batch_joins_what_a_loop_over_layers_is_told():
+    layers = {"w": normal(0, 3, 16, 16), "shift": normal(1, 3, 32, 16)}
+
+    def loss(p, batch):
+        time = jax.random.uniform(batch["key"], (8, 16)) @ p["time"]
+
+        def layer(x, w):
+            return jnp.tanh(x @ w["w"] + (time @ w["shift"])[:, None]), None
+
+        return squares(jax.lax.scan(layer, batch["x"], p["layers"])[0])
+
+    batch = {"x": normal(2, 8, 4, 16), "key": jax.random.key(0)}
+    step = training(loss, {"time": normal(3, 16, 32), "layers": layers}, batch)
+    assert sorted(sharded(step)) == sorted([*ROWS, "SRR = SRR x RR"])
 
 
 def test_weights_of_what_is_drawn_from_a_key_alone():

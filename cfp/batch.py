@@ -1,0 +1,80 @@
+"""Which of a step's arguments hold a batch, and what is made of parameters alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cfp.analysis.layout import Frame
+from cfp.program.graph import Program, Value
+
+# Of these a batch has some (labels, tokens, masks, edges), and weights have none.
+_COUNTED = ("i32", "i64", "i1")
+
+# JAX's random keys are so many numbers of 32 bits, in their last dim.
+_KEY_SIZES = ((2,), (4,))
+
+
+def data_arguments(frame: Frame) -> dict[int, int]:
+    """Positions of the arguments that hold a batch, as far as structure tells.
+
+    State is no data, nor is anything that is passed along with it in one argument.
+    Of the other arguments of the step those are data whose leaves agree in their
+    first dim, as the leaves of a batch do and those of a set of weights do not, or
+    of which some leaves are integers (nodes and edges of a graph, tokens and
+    their positions). Where nothing is state, the argument with the most leaves holds
+    the weights.
+
+    Returns:
+        For each position the rank of its first dim: 0 for the size that most leaves of
+        an argument agree in, or the first of several, and 1 for the others.
+    """
+    program = frame.program
+    roots: dict[str, list[int]] = {}
+    for position, name in enumerate(program.arg_names):
+        roots.setdefault(name.partition("/")[0], []).append(position)
+    held = {program.arg_names[p].partition("/")[0] for p in frame.group_of_arg}
+    if not held and len(roots) > 1:
+        largest = max(roots, key=lambda root: len(roots[root]))
+        held = {largest} if len(roots[largest]) > 1 else set()
+    found = {}
+    for root, positions in roots.items():
+        values = {p: program.values[program.args[p]] for p in positions}
+        values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
+        leading = {p: v.shape[0] for p, v in values.items()}
+        counted = any(v.dtype in _COUNTED for v in values.values())
+        alike = len({*leading.values()}) == 1
+        if root in held or not leading or not (alike or counted):
+            continue
+        ((usual, _),) = Counter(leading.values()).most_common(1)
+        found |= {p: int(size != usual) for p, size in leading.items()}
+    return found
+
+
+def _is_key(value: Value) -> bool:
+    """Whether a value is a random key, or several, as numbers."""
+    return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
+
+
+def made_of_parameters(frame: Frame) -> list[bool]:
+    """For each value whether it is made of parameters alone."""
+    program: Program = frame.program
+    state = [False] * len(program.values)
+    data = data_arguments(frame)
+    for position, value in enumerate(program.args):
+        state[value] = position not in data and not _is_key(program.values[value])
+    for op in program.ops:
+        for v in (*op.operands, *op.entries):
+            origin = program.values[v].origin
+            if origin >= 0:
+                state[v] = state[origin]
+        # A number, such as that of an iteration, makes no weight into anything else.
+        reads = [
+            v
+            for v in op.operands
+            if program.values[v].shape
+            and program.values[v].producer not in program.leaf_ops
+        ]
+        only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
+        for result in op.results:
+            state[result] = only
+    return state

@@ -22,7 +22,8 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     first dim, as the leaves of a batch do and those of a set of weights do not, or
     of which some leaves are integers (nodes and edges of a graph, tokens and
     their positions). Where nothing is state, the argument with the most leaves holds
-    the weights.
+    the weights. Where weights are no state and nothing else is data, state is of which
+    all leaves agree in their first dim, as the beams of a search do.
 
     Returns:
         For each position the rank of its first dim: 0 for the size that most leaves of
@@ -36,18 +37,22 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     if not held and len(roots) > 1:
         largest = max(roots, key=lambda root: len(roots[root]))
         held = {largest} if len(roots[largest]) > 1 else set()
-    found = {}
+    found, carried, others = {}, {}, False
     for root, positions in roots.items():
         values = {p: program.values[program.args[p]] for p in positions}
         values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
         leading = {p: v.shape[0] for p, v in values.items()}
         counted = any(v.dtype in _COUNTED for v in values.values())
         alike = len({*leading.values()}) == 1
-        if root in held or not leading or not (alike or counted):
+        if root in held:
+            carried |= dict.fromkeys(leading if alike else (), 0)
+            continue
+        others = others or bool(leading)
+        if not leading or not (alike or counted):
             continue
         ((usual, _),) = Counter(leading.values()).most_common(1)
         found |= {p: int(size != usual) for p, size in leading.items()}
-    return found
+    return found or (carried if others else {})
 
 
 def _is_key(value: Value) -> bool:

@@ -223,3 +223,32 @@ def test_what_is_no_batch():
     names = frame.program.arg_names
     found = {names[p]: rank for p, rank in data_arguments(frame).items()}
     assert found == {"batch/mask": 0, "batch/places": 1, "batch/tokens": 0}
+
+
+def test_what_a_search_carries_is_its_batch():
+    """Nothing but the state has rows: the texts so far, and what is known of each."""
+    params = {**WEIGHTS, "embed": normal(2, 64, 16), "head": normal(3, 16, 64)}
+
+    def search(p, state, place):
+        known = net(p, state["known"] + p["embed"][state["texts"][:, :, 0]])
+        scores = state["scores"][:, :, None] + jax.nn.log_softmax(known @ p["head"])
+        scores, best = jax.lax.top_k(scores.reshape(8, -1), 4)
+        beam, token = best // 64, best % 64
+        texts = jnp.take_along_axis(state["texts"], beam[:, :, None], 1)
+        known = jnp.take_along_axis(known, beam[:, :, None], 1)
+        texts = jax.lax.dynamic_update_index_in_dim(texts, token, place, 2)
+        return {"known": known, "texts": texts, "scores": scores}, place + 1
+
+    state = {"known": normal(4, 8, 4, 16), "scores": normal(5, 8, 4)}
+    state["texts"] = integers(6, 64, 8, 4, 12)
+    step = search, (params, state, jnp.int32(1))
+    assert sharded(step) == ["SRR = SRR x RR"] * 3
+
+
+def test_rows_that_a_net_adds_to_are_a_batch():
+    """Its result looks like a new value of its input, which is no state for that."""
+
+    def serve(p, x):
+        return x + net(p, x)
+
+    assert sharded((serve, (WEIGHTS, normal(2, 8, 16)))) == ROWS

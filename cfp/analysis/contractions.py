@@ -102,6 +102,8 @@ class _Finder:
                 self.blocks[again].append(member)
                 continue
             candidates = [] if _differentiated_later(op) else self._candidates(op)
+            if not candidates and "transpose(" in op.scope:
+                candidates = self._candidates(op, moved=True)
             if candidates:
                 derived.append(candidates)
             elif op.kind != "scatter":
@@ -125,8 +127,14 @@ class _Finder:
         rank = len(squeeze(self.program.values[value].shape))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
-    def _candidates(self, op: Op) -> Candidates:
-        """The blocks that a contraction may be derived from."""
+    def _candidates(self, op: Op, moved: bool = False) -> Candidates:
+        """The blocks that a contraction may be derived from.
+
+        Args:
+            op: the contraction.
+            moved: whether a cotangent's dims may be in another order than those of
+                the result, as where vmap puts its own dim first.
+        """
         found = []
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
             if cotangent >= len(op.operands):
@@ -134,13 +142,19 @@ class _Finder:
             base, _ = self._view(op.operands[shared])
             for block, index in reversed(self.by_operand.get(base, [])):
                 anchor = self.program.ops[self.blocks[block][0].op]
-                factors = self._factor_map(op, shared, cotangent, anchor, index)
+                factors = self._factor_map(op, shared, cotangent, anchor, index, moved)
                 if factors is not None:
                     found.append((block, Member(op.id, factors, cotangent)))
         return found
 
     def _factor_map(
-        self, op: Op, shared: int, cotangent: int, anchor: Op, index: int
+        self,
+        op: Op,
+        shared: int,
+        cotangent: int,
+        anchor: Op,
+        index: int,
+        moved: bool,
     ) -> tuple[int, ...] | None:
         """Maps a contraction's factors to the anchor's; None if it is not derived."""
         rule, base = op.rule, anchor.rule
@@ -148,14 +162,16 @@ class _Finder:
         mine = self._sharing(op, shared)
         theirs = self._sharing(anchor, index)
         result = _factors(base, base.results[0])
+        shared_factors: dict[int, int] = {}
+        if not _align(shared_factors, rule, mine, base, theirs):
+            return None
         for dims in self._cotangents(op, cotangent):
-            found: dict[int, int] = {}
-            if not (
-                _align(found, rule, mine, base, theirs)
-                and _align(found, rule, dims, base, result)
+            if moved:
+                dims = _in_order(shared_factors, dims, result)
+            found = dict(shared_factors)
+            if _align(found, rule, dims, base, result) and self._fits(
+                found, op, anchor, index
             ):
-                continue
-            if self._fits(found, op, anchor, index):
                 return tuple(found.get(f, -1) for f in range(len(rule.sizes)))
         return None
 
@@ -236,6 +252,14 @@ def _factors(rule: Rule, dims: Dims) -> list[int]:
     """The factor of each dim that is larger than 1 and can be sharded at all."""
     majors = (rule.major(dim) for dim in dims)
     return [f for f in majors if f is not None and f not in rule.fixed]
+
+
+def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list[int]:
+    """Factors with those that a map knows at their places, the others as they come."""
+    known = {found[f]: f for f in mine if f in found}
+    rest = iter([f for f in mine if f not in found])
+    ordered = [known[f] if f in known else next(rest, None) for f in theirs]
+    return [f for f in (*ordered, *rest) if f is not None]
 
 
 def _align(

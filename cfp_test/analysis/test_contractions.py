@@ -54,6 +54,22 @@ def test_gradients_written_with_transposes():
     assert block[3][0] == (2, 0, 1)
 
 
+def test_gradients_of_which_vmap_moved_a_dim():
+    """The members come second in the first product, and first in its gradient."""
+
+    def loss(w, x):
+        return jnp.sin(jnp.tanh(x @ w["a"]) @ w["b"]).sum()
+
+    w = {"a": normal(0, 4, 16, 32), "b": normal(1, 4, 32, 2)}
+    step = jax.vmap(jax.grad(loss), in_axes=(0, None))
+    program, found, blocks = members(step, w, normal(2, 32, 16))
+    assert [len(block) for block in found] == [2, 3]
+    anchor, gradient = (program.ops[member.op].rule for member in blocks[0])
+    # Rows are what the gradient sums over; nothing else is.
+    factors = blocks[0][1].factors
+    assert {factors[f] for f in gradient.reduction} == {anchor.results[0][0][0]}
+
+
 @pytest.mark.parametrize(
     "spec",
     ["bij,bjk->bik", "abij,bjk->abik", "ij,jkl->ikl", "bsd,dhe->bshe", "ijk,jkl->il"],

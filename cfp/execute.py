@@ -56,15 +56,40 @@ class CompiledStep:
                 "A planned step is compiled already, and cannot be called inside "
                 "jax.jit, jax.grad or the like. Plan the outer function instead."
             )
+        for name, leaf in zip(self.step.arg_names, leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise PlanMismatch(
+                    f"The array of argument {name!r} is gone: a step that it was "
+                    "donated to has used its memory. Pass the state that the step "
+                    "returned, or plan without donating it."
+                )
         placed = [
             leaf
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding
             else _place(leaf, sharding, aval)
             for leaf, sharding, aval in zip(
-                leaves, self.in_shardings, self.step.avals, strict=True
+                self._apart(leaves), self.in_shardings, self.step.avals, strict=True
             )
         ]
         return self.compiled(*placed)
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of which none is a second time what the step may overwrite.
+
+        The weights that a moving average begins with are such. Put onto devices each by
+        itself they still share memory, and XLA refuses to give that away twice, or ends
+        the process (on virtual CPU devices, jaxlib 0.10.2).
+        """
+        if not any(self.step.donated) or len({*map(id, leaves)}) == len(leaves):
+            return leaves
+        first: dict[int, int] = {}
+        found = []
+        for position, leaf in enumerate(leaves):
+            other = first.setdefault(id(leaf), position)
+            given = self.step.donated[position] or self.step.donated[other]
+            again = isinstance(leaf, jax.Array) and other != position and given
+            found.append(jnp.copy(leaf) if again else leaf)
+        return found
 
     def arg_shardings(self) -> tuple[Any, ...]:
         """The arguments' shardings as a pytree like the dynamic arguments."""

@@ -453,6 +453,33 @@ def test_donated_state_that_is_kept_twice(mesh, cache):
     np.testing.assert_allclose(found["w"], X + X.T @ X + X + 1, rtol=1e-6)
 
 
+def test_donated_memory_is_given_away_once(mesh, cache):
+    """A moving average begins with the weights themselves."""
+
+    def step(state):
+        return {"w": state["w"] + 1, "average": 0.9 * state["average"] + state["w"]}
+
+    made = cfp.plan(
+        step,
+        {"w": X, "average": X},
+        mesh=mesh,
+        donate_argnums=0,
+        cache_dir=cache,
+        settings=QUICK,
+        pins={"state/*": jax.sharding.PartitionSpec()},
+    )
+    planned = made.compile(step, {"w": X, "average": X})
+    w = jnp.copy(X)
+    there = jax.device_put(X + 0, made.in_shardings[0]["w"])
+    for state in ({"w": w, "average": w}, {"w": there, "average": there}):
+        found = planned(state)
+        np.testing.assert_allclose(found["w"], X + 1)
+        np.testing.assert_allclose(found["average"], 1.9 * X, rtol=1e-6)
+    planned(dict(found))
+    with pytest.raises(cfp.PlanMismatch, match="'state/average' is gone"):
+        planned(found)
+
+
 def test_arrays_without_elements(mesh, cache):
     def step(w, z):
         return z @ w, w * 2

@@ -383,6 +383,15 @@ def test_static_values_of_equal_worth_are_planned_apart(mesh, cache):
 def test_donating_what_is_not_there_is_refused(mesh, cache):
     with pytest.raises(cfp.StepNotTraceable, match="positions \\[3\\]"):
         cfp.plan(scaled, X, mesh=mesh, donate_argnums=(3,), cache_dir=cache)
+    for option in ("donate_argnames", "static_argnames"):
+        with pytest.raises(cfp.StepNotTraceable, match=f"{option} names \\['state'\\]"):
+            cfp.plan(scaled, X, mesh=mesh, cache_dir=cache, **{option: "state"})
+
+
+def test_static_arguments_that_cannot_be_told_apart_are_refused(mesh, cache):
+    step = cfp.parallelize(scaled, mesh=mesh, static_argnums=1, cache_dir=cache)
+    with pytest.raises(cfp.StepNotTraceable, match="1 is a list"):
+        step(X, ["gram"])
 
 
 def test_a_plan_refuses_another_type(mesh, cache):

@@ -117,13 +117,18 @@ def flatten_step(
         donate_argnums, donate_argnames: arguments whose arrays the step may overwrite.
 
     Raises:
-        StepNotTraceable: an argument leaf is neither an array nor a shape.
+        StepNotTraceable: an argument leaf is neither an array nor a shape, a static
+            argument cannot be hashed, or there is no argument of a name.
     """
     kwargs = kwargs or {}
     parameters = _parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
+    _check_names(fn, "static_argnames", static_argnames)
+    _check_names(fn, "donate_argnames", donate_argnames)
     chosen = _chosen(parameters, len(args), static_argnums, static_argnames)
     static = {key: value for key, value in passed.items() if key in chosen}
+    for key, value in static.items():
+        _check_hashable(key, value)
     donate = _chosen(parameters, len(args), donate_argnums, donate_argnames)
     absent = [
         number
@@ -173,6 +178,38 @@ def _check_width(dtype: Any, name: str) -> None:
             "a sharded program that is compiled ahead. Use JAX 0.11 or newer, or pass "
             f"a wider type, and convert it to {dtype} inside the step."
         )
+
+
+def _check_names(
+    fn: Callable[..., Any], option: str, names: str | Sequence[str]
+) -> None:
+    """Refuses names that the step has no argument of, as far as it tells.
+
+    Raises:
+        StepNotTraceable: there is one.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    unknown = [name for name in _sequence(names, str) if name not in parameters]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown and not takes_any:
+        raise StepNotTraceable(
+            f"{option} names {unknown}, but the step's arguments are "
+            f"{list(parameters)}."
+        )
+
+
+def _check_hashable(key: int | str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise StepNotTraceable(
+            f"Static argument {key!r} is a {type(value).__name__}, which cannot be "
+            "hashed, so that calls with different values are not told apart. Pass a "
+            "tuple or a frozen dataclass."
+        ) from error
 
 
 _Kind = TypeVar("_Kind", int, str)

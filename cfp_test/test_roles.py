@@ -136,6 +136,19 @@ def test_a_loop_that_turns_what_it_carries():
     assert sharded(step) == ["SR = SR x RR"]
 
 
+def test_gradients_of_depthwise_kernels_are_made_of_rows():
+    def loss(p, x):
+        dims = ("NWC", "WIO", "NWC")
+        return squares(
+            jax.lax.conv_general_dilated(
+                x, p, (1,), "SAME", dimension_numbers=dims, feature_group_count=16
+            )
+        )
+
+    step = training(loss, normal(0, 3, 1, 16), normal(1, 8, 12, 16))
+    assert sharded(step) == ["SRR = SRR x RRR"]
+
+
 def test_rows_that_are_picked_or_sorted():
     def loss(p, batch):
         y = net(p, batch["x"][jax.random.permutation(batch["key"], 32)])

@@ -177,7 +177,7 @@ def legal_axes(
     """Drops axes that an op cannot use.
 
     That is twice in one op, on a factor that they cannot split, or on one that they
-    would not split in the result.
+    would not split in the result, or that only all axes may split together.
     """
     used: set[str] = set()
     found = []
@@ -192,6 +192,9 @@ def legal_axes(
                 kept.append(name)
                 used.add(name)
                 ways *= sizes[name]
+        if factor in rule.over_all and len(kept) < len(sizes):
+            used.difference_update(kept)
+            kept = []
         found.append(tuple(kept))
     return tuple(found)
 

@@ -113,7 +113,7 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
 
     The gradient of a grouped convolution's kernel has batch groups. Where its batch
     is sharded over some but not all axes of a mesh, the result is wrong (jaxlib
-    0.10.2 to 0.12, plain jax.jit with in_shardings too), so it is not sharded.
+    0.10.2 to 0.12, plain jax.jit with in_shardings too), so it is over all or none.
     """
     found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
     assert found is not None
@@ -123,6 +123,11 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
         for label, dim in zip(labels.split(", "), dims, strict=True):
             major = rule.major(dim)
             unclean.update(f for f in dim if label.isdigit() or f != major)
-    if ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1:
-        unclean |= rule.reduction
-    return replace(rule, fixed=rule.fixed | unclean, reduction=rule.reduction - unclean)
+    grouped = ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1
+    reduction = rule.reduction - unclean
+    return replace(
+        rule,
+        fixed=rule.fixed | unclean,
+        reduction=reduction,
+        over_all=reduction if grouped else rule.over_all,
+    )

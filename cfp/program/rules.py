@@ -36,6 +36,7 @@ class Rule:
         fixed: factors along which the op cannot run sharded without halo exchange
             or gathering (Shardy's need_replication and permutation factors).
         even: factors that may only be split into equal pieces, without padding.
+        over_all: factors that may only be split over all axes of a mesh together.
     """
 
     sizes: tuple[int, ...]
@@ -44,6 +45,7 @@ class Rule:
     reduction: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     even: frozenset[int] = frozenset()
+    over_all: frozenset[int] = frozenset()
 
     def major(self, dim: tuple[int, ...]) -> int | None:
         """The factor by which a dim may be sharded: its major-most one of size > 1."""

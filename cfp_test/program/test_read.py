@@ -4,6 +4,7 @@ import pytest
 from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
+from cfp.analysis.strategies import legal_axes
 from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
 from cfp.program.step import flatten_step
@@ -226,7 +227,13 @@ def test_convolutions_keep_their_windows_whole():
 def test_grouped_convolutions_shard_groups_and_batch_only():
     _, grouped, weight, *_ = correction("grouped_conv", "convolution")
     assert grouped.reduction == frozenset()
-    assert weight.reduction == frozenset()
+    (rows,) = weight.reduction
+    assert weight.over_all == {rows}
+    wanted = [["x", "y"] if f == rows else [] for f in range(len(weight.sizes))]
+    assert legal_axes(weight, wanted, {"x": 2, "y": 2})[rows] == ("x", "y")
+    wanted[rows] = ["x"]
+    assert legal_axes(weight, wanted, {"x": 2})[rows] == ("x",)
+    assert legal_axes(weight, wanted, {"x": 2, "y": 2})[rows] == ()
 
 
 def test_writes_to_one_place_keep_that_dim_whole():

@@ -1,26 +1,28 @@
 """Computes values again in the backward pass that would otherwise be kept for it.
 
 The forward ops that a backward pass reads are cloned before it. What the clones read
-goes through an ``optimization_barrier``, together with a value that only the backward
-pass has: so XLA neither merges the clones with the originals nor runs them early, and
-frees the originals' results once the forward pass is through with them. That is what
-``jax.checkpoint`` does when it traces; here it is done to a program that has been
-differentiated already. What depends on no argument stays outside of the barrier: the
-compiler would have to write a broadcast constant to memory to hand it through, and
-keep it there.
+goes through an ``optimization_barrier``, together with the gradients that enter: so XLA
+neither merges the clones with the originals nor runs them early, and frees the
+originals' results once the forward pass is through with them. Gradients are read behind
+the barrier, since XLA takes out of it what nobody reads there. Arguments enter as they
+are stored: what was gathered of them is gathered again. That is what ``jax.checkpoint``
+does when it traces; here it is done to a program that has been differentiated already.
+What depends on no argument stays outside of the barrier: the compiler would have to
+write a broadcast constant to memory to hand it through, and keep it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from jax.extend.mlir import ir
 
 from cfp.program.graph import Program
+from cfp.program.makeable import makeable
 
 # Another one where another program comes of it: what was measured does not count then.
-VERSION = "2"
+VERSION = "3"
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
 _BARRIER = "stablehlo.optimization_barrier"
@@ -40,19 +42,38 @@ class Recompute:
     backward: tuple[int, ...]
 
 
-def recomputable(program: Program, ops: Iterable[int], turn: int) -> Recompute | None:
+def recomputable(
+    program: Program,
+    ops: Iterable[int],
+    turn: int,
+    within: Set[int] | None = None,
+) -> Recompute | None:
     """What can be computed again of some top-level ops, or None if nothing can.
+
+    What they read of others is computed again, too, where cheap ops make it of what
+    they read besides.
 
     Args:
         program: the program.
         ops: ids of the ops, such as those of a segment.
         turn: the id of the first op of the backward pass.
+        within: ids of all ops that there are, if these are not the program's.
     """
-    backward = tuple(op for op in sorted(ops) if op >= turn)
-    forward = tuple(op for op in sorted(ops) if op < turn and _repeatable(program, op))
+    mine = set(ops)
+    backward = tuple(op for op in sorted(mine) if op >= turn)
+    forward = {op for op in mine if op < turn and _repeatable(program, op)}
     reads = {v for op in backward for v in program.ops[op].operands}
     made = {v for op in forward for v in program.ops[op].results}
-    return Recompute(forward, backward) if made & reads else None
+    if not made & reads:
+        return None
+    entering = {
+        v
+        for v in reads.union(*(program.ops[op].operands for op in forward))
+        if (op := program.values[v].producer) not in mine | program.leaf_ops
+        and 0 <= op < turn
+    }
+    forward.update(*makeable(program, entering, within).values())
+    return Recompute(tuple(sorted(forward)), backward)
 
 
 def _repeatable(program: Program, op_id: int) -> bool:
@@ -113,7 +134,7 @@ class _Recomputation:
             (reader, index, operand)
             for reader in self.readers
             for index, operand in enumerate(reader.operands)
-            if self._number(operand) is not None
+            if self._number(operand) is not None or _is_gathered(operand)
         ]
         if not uses:
             return
@@ -125,10 +146,8 @@ class _Recomputation:
                 if operand not in made and _owner(operand) not in self.fixed:
                     outside[operand] = None
         first = self.readers[0]
-        entering = list(outside)
-        signal = self._latest(made)
-        if signal is not None and signal not in outside:
-            entering.append(signal)
+        signals = self._signals(made)
+        entering = list(outside | signals)
         with ir.InsertionPoint(first):
             mapping = self._barrier(entering)
             for op in clones:
@@ -137,6 +156,10 @@ class _Recomputation:
                 for index, operand in enumerate(op.operands):
                     clone.operands[index] = mapping.get(operand, operand)
                 mapping.update(zip(op.results, clone.results, strict=True))
+            for reader in self.readers:
+                for index, operand in enumerate(reader.operands):
+                    if operand in signals:
+                        reader.operands[index] = mapping[operand]
         for reader, index, operand in uses:
             reader.operands[index] = mapping[operand]
 
@@ -154,34 +177,30 @@ class _Recomputation:
         while stack:
             value = stack.pop()
             owner = _owner(value)
-            if owner is None or owner in found or self._number(value) is None:
+            if owner is None or owner in found:
+                continue
+            if self._number(value) is None and not _is_gathered(value):
                 continue
             found.add(owner)
             stack.extend(owner.operands)
         return sorted(found, key=lambda op: self.place[op])
 
-    def _latest(self, made: set[ir.Value]) -> ir.Value | None:
-        """What the first reader reads that is made last: a value of the backward pass.
+    def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
+        """What readers read that the backward pass made before the first of them.
 
-        If it reads nothing but what is computed again, and constants, what others read
-        that is made before it. Without one the clones might run as soon as their
-        originals.
+        Without such a value the clones might run as soon as their originals.
         """
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
-        for readers, begin in ((self.readers[:1], -1), (self.readers, turn)):
-            places = {
-                self.place.get(owner, -1): operand
-                for reader in readers
-                for operand in reader.operands
-                if (owner := _owner(operand)) is not None
-                and operand not in made
-                and owner not in self.fixed
-            }
-            latest = max((p for p in places if begin < p < end), default=None)
-            if latest is not None:
-                return places[latest]
-        return None
+        return {
+            operand: None
+            for reader in self.readers
+            for operand in reader.operands
+            if (owner := _owner(operand)) is not None
+            and operand not in made
+            and owner not in self.fixed
+            and turn < self.place.get(owner, -1) < end
+        }
 
     def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
         if not values:
@@ -190,19 +209,30 @@ class _Recomputation:
             _BARRIER,
             results=[value.type for value in values],
             operands=values,
-            attributes={TAG: self._tag(self.wanted.backward[0])},
+            attributes={TAG: self._tag(None)},
         )
         return dict(zip(values, barrier.results, strict=True))
 
-    @staticmethod
-    def _tag(number: int | None) -> ir.Attribute:
-        assert number is not None
+    def _tag(self, number: int | None) -> ir.Attribute:
+        if number is None:
+            number = self.wanted.backward[0]
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
 
 
 def _owner(value: ir.Value) -> ir.Operation | None:
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
+
+
+def _is_gathered(value: ir.Value) -> bool:
+    """Whether a value is an argument in another sharding than it is stored in."""
+    owner = _owner(value)
+    if owner is None or owner.name != _CONSTRAINT:
+        return False
+    while owner is not None and owner.name == _CONSTRAINT:
+        value = owner.operands[0]
+        owner = _owner(value)
+    return owner is None
 
 
 def tag_of(op: ir.Operation) -> int | None:

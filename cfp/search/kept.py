@@ -10,14 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cfp.program.graph import Op, Program
+from cfp.program.makeable import CHEAP
 
-# Fused into what reads them, and cheap to do twice.
-_CHEAP = frozenset(
-    "abs add and broadcast_in_dim ceil clamp compare convert cosine divide erf "
-    "exponential exponential_minus_one floor is_finite log log_plus_one logistic "
-    "maximum minimum multiply negate not or power remainder reshape rsqrt select sign "
-    "sine slice sqrt square subtract tanh transpose xor".split()
-)
 # Of these, what only moves a tensor: its reader reads the tensor itself.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
 
@@ -68,7 +62,7 @@ class _Kept:
         if producer not in self._ops or producer >= self._turn:
             return frozenset({v})
         op = self._program.ops[producer]
-        if op.kind not in _CHEAP or self._feeds_heavy(v, 0):
+        if op.kind not in CHEAP or self._feeds_heavy(v, 0):
             return frozenset({v})
         return frozenset().union(*(self._in_memory(w) for w in op.operands))
 
@@ -88,4 +82,4 @@ class _Kept:
 
 
 def _is_heavy(op: Op) -> bool:
-    return op.kind not in _CHEAP and op.kind != "reduce"
+    return op.kind not in CHEAP and op.kind != "reduce"

@@ -17,6 +17,7 @@ from cfp.analysis.strategies import Spec
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
+from cfp.program.makeable import makeable
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
@@ -56,9 +57,10 @@ def _recomputed(
     """What is computed again of some segments, or of what a part has of them."""
     turn = turning_point(frame)
     owned = [set(segments[i].ops) for i in indices]
-    if part is not None:
-        owned = [ops.intersection(part.ops) for ops in owned]
-    found = (recomputable(frame.program, ops, turn) for ops in owned)
+    within = None if part is None else set(part.ops)
+    if within is not None:
+        owned = [ops & within for ops in owned]
+    found = (recomputable(frame.program, ops, turn, within) for ops in owned)
     return tuple(one for one in found if one is not None)
 
 
@@ -101,8 +103,8 @@ def segment_job(
 ) -> Job:
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
-    again = _recomputed(frame, segments, [index] if candidate.remat else [])
     part = cut_part(frame.program, segments[index].ops)
+    again = _recomputed(frame, segments, [index] if candidate.remat else [], part)
     told = replace(_told_inside(layout, part), recompute=again)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
@@ -126,7 +128,7 @@ def pair_job(
     layout = Layout(frame, strategies, storage)
     part = cut_part(frame.program, ops)
     told = _told_inside(layout, part)
-    told = replace(told, recompute=_recomputed(frame, segments, again))
+    told = replace(told, recompute=_recomputed(frame, segments, again, part))
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -300,13 +302,14 @@ def held_values(frame: Frame, segment: Segment, remat: bool = False) -> set[int]
     if not remat:
         return kept_values(program, segment.ops, turn)
     mine = set(segment.ops)
-    return {
+    read = {
         v
         for op_id in segment.ops
         if op_id < turn and op_id not in program.leaf_ops
         for v in program.ops[op_id].results
         if any(user not in mine for user, _ in program.users[v])
     }
+    return read - makeable(program, read).keys()
 
 
 def argument_bytes(layout: Layout, position: int) -> int:

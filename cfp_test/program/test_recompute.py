@@ -13,6 +13,7 @@ from cfp.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
+from cfp.program.makeable import makeable
 from cfp.program.recompute import recomputable, tag_of
 from cfp.program.trace import lower_step
 from cfp.search.measure import turning_point, whole_job
@@ -79,7 +80,7 @@ def clones(lowering):
 def test_what_the_backward_pass_reads_is_cloned_behind_a_barrier(case):
     lowering, _ = edited(case, presets(case.frame)["data_parallel"])
     found = clones(lowering)
-    barriers = [op for op in found if op.name.endswith("optimization_barrier")]
+    barriers = barriers_of(lowering)
     products = [op for op in found if op.name == "stablehlo.dot_general"]
     assert len(barriers) == len(recomputations(case.frame))
     # Of each layer the first product: its result is what tanh and the second
@@ -123,6 +124,83 @@ def test_a_part_computes_the_same(case):
     outputs = run_part(case, layout, part, known, told)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
+
+
+def barriers_of(lowering):
+    return [op for op in clones(lowering) if op.name.endswith("optimization_barrier")]
+
+
+@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
+def test_all_that_goes_through_a_barrier_is_read_behind_it(case, preset):
+    """XLA takes the rest out of it, and clones need not wait for that any more."""
+    lowering, _ = edited(case, presets(case.frame)[preset])
+    assert barriers_of(lowering)
+    for barrier in barriers_of(lowering):
+        assert all(list(result.uses) for result in barrier.results)
+
+
+def test_what_was_gathered_is_gathered_again(case):
+    """Otherwise it would be kept from the forward to the backward pass."""
+    lowering, _ = edited(case, presets(case.frame)["fully_sharded"])
+    block = shardy.main_function(lowering.module).regions[0].blocks[0]
+    ops = [o.operation for o in block.operations]
+    gathered = [op.results[0] for op in ops if is_gathering(op)]
+    barriers = [op for op in ops if op.name.endswith("optimization_barrier")]
+    entering = [v for op in barriers for v in op.operands]
+    assert not set(entering) & set(gathered)
+    # Of four layers two products each, and the head's: in the forward pass alone.
+    stored = [v for v in entering if isinstance(v.owner, ir.Block)]
+    weights = [v for v in stored if len(v.type.shape) == 2 and v.type.shape[0] > 8]
+    assert len(weights) == 9
+    products = [op for op in ops if op.name == "stablehlo.dot_general"]
+    assert sum(any(v in gathered for v in op.operands) for op in products) == 9
+
+
+def is_gathering(op):
+    is_constraint = op.name == "sdy.sharding_constraint"
+    return is_constraint and isinstance(op.operands[0].owner, ir.Block)
+
+
+def normed_step():
+    params = [{"a": normal(2 * i, 16, 32), "b": normal(i, 32, 16)} for i in range(3)]
+
+    def loss(p, x):
+        for w in p:
+            normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+            x = x + jnp.tanh(normed @ w["a"]) @ w["b"]
+        return squares(x)
+
+    return training(loss, params, normal(21, 8, 16))
+
+
+def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
+    case = prepare("normed", normed_step, SIZES)
+    program = case.frame.program
+    turn = turning_point(case.frame)
+    products = [op for op in program.ops[:turn] if op.kind == "dot_general"]
+    first, second, third, *_ = (op.operands[0] for op in products)
+    [stream] = {
+        v for op in program.ops[:turn] if op.kind == "add" for v in op.results
+    } - {v for op in program.ops[products[3].id :] for v in op.results}
+    found = makeable(program, [stream, third])
+    assert found.keys() == {third}
+    assert program.values[third].producer in found[third]
+    assert program.values[stream].producer not in found[third]
+    # Without the stream it takes the product before, which is not cheap; with it, but
+    # with no leave to do those ops again, it is kept, too.
+    assert makeable(program, [third]) == {}
+    assert makeable(program, [stream, third], within={products[0].id}) == {}
+    assert makeable(program, [first]).keys() == {first}
+    assert makeable(program, [second, third]) == {}
+
+    lowering, ins = edited(case, presets(case.frame)["data_parallel"])
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    made = lowering.lowered.compile()(*arrays)
+    assert differences(case, jax.tree.leaves(made)) == {}
+    entering = sum(len(barrier.operands) for barrier in barriers_of(lowering))
+    monkeypatch.setattr("cfp.program.recompute.makeable", lambda *how: {})
+    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
+    assert entering < sum(len(barrier.operands) for barrier in barriers_of(lowering))
 
 
 def test_what_depends_on_no_argument_goes_through_no_barrier():

@@ -1,0 +1,111 @@
+"""What classics need on GPUs, by the compiler alone: no GPU is asked.
+
+    python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
+        [--device FILE] [--presets NAME,...] [--json FILE]
+
+XLA compiles for devices that a file describes (``h200.txtpb`` beside this one), which
+takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
+``pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12``, of JAX's own
+version. Kernels are not tuned, so times say nothing, but memory is what the devices
+need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
+
+Prints a line for each classic, as it is and with every segment computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+# The plugin's own checks ask for libraries that compiling does not take.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from cfp import platform
+from cfp.analysis.analyze import analyze
+from cfp.presets import CLASSICS, presets
+from cfp.profiling.builder import Built, build
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.search.measure import can_recompute, whole_job
+from cfp.targets import resolve
+
+# Tuning kernels takes a device.
+_UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("target")
+    parser.add_argument("--mesh", required=True)
+    described = Path(__file__).with_name("h200.txtpb")
+    parser.add_argument("--device", type=Path, default=described)
+    parser.add_argument("--presets", default=",".join(CLASSICS))
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args()
+
+    target = resolve(options.target, rest)
+    axes = platform.parse_mesh(None, options.mesh) or ()
+    mesh = planning_mesh(described_mesh(options.device, axes))
+    flat = flatten_step(
+        target.step,
+        target.args,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
+    program, _ = trace(flat, mesh)
+    analysis = analyze(program, tuple(mesh.shape.items()))
+    frame, segments = analysis.frame, analysis.segments
+    again = tuple(s.index for s in segments if can_recompute(frame, s))
+    known = presets(frame)
+    for name in options.presets.split(","):
+        for remat in ((), again) if name in known else ():
+            choice = replace(known[name], remat=remat)
+            job = whole_job(frame, segments, choice, (), name, options=_UNTUNED)
+            built = build(program, mesh, job)
+            if not isinstance(built, Built):
+                print(f"{name}: {built.status}: {built.reason}", flush=True)
+                continue
+            line = {
+                "target": [options.target, *rest],
+                "mesh": options.mesh,
+                "jax": jax.__version__,
+                "preset": name,
+                "computed_again": len(remat),
+                "argument_bytes": built.argument_bytes,
+                "temp_bytes": built.temp_bytes,
+                "peak_bytes": built.peak_bytes,
+            }
+            print(
+                f"{name:24} {len(remat):2} segments again: "
+                f"{built.temp_bytes / 1e9:6.2f} GB of temporaries, "
+                f"{built.peak_bytes / 1e9:6.2f} GB in all",
+                flush=True,
+            )
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def described_mesh(path: Path, axes: platform.Axes) -> Mesh:
+    """A mesh of devices that are not there."""
+    names, sizes = zip(*axes, strict=True)
+    found = topologies.get_topology_desc(
+        "",
+        "cuda",
+        target_config=path.read_text(),
+        topology=f"1x1x{math.prod(sizes)}",
+    )
+    return Mesh(np.array(found.devices).reshape(sizes), names)
+
+
+if __name__ == "__main__":
+    main()

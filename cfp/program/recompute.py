@@ -68,12 +68,26 @@ def recomputable(
         return None
     entering = {
         v
-        for v in reads.union(*(program.ops[op].operands for op in forward))
-        if (op := program.values[v].producer) not in mine | program.leaf_ops
-        and 0 <= op < turn
+        for v in _read(program, reads, forward)
+        if 0 <= (op := program.values[v].producer) < turn
+        and op not in mine
+        and op not in program.leaf_ops
     }
     forward.update(*makeable(program, entering, within).values())
     return Recompute(tuple(sorted(forward)), backward)
+
+
+def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
+    """Some values, and all that those of some ops read that they take."""
+    found = set(values)
+    stack = [*found]
+    while stack:
+        producer = program.values[stack.pop()].producer
+        if producer in ops:
+            fresh = {*program.ops[producer].operands} - found
+            found |= fresh
+            stack.extend(fresh)
+    return found
 
 
 def _repeatable(program: Program, op_id: int) -> bool:

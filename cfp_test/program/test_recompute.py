@@ -203,6 +203,33 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     assert entering < sum(len(barrier.operands) for barrier in barriers_of(lowering))
 
 
+def pooled_step():
+    """The stream is what means are taken of, and sums; no gradient needs it."""
+    params = [{"a": normal(i, 8, 8), "b": normal(9 + i, 8, 8)} for i in range(4)]
+
+    def loss(p, x):
+        pooled = jnp.mean(x, axis=1)
+        for w in p:
+            x = x + jnp.tanh(pooled @ w["a"])[:, None]
+            pooled = jnp.mean(x, axis=1)
+            x = x + jnp.tanh(pooled @ w["b"])[:, None] + pooled[:, None]
+        return jnp.mean(x) + squares(pooled)
+
+    return training(loss, params, normal(9, 8, 32, 8))
+
+
+def test_nothing_is_kept_only_to_make_something_smaller_of_it():
+    case = prepare("pooled", pooled_step, SIZES)
+    segments = find_segments(case.frame)
+    turn = turning_point(case.frame)
+    outside = []
+    for segment in segments:
+        one = recomputable(case.frame.program, segment.ops, turn)
+        outside.append(set() if one is None else {*one.forward} - {*segment.ops})
+    assert len(segments) > 1
+    assert not any(outside)
+
+
 def test_what_depends_on_no_argument_goes_through_no_barrier():
     """The compiler would have to write it to memory, and keep it there."""
 

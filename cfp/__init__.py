@@ -1,6 +1,7 @@
 """Automatic sharding for JAX, measured on your own devices."""
 
 from cfp.api import ParallelStep, parallelize, plan
+from cfp.difference import compare
 from cfp.errors import (
     CacheError,
     CfpError,
@@ -12,7 +13,6 @@ from cfp.errors import (
     StepNotTraceable,
     TargetError,
 )
-from cfp.execute import compare
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings
 from cfp.presets import CLASSICS

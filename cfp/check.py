@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cfp.execute import CompiledStep, Difference, compare, compile_step
+from cfp.difference import Difference, compare
+from cfp.execute import CompiledStep, compile_step
 from cfp.plan import Plan
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep

@@ -1,4 +1,4 @@
-"""Runs a step under a plan's shardings, and checks it against one device."""
+"""Runs a step under a plan's shardings, or plainly on one device."""
 
 from __future__ import annotations
 
@@ -183,46 +183,6 @@ def compile_step(
 
 def _results(step: FlatStep) -> list[Any]:
     return tree_leaves(jax.eval_shape(step.flat_fn, *step.avals))
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far a result is from one device's: relative L2 of one leaf."""
-
-    path: str
-    relative_l2: float
-
-
-def compare(found: Any, expected: Any) -> list[Difference]:
-    """Relative L2 distances of all leaves, largest first; NaN counts as infinite."""
-    pairs, tree = jax.tree_util.tree_flatten_with_path(expected)
-    if jax.tree_util.tree_structure(found) != tree:
-        raise ValueError("results of different structures cannot be compared")
-    differences = []
-    for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        differences.append(Difference(name, _relative_l2(have, want)))
-    return sorted(differences, key=lambda d: -d.relative_l2)
-
-
-def _relative_l2(have: Any, want: Any) -> float:
-    a, b = _as_float(have), _as_float(want)
-    finite = np.isfinite(b)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return float("inf")
-    scale = np.linalg.norm(b[finite])
-    error = np.linalg.norm(a[finite] - b[finite])
-    if not np.isfinite(error):
-        return float("inf")
-    return float(error / scale) if scale > 0 else float(error)
-
-
-def _as_float(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
-    kind = np.complex128 if np.iscomplexobj(array) else np.float64
-    return array.astype(kind)
 
 
 def run_on_one_device(fn: Callable[..., Any], args: Sequence[Any], device: Any) -> Any:

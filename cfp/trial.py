@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
+from cfp.difference import Difference
 from cfp.errors import CfpError, DeviceError, compose
-from cfp.execute import CompiledStep, Difference
+from cfp.execute import CompiledStep
 from cfp.plan import Plan
 from cfp.program.step import FlatStep, flatten_step
 from cfp.targets import Target
@@ -122,7 +123,10 @@ def run_trial(
     try:
         tell("compiling")
         compiled = bound.compile(target.step, *target.args)
-        checking = Check(*both_sides(bound), feedback) if check else None
+        checking = None
+        if check:
+            tell("compiling in float32, under the plan and for one device")
+            checking = Check(*both_sides(bound), feedback)
         tell("making the arguments")
         args = list(target.make_args(bound.in_shardings, seed))
         if checking is not None:

@@ -1,10 +1,12 @@
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cfp.check import Comparison
-from cfp.execute import Difference, compare
+from cfp.difference import Difference, compare
 from cfp.trial import StepResult, Trial
 
 
@@ -67,3 +69,30 @@ def test_infinities_must_agree_and_hide_nothing():
     assert 0.5 < off.relative_l2 < 1.0
     [gone] = compare({"a": np.array([0.0, 1.0, 2.0])}, expected)
     assert gone.relative_l2 == math.inf
+
+
+def test_squares_that_no_float_holds_are_compared():
+    expected = {"large": np.full(7, 3e30, np.float32), "small": np.full(7, 3e-30, "f4")}
+    found = {
+        "large": np.full(7, 3.3e30, np.float32),
+        "small": np.full(7, 3.6e-30, "f4"),
+    }
+    assert {d.path: d.relative_l2 for d in compare(found, expected)} == {
+        "large": pytest.approx(0.1, rel=1e-5),
+        "small": pytest.approx(0.2, rel=1e-5),
+    }
+
+
+def test_keys_and_integers_and_bits_are_compared():
+    def result(seed, flag):
+        key = jax.random.key(seed)
+        return {"key": key, "count": jnp.arange(3) + seed, "flag": jnp.array([flag])}
+
+    same = compare(result(1, True), result(1, True))
+    assert [d.relative_l2 for d in same] == [0.0, 0.0, 0.0]
+    assert all(d.relative_l2 > 0.1 for d in compare(result(1, True), result(2, False)))
+
+
+def test_only_what_has_the_same_shape_is_compared():
+    with pytest.raises(ValueError, match=r"w is \(2,\), and \(1,\) expected"):
+        compare({"w": np.ones(2)}, {"w": np.ones(1)})

@@ -74,8 +74,9 @@ class Room:
             return {}
         percent_bytes = (most - fixed) / 100
         asked = (self.budget_bytes - fixed) / percent_bytes
-        # It is a whole number, and the compiler misses it by some percent.
-        shares = dict.fromkeys(max(1, int(part * asked)) for part in (1.0, 0.9))
+        # It is a whole number, more than a gigabyte, and the compiler misses it by some
+        # percent, to either side: what is told a little more often fits as well.
+        shares = dict.fromkeys(max(1, n) for n in (round(asked), int(0.9 * asked)))
         told = [{_SHARE: str(share)} for share in shares]
         if min(shares) * percent_bytes >= compiled.temp_bytes:
             told = [{}]  # So much is what it needs anyway.

@@ -1,0 +1,75 @@
+"""How far two results of a step are apart, leaf by leaf, computed where they are.
+
+Results of whole models are tens of gigabytes: they stay on the devices, and one number
+of each leaf comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a result is from one device's: relative L2 of one leaf."""
+
+    path: str
+    relative_l2: float
+
+
+def compare(found: Any, expected: Any) -> list[Difference]:
+    """Relative L2 distances of all leaves, largest first; NaN counts as infinite.
+
+    Args:
+        found: a pytree of arrays, wherever they are.
+        expected: the same structure and shapes; where it is they are compared.
+
+    Raises:
+        ValueError: structures or shapes differ.
+    """
+    pairs, tree = tree_flatten_with_path(expected)
+    if tree_structure(found) != tree:
+        raise ValueError("results of different structures cannot be compared")
+    distances = []
+    for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
+        name = keystr(path, simple=True, separator="/")
+        have, want = jnp.asarray(have), jnp.asarray(want)
+        if have.shape != want.shape:
+            raise ValueError(
+                f"results of different shapes cannot be compared: {name} is "
+                f"{have.shape}, and {want.shape} expected"
+            )
+        distance = _relative_l2(jax.device_put(have, want.sharding), want)
+        distances.append((name, distance))
+    differences = [Difference(name, float(distance)) for name, distance in distances]
+    return sorted(differences, key=lambda d: -d.relative_l2)
+
+
+@jax.jit
+def _relative_l2(have: jax.Array, want: jax.Array) -> jax.Array:
+    a, b = _as_float(have), _as_float(want)
+    finite = jnp.isfinite(b)
+    same = finite | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+    scale = _norm(jnp.where(finite, b, 0))
+    error = _norm(jnp.where(finite, a - b, 0))
+    relative = jnp.where(scale > 0, error / scale, error)
+    return jnp.where(same.all() & jnp.isfinite(error), relative, jnp.inf)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    """L2 norm, of numbers whose squares may be too large or too small to hold."""
+    size = jnp.abs(x)
+    largest = size.max(initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    return largest * jnp.sqrt(jnp.square(size / unit).sum())
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from cfp.difference import Difference, compare
 from cfp.execute import CompiledStep, compile_step
 from cfp.plan import Plan
+from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
@@ -116,7 +117,9 @@ class Check:
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-        self._args = self._each(fresh)
+        # To where results of one device will be: from step to step nothing moves.
+        [device] = self._alone.out_shardings[0].device_set
+        self._args = self._each(lambda arg: fresh(jax.device_put(arg, device)))
 
     def step(self) -> Comparison:
         """Runs a step on both sides."""
@@ -164,7 +167,7 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         plan.arg_specs,
         plan.output_specs,
         plan.constraints,
-        plan.options,
+        {**plan.options, **_options(mesh)},
         wide=True,
     )
     return planned, compile_alone(step, mesh.devices.flat[0])
@@ -176,15 +179,26 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     def whole(leaves: Iterable[Any]) -> list[Spec]:
         return [((),) * len(leaf.shape) for leaf in leaves]
 
+    mesh = Mesh(np.array([device]), ("alone",))
     return compile_step(
         step,
-        Mesh(np.array([device]), ("alone",)),
+        mesh,
         None,
         whole(step.avals),
         whole(jax.tree.leaves(step.traced.out_info)),
         Constraints({}, {}),
+        _options(mesh),
         wide=True,
     )
+
+
+def _options(mesh: Mesh) -> dict[str, str]:
+    """Compiler options for a few steps, quickly compiled."""
+    if mesh.devices.flat[0].platform not in GPU_PLATFORMS:
+        return {}
+    # XLA's own kernels for products in float32 are slow unless many are tried out, and
+    # each of these is compiled.
+    return {"xla_gpu_enable_triton_gemm": "False"}
 
 
 def fresh(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from cfp.difference import compare
 from cfp.errors import (
     CacheError,
     CfpError,
+    CompilerError,
     DeviceError,
     MemoryBudgetError,
     MeshError,
@@ -26,6 +27,7 @@ __all__ = [
     "Basis",
     "CacheError",
     "CfpError",
+    "CompilerError",
     "DeviceError",
     "Fastest",
     "MemoryBudgetError",

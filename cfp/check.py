@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from cfp.difference import Difference, compare
 from cfp.execute import CompiledStep, compile_step
 from cfp.plan import Plan
-from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
+from cfp.search.squeeze import MEMORY_SHARE
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
@@ -167,7 +167,8 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         plan.arg_specs,
         plan.output_specs,
         plan.constraints,
-        {**plan.options, **_options(mesh)},
+        # In wider types nothing is as large as it was.
+        {k: v for k, v in plan.options.items() if k != MEMORY_SHARE},
         wide=True,
     )
     return planned, compile_alone(step, mesh.devices.flat[0])
@@ -187,18 +188,8 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
         whole(step.avals),
         whole(jax.tree.leaves(step.traced.out_info)),
         Constraints({}, {}),
-        _options(mesh),
         wide=True,
     )
-
-
-def _options(mesh: Mesh) -> dict[str, str]:
-    """Compiler options for a few steps, quickly compiled."""
-    if mesh.devices.flat[0].platform not in GPU_PLATFORMS:
-        return {}
-    # XLA's own kernels for products in float32 are slow unless many are tried out, and
-    # each of these is compiled.
-    return {"xla_gpu_enable_triton_gemm": "False"}
 
 
 def fresh(tree: Any) -> Any:

@@ -42,7 +42,7 @@ from cfp.search.finalist import Finalist, RaceResult
 from cfp.search.measure import Told
 from cfp.search.race import first_that_fits, race
 from cfp.search.shortened import Shortened, shorten
-from cfp.search.squeeze import Room
+from cfp.search.squeeze import LEFT_AT_LEAST, Room, squeezed
 from cfp.shortage import no_winner
 
 # How many of the fastest are raced with other compiler options, too.
@@ -106,7 +106,10 @@ class Contest:
         if shortened is not None:
             near = [entry for entry in entries if entry not in large]
             made = self._raced(near, far, started, shortened, large)
-        made = made or self._raced(entries, far, started)
+        if made is None:
+            large = self._hopeless(entries)
+            near = [entry for entry in entries if entry not in large]
+            made = self._raced(near, far, started, None, large)
         assert made is not None, "whole programs lead to a plan, or to an error"
         return made
 
@@ -173,6 +176,23 @@ class Contest:
             self._asked, self._known = asked, known_to_fit(*where, entries, *how)
             entries += self._known
         return entries, far
+
+    def _hopeless(self, entries: Sequence[Decision]) -> list[Decision]:
+        """Classics that need too much by prediction, whatever the compiler does.
+
+        Each would be compiled, some of them more than once, only to be refused.
+        """
+        ground, problem = self.ground, self.decision.problem
+        if ground.room is None or problem is None:
+            return []
+        least = squeezed(problem, LEFT_AT_LEAST)
+        classics = set(self.decision.classics.values())
+        needs = (
+            (entry, predicted_bytes(ground.analysis, least, entry.choice))
+            for entry in entries
+            if entry.choice in classics and entry not in (self.decision, *self._known)
+        )
+        return [e for e, need in needs if need and need > ground.room.budget_bytes]
 
     def _shortened(
         self, entries: Sequence[Decision]

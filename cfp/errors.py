@@ -54,6 +54,10 @@ class DeviceError(CfpError):
     """A device is missing, busy, or failed while it was measured."""
 
 
+class CompilerError(CfpError):
+    """The compiler made a program that computes something else than it should."""
+
+
 class CacheError(CfpError):
     """The profile cache cannot be made, read or written where it should be."""
 

@@ -16,6 +16,7 @@ from jax.tree_util import tree_leaves, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
+from cfp.profiling.overwritten import compile_right
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.step import FlatStep, abstract
 from cfp.program.trace import lower_step, read_lowering
@@ -149,6 +150,7 @@ def compile_step(
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
+        CompilerError: the compiler made another program of it.
     """
     ins = tuple(
         NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
@@ -176,8 +178,7 @@ def compile_step(
     if wide:
         found = widened(step, lowering, ins, outs)
         step, lowering, narrow = found.step, found.lowering, found.narrow
-    chosen: dict[str, str | bool] = {**(options or {})}
-    compiled = lowering.lowered.compile(compiler_options=chosen or None)
+    compiled, _ = compile_right(lowering.lowered, options or {})
     return CompiledStep(step, compiled, ins, outs, lowering.out_tree, narrow)
 
 

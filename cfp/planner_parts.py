@@ -33,7 +33,7 @@ from cfp.search.squeeze import Room
 
 TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
-TOO_LARGE = "predicted not to fit in the devices' memory"
+TOO_LARGE = "predicted not to fit in memory"
 # XLA's allocator does not split a free block of which less than this would stay free,
 # and counts the whole block as used: what is measured is up to this much more than what
 # a program's largest allocation, that of all its temporaries, needs.

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.overwritten import compile_right
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
@@ -254,11 +255,13 @@ def compile_lowered(
       lowered: what to compile.
       options: compiler options.
       started: when its build began, as of `time.perf_counter`.
+
+    Raises:
+      CompilerError: it does not compute what it should.
     """
-    compiled = lowered.compile(compiler_options=dict(options) or None)
+    compiled, text = compile_right(lowered, options)
     build_seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
-    text = compiled.as_text()
     sizes = {}
     if memory is not None:  # Not every backend keeps account.
         sizes = {
@@ -271,7 +274,7 @@ def compile_lowered(
     return Built(
         key=key,
         compiled=compiled,
-        collectives=collectives_in(text) if text else (),
+        collectives=collectives_in(text),
         build_seconds=build_seconds,
         # Some backends state -1 for what they do not know.
         **{name: max(0, int(size)) for name, size in sizes.items()},

@@ -1,7 +1,6 @@
 """Reads the collectives out of a compiled program's HLO text.
 
-The text is what `jax.stages.Compiled.as_text` gives. Its grammar has no written
-promise; read are the forms that XLA's CPU and GPU compilers print:
+Read are the forms that XLA's CPU and GPU compilers print:
 
     %a = f32[64]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
     %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
@@ -12,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from math import prod
 
+from cfp.profiling.hlo_text import Instruction, Module, elements, modules_in
 from cfp.profiling.record import Collective
 
 KINDS = (
@@ -29,12 +29,7 @@ KINDS = (
 
 _Found = Counter[tuple[str, int, int]]  # (kind, bytes, group size) -> count
 
-_HEADER = re.compile(r"(ENTRY\s+)?%?([^\s(]+)\s.*\{\s*$")
-_OPCODE = re.compile(r"\s*([\w-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_COMMENT = re.compile(r"/\*.*?\*/")
-_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
     r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
@@ -44,14 +39,6 @@ _MESH_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[^=]*?\})?\}")
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}\s]*)\}")
-
-
-@dataclass(slots=True)
-class _Computation:
-    """What one computation sends itself, and what it calls how often."""
-
-    found: _Found = field(default_factory=Counter)
-    calls: list[tuple[str, int]] = field(default_factory=list)
 
 
 def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
@@ -69,7 +56,7 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
       reduce-scatter the operand's.
     """
     total: _Found = Counter()
-    for module in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
+    for module in modules_in(hlo_text):
         total.update(_of_module(module))
     return tuple(
         Collective(kind=kind, bytes=size, group_size=group, count=count)
@@ -79,92 +66,47 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     )
 
 
-def _of_module(text: str) -> _Found:
-    computations: dict[str, _Computation] = {"": _Computation()}
-    entry = ""
-    current = computations[entry]
+def _of_module(module: Module) -> _Found:
     devices = 1
-    for line in text.splitlines():
-        if line.startswith("HloModule "):
-            devices = _header_number(line, "replica_count")
-            devices *= _header_number(line, "num_partitions")
-        elif line[:1] not in ("", " ", "}"):
-            header = _HEADER.match(line)
-            if header is not None:
-                current = computations.setdefault(header[2], _Computation())
-                entry = header[2] if header[1] else entry
-        elif " = " in line:
-            _read_instruction(line, devices, current)
+    for name in ("replica_count", "num_partitions"):
+        found = re.search(rf"\b{name}=(\d+)", module.header)
+        devices *= int(found[1]) if found else 1
     known: dict[str, _Found] = {}
 
     def total(name: str) -> _Found:
         if name not in known:
-            known[name] = Counter(computations[name].found)
-            for called, times in computations[name].calls:
-                if called in computations:
-                    for what, count in total(called).items():
-                        known[name][what] += count * times
+            known[name] = Counter()
+            for one in module.computations[name]:
+                known[name].update(_sent_by(one, devices))
+                for called, times in _calls(one):
+                    if called in module.computations:
+                        for what, count in total(called).items():
+                            known[name][what] += count * times
         return known[name]
 
-    return total(entry)
+    return total(module.entry)
 
 
-def _header_number(line: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", line)
-    return int(found[1]) if found else 1
+def _sent_by(one: Instruction, devices: int) -> _Found:
+    kind, started, _ = one.opcode.partition("-start")
+    if kind not in KINDS:
+        return Counter()
+    group = _group_size(kind, one.attributes, devices)
+    return Counter(
+        {(kind, _largest_side(kind, one.shape, bool(started), group), group): 1}
+    )
 
 
-def _read_instruction(line: str, devices: int, into: _Computation) -> None:
-    trips = _TRIPS.search(line)
-    # Names and paths in quotes, and comments, may contain anything.
-    text = _COMMENT.sub("", _QUOTED.sub('""', line.partition(" = ")[2]))
-    end = _shape_end(text)
-    opcode = _OPCODE.match(text, end)
-    if opcode is None:
-        return
-    kind, started, _ = opcode[1].partition("-start")
-    if kind in KINDS:
-        group = _group_size(kind, text, devices)
-        size = _largest_side(kind, text[:end], bool(started), group)
-        into.found[kind, size, group] += 1
-        return  # Not what it calls: an asynchronous form may name its own twin.
-    times = int(trips[1]) if trips and opcode[1] == "while" else 1
-    for called in _CALLED.finditer(text, opcode.end()):
+def _calls(one: Instruction) -> Iterator[tuple[str, int]]:
+    if one.opcode.partition("-start")[0] in KINDS:
+        return  # An asynchronous form may name its own twin.
+    for called in _CALLED.finditer(one.attributes):
         for name in called[1].strip("{}").split(","):
-            into.calls.append((name.strip().lstrip("%"), times))
-
-
-def _shape_end(text: str) -> int:
-    """Where the shape at the beginning of an instruction's text ends."""
-    depth = 0
-    for place, letter in enumerate(text):
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        elif letter == " " and depth == 0:
-            return place
-    return len(text)
-
-
-def _elements(shape: str) -> list[str]:
-    """The elements of a tuple's shape; the shape itself if it is an array's."""
-    if not shape.startswith("("):
-        return [shape]
-    found, depth, start = [], 0, 1
-    for place, letter in enumerate(shape):
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
-            found.append(shape[start:place].strip())
-            start = place + 1
-    return found
+            yield name.strip().lstrip("%"), one.trips
 
 
 def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
-    parts = _elements(shape)
+    parts = elements(shape)
     # An asynchronous start gives (operands, results, the backend's own); only an
     # all-reduce of its own opcode gives its results alone.
     wrapped = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))

@@ -18,19 +18,24 @@ from cfp.search.problem import Option, Problem
 # What the compiler left of temporaries that it was told to reduce: 0.74 and 0.77 for
 # two plans of a GPT on 2 H200, and 0.6 and 0.73 where they compute segments again.
 _LEFT = 0.75
-_LEFT_AT_LEAST = 0.55
+LEFT_AT_LEAST = 0.55
 # The percentage of what arguments leave of a device's memory that others may take.
-_SHARE = "xla_gpu_memory_limit_slop_factor"
+MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
-def squeezed(problem: Problem) -> Problem:
-    """The problem with as much memory as the compiler is hoped to make do with."""
+def squeezed(problem: Problem, left: float = _LEFT) -> Problem:
+    """The problem with as much memory as the compiler is hoped to make do with.
+
+    Args:
+        problem: with what it takes if it is told nothing.
+        left: the share of what is no state.
+    """
 
     def less(option: Option) -> Option:
         return replace(
             option,
-            residual_bytes=round(_LEFT * option.residual_bytes),
-            temp_bytes=round(_LEFT * option.temp_bytes),
+            residual_bytes=round(left * option.residual_bytes),
+            temp_bytes=round(left * option.temp_bytes),
         )
 
     options = tuple(tuple(map(less, of_kind)) for of_kind in problem.options)
@@ -59,7 +64,7 @@ class Room:
         Args:
             compiled: what it needs otherwise; a failure to compile needs nothing.
         """
-        least = compiled.peak_bytes - (1.0 - _LEFT_AT_LEAST) * compiled.temp_bytes
+        least = compiled.peak_bytes - (1.0 - LEFT_AT_LEAST) * compiled.temp_bytes
         return 0 < least <= self.budget_bytes
 
     def options(self, compiled: CompiledBytes) -> Mapping[str, Options]:
@@ -77,7 +82,7 @@ class Room:
         # It is a whole number, more than a gigabyte, and the compiler misses it by some
         # percent, to either side: what is told a little more often fits as well.
         shares = dict.fromkeys(max(1, n) for n in (round(asked), int(0.9 * asked)))
-        told = [{_SHARE: str(share)} for share in shares]
+        told = [{MEMORY_SHARE: str(share)} for share in shares]
         if min(shares) * percent_bytes >= compiled.temp_bytes:
             told = [{}]  # So much is what it needs anyway.
         names = ("within the budget", "well within the budget")

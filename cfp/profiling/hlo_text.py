@@ -1,0 +1,144 @@
+"""Reads a compiled program's HLO text, line by line.
+
+The text is what `jax.stages.Compiled.as_text` gives. Its grammar has no written
+promise; read are the forms that XLA's CPU and GPU compilers print:
+
+    %gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%a, %b, %c), custom_call_target="..."
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_HEADER = re.compile(r"(ENTRY\s+)?%?([^\s(]+)\s.*\{\s*$")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_COMMENT = re.compile(r"/\*.*?\*/")
+_NAME = re.compile(r"%([\w.-]+)")
+_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A line of a computation.
+
+    Attributes:
+        name: unique in its module.
+        shape: of its result, as text.
+        opcode: what it does.
+        operands: names of instructions.
+        attributes: what follows the operands, without what is quoted.
+        root: whether it is the computation's result.
+        trips: how often a loop turns, as far as the compiler knows; or 1.
+        number: of a parameter, which one it is.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool = False
+    trips: int = 1
+    number: int | None = None
+
+
+@dataclass(slots=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        header: its first line.
+        entry: the name of the computation that it starts with.
+        computations: their instructions, in the order in which they are printed.
+    """
+
+    header: str = ""
+    entry: str = ""
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+
+
+def modules_in(hlo_text: str) -> Iterator[Module]:
+    """The modules of a text, or one of lines that stand in no computation."""
+    for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
+        module = Module(computations={"": []})
+        current = module.computations[""]
+        for line in text.splitlines():
+            if line.startswith("HloModule "):
+                module.header = line
+            elif line[:1] not in ("", " ", "}"):
+                header = _HEADER.match(line)
+                if header is not None:
+                    current = module.computations.setdefault(header[2], [])
+                    module.entry = header[2] if header[1] else module.entry
+            elif " = " in line:
+                found = _instruction(line)
+                current += [found] if found else []
+        yield module
+
+
+def _instruction(line: str) -> Instruction | None:
+    left, _, right = line.partition(" = ")
+    # Names and paths in quotes, and comments, may contain anything.
+    text = _COMMENT.sub("", _QUOTED.sub('""', right))
+    end = _shape_end(text)
+    opcode = _OPCODE.match(text, end)
+    if opcode is None:
+        return None
+    close = _closing(text, opcode.end())
+    words = left.split()
+    trips = _TRIPS.search(line) if opcode[1] == "while" else None
+    return Instruction(
+        name=words[-1].lstrip("%"),
+        shape=text[:end],
+        opcode=opcode[1],
+        operands=tuple(_NAME.findall(text, opcode.end(), close)),
+        attributes=text[close:],
+        root=words[0] == "ROOT",
+        trips=int(trips[1]) if trips else 1,
+        number=int(text[opcode.end() : close]) if opcode[1] == "parameter" else None,
+    )
+
+
+def elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape; the shape itself if it is an array's."""
+    if not shape.startswith("("):
+        return [shape]
+    found, depth, start = [], 0, 1
+    for place, letter in enumerate(shape):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            found.append(shape[start:place].strip())
+            start = place + 1
+    return found
+
+
+def _shape_end(text: str) -> int:
+    """Where the shape at the beginning of an instruction's text ends."""
+    depth = 0
+    for place, letter in enumerate(text):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter == " " and depth == 0:
+            return place
+    return len(text)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket closes that is open at a place."""
+    depth = 1
+    for place in range(start, len(text)):
+        if text[place] in "([{":
+            depth += 1
+        elif text[place] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return place
+    return len(text)

@@ -284,3 +284,29 @@ def test_memory_decides_whether_an_abridged_program_will_do(plan, monkeypatch):
     assert "segments_raced" not in plan().search
     needs[list(needs)[-1]] = None
     assert "segments_raced" not in plan().search
+
+
+def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
+    plan, monkeypatch
+):
+    known = {}  # What is said of who fits, and of whom nothing is known.
+
+    def predicted(analysis, problem, choice):
+        return known.get(choice, 2**31)
+
+    entries = contest.Contest._entries
+
+    def seen(self):
+        known[self.decision.choice] = 1
+        known[self.decision.classics["data_parallel"]] = None
+        return entries(self)
+
+    monkeypatch.setattr("cfp.contest.predicted_bytes", predicted)
+    monkeypatch.setattr(contest.Contest, "_entries", seen)
+    made = plan(memory_budget=2**30)
+    notes = {row.name: row.note for row in made.race}
+    assert notes["data_parallel"] == ""
+    assert list(notes.values()).count(TOO_LARGE) >= 2
+    refused = [row for row in made.race if row.note == TOO_LARGE]
+    assert {row.name for row in refused} <= set(cfp.PRESETS)
+    assert not any(row.peak_bytes for row in refused)

@@ -1,7 +1,7 @@
 """What classics need on GPUs, by the compiler alone: no GPU is asked.
 
     python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
-        [--device FILE] [--presets NAME,...] [--json FILE]
+        [--device FILE] [--presets NAME,...] [--option NAME=VALUE ...] [--json FILE]
 
 XLA compiles for devices that a file describes (``h200.txtpb`` beside this one), which
 takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
@@ -9,7 +9,10 @@ takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
 version. Kernels are not tuned, so times say nothing, but memory is what the devices
 need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
 
-Prints a line for each classic, as it is and with every segment computed again.
+Prints a line for each classic, as it is and with every segment computed again; and what
+XLA would have read after it was overwritten, so that the program was compiled once more
+(:mod:`cfp.profiling.overwritten`). ``--option`` goes to the compiler, such as
+``xla_gpu_memory_limit_slop_factor=1``, which tells it of a budget.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.presets import CLASSICS, presets
+from cfp.profiling import overwritten
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -49,6 +53,7 @@ def main() -> None:
     described = Path(__file__).with_name("h200.txtpb")
     parser.add_argument("--device", type=Path, default=described)
     parser.add_argument("--presets", default=",".join(CLASSICS))
+    parser.add_argument("--option", action="append", default=[])
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args()
 
@@ -66,10 +71,13 @@ def main() -> None:
     frame, segments = analysis.frame, analysis.segments
     again = tuple(s.index for s in segments if can_recompute(frame, s))
     known = presets(frame)
+    told = dict(one.split("=", 1) for one in options.option)
+    found = watch_overwritten()
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(frame, segments, choice, (), name, options=_UNTUNED)
+            job = whole_job(frame, segments, choice, (), name, options=_UNTUNED | told)
+            found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):
                 print(f"{name}: {built.status}: {built.reason}", flush=True)
@@ -83,16 +91,32 @@ def main() -> None:
                 "argument_bytes": built.argument_bytes,
                 "temp_bytes": built.temp_bytes,
                 "peak_bytes": built.peak_bytes,
+                "options": _UNTUNED | told,
+                "overwritten": found[0],
             }
             print(
                 f"{name:24} {len(remat):2} segments again: "
                 f"{built.temp_bytes / 1e9:6.2f} GB of temporaries, "
-                f"{built.peak_bytes / 1e9:6.2f} GB in all",
+                f"{built.peak_bytes / 1e9:6.2f} GB in all"
+                + (f"; {found[0]}" if found[0] else ""),
                 flush=True,
             )
             if options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(line) + "\n")
+
+
+def watch_overwritten() -> list[str | None]:
+    """What was found in the texts of programs from now on."""
+    found: list[str | None] = []
+    look = overwritten.read_after_overwritten
+
+    def looked(text: str) -> str | None:
+        found.append(look(text))
+        return found[-1]
+
+    overwritten.read_after_overwritten = looked
+    return found
 
 
 def described_mesh(path: Path, axes: platform.Axes) -> Mesh:

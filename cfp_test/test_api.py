@@ -191,17 +191,47 @@ def test_arguments_are_known_by_position_and_by_name(mesh, cache):
         {"donate_argnames": "state", "static_argnames": ("mode",)},
     ):
         made = run(state=state, batch=X, mode="minus", **options)
-        assert made.arg_names == ("batch", "state/w")  # in the order of the alphabet
-        assert made.donated == (False, True) and made.static == ("mode",)
-        found = made.apply(step)(state={"w": X + 0}, batch=X, mode="minus")
-        np.testing.assert_allclose(found["w"], X - w, rtol=1e-6)
-        made = run(state, X, "minus", **options)
+        assert made.arg_names == ("state/w", "batch")
         assert made.donated == (True, False) and made.static == (2,)
+        planned = made.apply(step)
+        for found in (
+            planned(state={"w": X + 0}, batch=X, mode="minus"),
+            planned({"w": X + 0}, X, "minus"),
+            planned({"w": X + 0}, mode="minus", batch=X),
+        ):
+            np.testing.assert_allclose(found["w"], X - w, rtol=1e-6)
+        same = run(state, X, "minus", **options)
+        assert (same.fingerprint, same.arg_names) == (made.fingerprint, made.arg_names)
+
     step = cfp.parallelize(
         step, mesh=mesh, static_argnames="mode", cache_dir=cache, settings=QUICK
     )
     np.testing.assert_allclose(step(state, X)["w"], X + w, rtol=1e-6)
     np.testing.assert_allclose(step(state, X, mode="minus")["w"], X - w, rtol=1e-6)
+
+
+def test_keywords_that_have_no_position_stay(mesh, cache):
+    def step(x, /, y, *more, x_scale=1.0, **rest):
+        return x * x_scale + y + sum(more) + rest["x"]
+
+    run = functools.partial(cfp.plan, step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    made = run(X, y=X, x_scale=jnp.float32(2.0), x=X)
+    assert made.arg_names == ("x", "y", "x", "x_scale")
+    found = made.apply(step)(X, X, x=X, x_scale=jnp.float32(2.0))
+    np.testing.assert_allclose(found, 4 * X, rtol=1e-6)
+    made = run(X, X, X, x=X)
+    np.testing.assert_allclose(made.apply(step)(X, X, X, x=X), 4 * X, rtol=1e-6)
+
+
+def test_a_step_is_planned_once_however_it_is_called(mesh, cache):
+    def step(x, y):
+        return x @ y
+
+    run = cfp.parallelize(step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    found = [run(X, X), run(X, y=X), run(y=X, x=X)]
+    for one in found:
+        np.testing.assert_allclose(one, X @ X, rtol=1e-6)
+    assert len(run._steps) == 1
 
 
 def test_a_second_plan_measures_nothing(mesh, tmp_path):

@@ -41,6 +41,7 @@ class FlatStep:
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure."""
+        args, kwargs = _by_position(self.fn, args, kwargs)
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -120,7 +121,7 @@ def flatten_step(
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
             argument cannot be hashed, or there is no argument of a name.
     """
-    kwargs = kwargs or {}
+    args, kwargs = _by_position(fn, args, kwargs or {})
     parameters = _parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
     _check_names(fn, "static_argnames", static_argnames)
@@ -241,6 +242,25 @@ def _dynamic(
         tuple(a for i, a in enumerate(args) if i not in static),
         {name: a for name, a in kwargs.items() if name not in static},
     )
+
+
+def _by_position(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call in which all stands at its position that can.
+
+    So that it makes no difference whether arguments are passed by keyword.
+    """
+    placed, named = list(args), dict(kwargs)
+    try:
+        parameters = [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    for one in parameters[len(placed) :]:
+        if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
+            break
+        placed.append(named.pop(one.name))
+    return tuple(placed), named
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:

@@ -63,6 +63,11 @@ class Planner:
     ) -> None:
         self.analysis = analysis
         self.mesh = mesh
+        if not isinstance(settings, PlannerSettings | None):
+            raise CfpError(
+                f"settings is a {type(settings).__name__}. Pass "
+                "cfp.PlannerSettings(per_kind=8), for instance."
+            )
         self.settings = settings or PlannerSettings()
         self.environment = environment_parts(list(mesh.devices.flat))
         device_bytes = device_memory(mesh)

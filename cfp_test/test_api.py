@@ -328,6 +328,8 @@ def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
 
         with pytest.raises(cfp.StepNotTraceable, match="Leave out ordered=True"):
             run(in_order, jnp.ones(8), mesh=mesh)
+    with pytest.raises(cfp.CfpError, match=r"settings is a dict. Pass cfp.Planner"):
+        cfp.plan(train_step, *shapes(), mesh=mesh, settings={"per_kind": 2})
     with pytest.raises(cfp.CfpError, match="80GiB"):
         run(train_step, *shapes(), mesh=mesh, memory_budget="plenty")
     blocked = tmp_path / "file"

@@ -72,4 +72,5 @@ def _norm(x: jax.Array) -> jax.Array:
 def _as_float(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+    return x if wide else x.astype(jnp.float32)

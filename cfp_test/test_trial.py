@@ -86,10 +86,17 @@ def test_squares_that_no_float_holds_are_compared():
 def test_keys_and_integers_and_bits_are_compared():
     def result(seed, flag):
         key = jax.random.key(seed)
-        return {"key": key, "count": jnp.arange(3) + seed, "flag": jnp.array([flag])}
+        return {
+            "key": key,
+            "count": jnp.arange(3) + seed,
+            "flag": jnp.array([flag]),
+            "few bits": (jnp.arange(3) + seed).astype(jnp.int4),
+            "float of few": (jnp.arange(3.0) + seed).astype(jnp.float8_e4m3fn),
+            "complex": 1j * jnp.arange(3.0) + seed,
+        }
 
     same = compare(result(1, True), result(1, True))
-    assert [d.relative_l2 for d in same] == [0.0, 0.0, 0.0]
+    assert [d.relative_l2 for d in same] == [0.0] * 6
     assert all(d.relative_l2 > 0.1 for d in compare(result(1, True), result(2, False)))
 
 

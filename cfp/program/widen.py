@@ -78,9 +78,8 @@ def widened(
 
 def wide_dtype(dtype: Any) -> Any:
     """Float32 for floats that are narrower; all others as they are."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return jnp.promote_types(dtype, jnp.float32)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:

@@ -146,3 +146,18 @@ def test_what_is_wide_stays():
     args = X, np.arange(3), jax.random.key(1)
     found = run(lowered(step, *args), *args)
     assert [v.dtype for v in found] == [v.dtype for v in jax.eval_shape(step, *args)]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        ("float8_e4m3fn", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+        ("int4", "int4"),
+        ("complex64", "complex64"),
+    ],
+)
+def test_only_narrow_floats_become_wider(narrow, wide):
+    assert wide_dtype(jnp.dtype(narrow)) == jnp.dtype(wide)

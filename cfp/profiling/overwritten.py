@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import jax
@@ -29,8 +28,11 @@ from cfp.profiling.hlo_text import Instruction, Module, elements, modules_in
 _Path = tuple[int, ...]
 _Value = tuple[str, _Path]
 
+_OFF = "xla_disable_hlo_passes"
+
 _SAME_MEMORY = ("bitcast", "optimization-barrier", "opt-barrier")
-_READS_NOTHING = (*_SAME_MEMORY, "get-tuple-element", "tuple", "parameter", "constant")
+_PARTS = (*_SAME_MEMORY, "get-tuple-element")
+_READS_NOTHING = (*_PARTS, "tuple", "parameter", "constant")
 # Ops that write into an operand: which one.
 _IN_PLACE = {"dynamic-update-slice": 0, "scatter": 0, "ragged-all-to-all": 1}
 
@@ -39,8 +41,11 @@ _DONATED = re.compile(r"input_output_alias=\{(.*?\))\s*\}")
 _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _BODY = re.compile(r"\bbody=%?([\w.-]+)")
-_FUSED = re.compile(r"\bcalls=%?([\w.-]+)")
-_INLINED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_BRANCHES = re.compile(
+    r"\b(?:true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.-]+)"
+)
 
 
 def compile_right(
@@ -65,8 +70,9 @@ def compile_right(
     text = compiled.as_text() or ""
     if read_after_overwritten(text) is None:
         return compiled, text
-    off = {**options, "xla_disable_hlo_passes": "rematerialization"}
-    compiled = lowered.compile(compiler_options=off)
+    off = filter(None, [options.get(_OFF), "rematerialization"])
+    without = {**options, _OFF: ",".join(off)}
+    compiled = lowered.compile(compiler_options=without)
     text = compiled.as_text() or ""
     if (found := read_after_overwritten(text)) is not None:
         raise CompilerError(
@@ -90,129 +96,253 @@ def read_after_overwritten(hlo_text: str) -> str | None:
     if ".remat" not in hlo_text:
         return None
     for module in modules_in(hlo_text):
-        inlined = {
-            name
-            for instructions in module.computations.values()
-            for one in instructions
-            if one.opcode != "call" and not one.opcode.startswith("async")
-            for name in _INLINED.findall(one.attributes)
-        }
-        for name, instructions in module.computations.items():
-            if name not in inlined:
-                found = _first_late(module, name, instructions)
+        program = _Program(module)
+        for name in module.computations:
+            if name not in program.inlined:
+                found = program.computation(name).first_late()
                 if found is not None:
                     return found
     return None
 
 
-def _first_late(
-    module: Module, name: str, instructions: list[Instruction]
-) -> str | None:
-    here = {one.name: one for one in instructions}
-    place = {one.name: i for i, one in enumerate(instructions)}
+class _Program:
+    """A module's computations, each looked at when it is asked for.
 
-    @cache
-    def value(of: str, path: _Path = ()) -> _Value:
+    Attributes:
+        module: what they are of.
+        inlined: names of those that have no memory of their own.
+        bodies: names of loops' bodies.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        every = [one for found in module.computations.values() for one in found]
+        self.inlined = {
+            name
+            for one in every
+            if not _is_call(one)
+            for name in _CALLED.findall(one.attributes)
+        }
+        self.bodies = {
+            name
+            for one in every
+            if one.opcode == "while"
+            for name in _BODY.findall(one.attributes)
+        }
+        self._known: dict[str, _Computation] = {}
+        self._unchanged: dict[str, frozenset[int]] = {}
+
+    def computation(self, name: str) -> _Computation:
+        if name not in self._known:
+            instructions = self.module.computations.get(name, [])
+            self._known[name] = _Computation(self, name, instructions)
+        return self._known[name]
+
+    def unchanged(self, loop: Instruction) -> frozenset[int]:
+        """Elements of a loop's state that its body hands on as they are."""
+        if loop.name not in self._unchanged:
+            found = _BODY.search(loop.attributes)
+            body = self.computation(found[1]) if found else None
+            self._unchanged[loop.name] = frozenset(
+                i
+                for i in range(len(elements(loop.shape)))
+                if body and body.root is not None and 0 in body.parameters
+                if body.value(body.root, (i,)) == (body.parameters[0], (i,))
+            )
+        return self._unchanged[loop.name]
+
+
+class _Computation:
+    """What is in whose memory.
+
+    Attributes:
+        root: the name of the result, if there is one.
+        parameters: names, by number.
+    """
+
+    def __init__(
+        self, program: _Program, name: str, instructions: list[Instruction]
+    ) -> None:
+        self._program = program
+        self._name = name
+        self._instructions = instructions
+        self._here = {one.name: one for one in instructions}
+        self._place = {one.name: i for i, one in enumerate(instructions)}
+        self._values: dict[_Value, _Value] = {}
+        self._overwritten: dict[_Value, tuple[int, str]] | None = None
+        self._before: dict[_Value, _Value] = {}
+        self.root = next((one.name for one in instructions if one.root), None)
+        self.parameters = {
+            one.number: one.name for one in instructions if one.number is not None
+        }
+
+    def value(self, of: str, path: _Path = ()) -> _Value:
         """Where a result comes from: the same memory, and nobody wrote to it since."""
-        one = here[of]
-        if one.opcode in _SAME_MEMORY:
-            return value(one.operands[0], path)
-        if one.opcode == "get-tuple-element":
-            return value(one.operands[0], (_index(one), *path))
-        if one.opcode == "tuple" and path:
-            return value(one.operands[path[0]], path[1:])
-        if one.opcode == "while" and path and path[0] in _unchanged(module, one):
-            return value(one.operands[0], path)
-        return of, path
+        at: _Value = of, path
+        passed = []
+        while at not in self._values:
+            passed.append(at)
+            source = self._source(*at)
+            if source is None:
+                self._values[at] = at
+            else:
+                at = source
+        self._values.update(dict.fromkeys(passed, self._values[at]))
+        return self._values[at]
 
-    def values(of: str) -> Iterator[_Value]:
+    def first_late(self) -> str | None:
+        """The first value that is read too late, in words."""
+        overwritten = {**self.overwritten()}
+        for value, old in self._tied():
+            new = value
+            while new in self._before:  # It is written where another value has been.
+                new = self._before[new]
+            if new != old and self._here[new[0]].opcode != "parameter":
+                self._overwrite(overwritten, old, new[0])
+        late_parts: dict[str, tuple[int, str]] = {}
+        for (of, path), when in overwritten.items():
+            if path:
+                late_parts[of] = min(when, late_parts.get(of, when))
+        for one in self._instructions:
+            if one.opcode in _READS_NOTHING and not one.root:
+                continue
+            for operand in [one.name] if one.opcode in _PARTS else one.operands:
+                for read in self._all(operand):
+                    found = overwritten.get(read)
+                    if found is None and not read[1]:
+                        found = late_parts.get(read[0])
+                    if found is not None and found[0] < self._place[one.name]:
+                        return (
+                            f"%{one.name} reads %{read[0]} after %{found[1]} "
+                            "wrote there"
+                        )
+        return None
+
+    def overwritten(self) -> dict[_Value, tuple[int, str]]:
+        """What nobody may read any longer: when it was overwritten, and by whom."""
+        if self._overwritten is None:
+            self._overwritten = {}
+            for one in self._instructions:
+                for out, operand, inner in self._written(one):
+                    old = self.value(one.operands[operand], inner)
+                    self._overwrite(self._overwritten, old, one.name)
+                    if out is not None:
+                        self._before[one.name, out] = old
+        return self._overwritten
+
+    def spoilt(self) -> Iterator[tuple[int, _Path]]:
+        """Parameters that are overwritten here, and the part of each."""
+        for of, path in self.overwritten():
+            number = self._here[of].number
+            if number is not None:
+                yield number, path
+
+    # -- inside --------------------------------------------------------------
+
+    def _source(self, of: str, path: _Path) -> _Value | None:
+        one = self._here[of]
+        if one.opcode in _SAME_MEMORY:
+            return one.operands[0], path
+        if one.opcode == "get-tuple-element":
+            return one.operands[0], (_index(one), *path)
+        if one.opcode == "tuple" and path:
+            return one.operands[path[0]], path[1:]
+        if one.opcode == "while" and path and path[0] in self._program.unchanged(one):
+            return one.operands[0], path
+        return None
+
+    def _all(self, of: str) -> Iterator[_Value]:
         """All values of a result, as far as they are known one by one."""
-        one = here[of]
+        one = self._here[of]
         if one.opcode == "tuple":
             for operand in one.operands:
-                yield from values(operand)
+                yield from self._all(operand)
         else:
-            yield value(of)
+            yield self.value(of)
 
-    # What nobody may read any longer: who has overwritten it, and when.
-    overwritten: dict[_Value, tuple[int, str]] = {}
-    before: dict[_Value, _Value] = {}
-    for one in instructions:
-        for out, operand, inner in _written(module, one):
-            old = value(one.operands[operand], inner)
-            overwritten.setdefault(old, (place[one.name], one.name))
-            before[one.name, out] = old
-    root = next((one.name for one in instructions if one.root), None)
-    if root is not None and name == module.entry:
-        parameters = {one.number: one.name for one in instructions}
-        for out, number, inner in _pairs(_DONATED, module.header):
-            new, old = value(root, out), (parameters[number], inner)
-            while new in before:  # It is written where another value has been.
-                new = before[new]
-            if new != old and here[new[0]].opcode != "parameter":
-                overwritten.setdefault(old, (place[new[0]], new[0]))
-    for one in instructions:
-        if one.opcode in _READS_NOTHING and not one.root:
-            continue
-        operands = [one.name] if one.opcode in _SAME_MEMORY else one.operands
-        for operand in operands:
-            for read in values(operand):
-                when, writer = overwritten.get(read, (len(instructions), ""))
-                if when < place[one.name]:
-                    return f"%{one.name} reads %{read[0]} after %{writer} wrote there"
-    return None
+    def _overwrite(
+        self, overwritten: dict[_Value, tuple[int, str]], old: _Value, by: str
+    ) -> None:
+        this = self._place[by], by
+        overwritten[old] = min(this, overwritten.get(old, this))
 
+    def _tied(self) -> Iterator[tuple[_Value, _Value]]:
+        """(result, argument) that are one memory from the beginning."""
+        if self.root is None:
+            return
+        if self._name == self._program.module.entry:
+            for out, number, inner in _pairs(_DONATED, self._program.module.header):
+                yield self.value(self.root, out), (self.parameters[number], inner)
+        elif self._name in self._program.bodies and 0 in self.parameters:
+            shape = self._here[self.root].shape
+            for i in range(len(elements(shape))):
+                path = (i,) if shape.startswith("(") else ()
+                yield self.value(self.root, path), (self.parameters[0], path)
 
-def _written(module: Module, one: Instruction) -> Iterator[tuple[_Path, int, _Path]]:
-    """(part of the result, operand, part of it) that are one memory."""
-    if one.opcode in _IN_PLACE:
-        yield (), _IN_PLACE[one.opcode], ()
-    elif one.opcode == "while":
-        unchanged = _unchanged(module, one)
-        for i in range(len(elements(one.shape))):
-            if i not in unchanged:
-                path = (i,) if one.shape.startswith("(") else ()
-                yield path, 0, path
-    elif "output_to_operand_aliasing" in one.attributes:
+    def _written(self, one: Instruction) -> Iterator[tuple[_Path | None, int, _Path]]:
+        """(part of the result, operand, part of it) that are one memory.
+
+        The part of the result is None where it is not known.
+        """
+        opcode = one.opcode.removesuffix("-start")
+        within = (1,) if opcode != one.opcode else ()
         yield from _pairs(_ALIASING, one.attributes)
-    elif one.opcode == "fusion" and (body := _FUSED.search(one.attributes)):
-        yield from _written_by_fusion(module.computations[body[1]])
+        if opcode in _IN_PLACE:
+            # A scatter may be one of several arrays, with as many updates.
+            several = len(one.operands) // 2 if opcode == "scatter" else 1
+            for i in range(several):
+                path = (i,) if several > 1 else ()
+                yield (*within, *path), _IN_PLACE[opcode] + i, ()
+        elif one.opcode == "while":
+            unchanged = self._program.unchanged(one)
+            for i in range(len(elements(one.shape))):
+                if i not in unchanged:
+                    path = (i,) if one.shape.startswith("(") else ()
+                    yield path, 0, path
+        elif one.opcode == "all-reduce-start" and not one.shape.startswith("(("):
+            for i in range(len(one.operands)):
+                yield (i,) if one.shape.startswith("(") else (), i, ()
+        elif opcode == "fusion":
+            for name in _CALLED.findall(one.attributes):
+                body = self._program.module.computations.get(name, [])
+                for out, operand in _written_by_fusion(body):
+                    yield (*within, *out), operand, ()
+        elif _is_call(one):
+            for name in _CALLED.findall(one.attributes):
+                for number, inner in self._program.computation(name).spoilt():
+                    yield None, number, inner
+        elif one.opcode == "conditional":
+            named = ",".join(_BRANCHES.findall(one.attributes))
+            for i, name in enumerate(re.findall(r"[\w.-]+", named)):
+                for _, inner in self._program.computation(name).spoilt():
+                    yield None, 1 + i, inner
 
 
-def _written_by_fusion(body: list[Instruction]) -> Iterator[tuple[_Path, int, _Path]]:
+def _is_call(one: Instruction) -> bool:
+    return one.opcode in ("call", "call-start") or one.opcode.startswith("async")
+
+
+def _written_by_fusion(body: list[Instruction]) -> Iterator[tuple[_Path, int]]:
+    """(part of the result, operand) that are one memory.
+
+    Others in the fusion may read the operand, too: its kernel reads before it writes.
+    """
     here = {one.name: one for one in body}
-    root = next(one for one in body if one.root)
+    root = next((one for one in body if one.root), None)
 
     def through(name: str) -> Instruction:
         while here[name].opcode == "bitcast":
             name = here[name].operands[0]
         return here[name]
 
-    several = root.opcode == "tuple"
-    for i, name in enumerate(root.operands if several else [root.name]):
+    several = root is not None and root.opcode == "tuple"
+    results = () if root is None else root.operands if several else (root.name,)
+    for i, name in enumerate(results):
         last = through(name)
         if last.opcode in _IN_PLACE:
             first = through(last.operands[_IN_PLACE[last.opcode]])
-            # Only who alone reads an operand may write there.
-            readers = sum(first.name in one.operands for one in body)
-            if first.opcode == "parameter" and readers == 1:
-                assert first.number is not None, first
-                yield (i,) if several else (), first.number, ()
-
-
-def _unchanged(module: Module, loop: Instruction) -> frozenset[int]:
-    """Elements of a loop's state that its body hands on as they are."""
-    found = _BODY.search(loop.attributes)
-    body = module.computations.get(found[1], []) if found else []
-    here = {one.name: one for one in body}
-    root = next((one for one in body if one.root and one.opcode == "tuple"), None)
-    kept = set()
-    for i, name in enumerate(root.operands if root else ()):
-        one = here[name]
-        if one.opcode == "get-tuple-element" and _index(one) == i:
-            if here[one.operands[0]].number == 0:
-                kept.add(i)
-    return frozenset(kept)
+            if first.number is not None:
+                yield (i,) if several else (), first.number
 
 
 def _index(one: Instruction) -> int:

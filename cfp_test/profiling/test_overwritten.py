@@ -91,6 +91,16 @@ def test_what_is_wrong_is_compiled_without_rematerialization():
     ]
 
 
+def test_what_is_switched_off_already_stays_so():
+    lowered = Lowered(WRONG, WRONG)
+    with pytest.raises(CompilerError):
+        compile_right(lowered, {"xla_disable_hlo_passes": "cse,dce"})
+    assert lowered.options == [
+        {"xla_disable_hlo_passes": "cse,dce"},
+        {"xla_disable_hlo_passes": "cse,dce,rematerialization"},
+    ]
+
+
 def test_what_stays_wrong_is_refused():
     with pytest.raises(
         CompilerError, match=r"%out.remat reads %x after %gemm(.|\n)*try"
@@ -169,9 +179,15 @@ def test_a_fusion_that_ends_in_an_update_writes_in_place():
         before=NORM + UPDATE,
     )
     assert read_after_overwritten(late) == "%n.remat reads %x after %u wrote there"
-    # Where others in it read the operand, too, it gets memory of its own.
-    body = UPDATE.replace("  ROOT", "  %other = f32[8,4]{1,0} tanh(%p0)\n  ROOT")
-    assert read_after_overwritten(late.replace(UPDATE, body)) is None
+    # Others in it that read the operand, too, read it before.
+    body = UPDATE.replace(
+        "  ROOT",
+        "  %row = f32[1,4]{1,0} dynamic-slice(%p0, %p2, %p2)\n"
+        "  %more = f32[1,4]{1,0} add(%row, %p1)\n  ROOT",
+    ).replace("(%same, %p1,", "(%same, %more,")
+    assert read_after_overwritten(late.replace(UPDATE, body)) == (
+        "%n.remat reads %x after %u wrote there"
+    )
 
 
 LOOP = textwrap.dedent("""
@@ -183,6 +199,12 @@ LOOP = textwrap.dedent("""
       ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%kept, %next)
     }
 """)
+
+
+LOOP_RUNS = (
+    "%init = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%a, %x)\n"
+    "  %loop = (f32[8,4]{1,0}, f32[8,4]{1,0}) while(%init), condition=%c, body=%body"
+)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +233,135 @@ def test_loops_bodies_are_looked_at_too():
     assert read_after_overwritten(text) == (
         "%n.remat reads %state after %sum wrote there"
     )
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [("changed", "%n.remat reads %state after %next wrote there"), ("kept", None)],
+)
+def test_a_body_writes_where_the_state_of_the_last_turn_was(read, found):
+    body = LOOP.replace("  ROOT", f"  %n.remat = f32[8,4] tanh(%{read})\n  ROOT")
+    text = program(LOOP_RUNS, "%out = f32[8,4]{1,0} copy(%b)", before=body)
+    assert read_after_overwritten(text) == found
+
+
+def test_what_a_loop_in_a_loop_hands_on_is_not_overwritten():
+    outer = textwrap.dedent("""
+        %outer (of: (f32[8,4], f32[8,4])) -> (f32[8,4], f32[8,4]) {
+          %of = (f32[8,4]{1,0}, f32[8,4]{1,0}) parameter(0)
+          %there = (f32[8,4], f32[8,4]) while(%of), condition=%c, body=%body
+          %first = f32[8,4]{1,0} get-tuple-element(%there), index=0
+          %second = f32[8,4]{1,0} get-tuple-element(%there), index=1
+          ROOT %two = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%first, %second)
+        }
+    """)
+
+    def reads(name):
+        return program(
+            LOOP_RUNS.replace("%body", "%outer"),
+            norm("n.remat", name),
+            "%out = f32[8,4]{1,0} copy(%n.remat)",
+            before=NORM + LOOP + outer,
+        )
+
+    assert read_after_overwritten(reads("a")) is None
+    assert read_after_overwritten(reads("x")) == (
+        "%n.remat reads %x after %loop wrote there"
+    )
+
+
+def test_a_state_that_is_handed_on_whole_is_read_with_all_its_parts():
+    outer = textwrap.dedent("""
+        %outer (of: (f32[8,4], f32[8,4])) -> (f32[8,4], f32[8,4]) {
+          %of = (f32[8,4]{1,0}, f32[8,4]{1,0}) parameter(0)
+          %there = (f32[8,4], f32[8,4]) while(%of), condition=%c, body=%body
+          ROOT %out.remat = (f32[8,4], f32[8,4]) while(%of), condition=%c, body=%body
+        }
+    """)
+    text = program(
+        LOOP_RUNS.replace("%body", "%outer"),
+        "%out = f32[8,4]{1,0} copy(%b)",
+        before=LOOP + outer,
+    )
+    assert read_after_overwritten(text) == (
+        "%out.remat reads %of after %there wrote there"
+    )
+
+
+BRANCHES = textwrap.dedent("""
+    %left (q: (f32[8,4], s32[])) -> f32[8,4] {
+      %q = (f32[8,4]{1,0}, s32[]) parameter(0)
+      %old = f32[8,4]{1,0} get-tuple-element(%q), index=0
+      %at = s32[] get-tuple-element(%q), index=1
+      ROOT %set = f32[8,4]{1,0} dynamic-update-slice(%old, %old, %at, %at)
+    }
+
+    %right (r: f32[8,4]) -> f32[8,4] {
+      %r = f32[8,4]{1,0} parameter(0)
+      ROOT %sine = f32[8,4]{1,0} sine(%r)
+    }
+
+    %called (s: f32[8,4], at.1: s32[]) -> f32[8,4] {
+      %s = f32[8,4]{1,0} parameter(0)
+      %at.1 = s32[] parameter(1)
+      ROOT %put = f32[8,4]{1,0} dynamic-update-slice(%s, %s, %at.1, %at.1)
+    }
+""")
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        "f32[8,4] conditional(%yes, %pair, %a), true_computation=%left, "
+        "false_computation=%right",
+        "f32[8,4] conditional(%i, %pair, %a), branch_computations={%left, %right}",
+        "f32[8,4] call(%x, %i), to_apply=%called",
+        "((f32[8,4], s32[]), f32[8,4], s32[]) async-start(%x, %i), calls=%called",
+        "((f32[8,4], s32[]), f32[8,4], s32[]) call-start(%x, %i), to_apply=%called",
+        "((f32[8,4]), f32[8,4], s32[]) fusion-start(%x, %row, %i), calls=%update",
+        "((f32[8,4]), f32[8,4], s32[]) dynamic-update-slice-start(%x, %row, %i, %i)",
+        "(f32[8,4], f32[8,4]) scatter(%b, %x, %i, %row, %row), to_apply=%right",
+        "f32[8,4] all-reduce-start(%x), to_apply=%right",
+        "(f32[8,4], f32[8,4]) all-reduce-start(%b, %x), to_apply=%right",
+    ],
+)
+@pytest.mark.parametrize("read", ["x", "a"])
+def test_what_else_writes_in_place(runs, read):
+    text = program(
+        "%i = s32[] constant(0)",
+        "%yes = pred[] constant(true)",
+        "%row = f32[1,4]{1,0} slice(%a), slice={[0:1], [0:4]}",
+        "%pair = (f32[8,4]{1,0}, s32[]) tuple(%x, %i)",
+        f"%runs = {runs}",
+        norm("n.remat", read),
+        "%out = f32[8,4]{1,0} copy(%n.remat)",
+        before=NORM + UPDATE + BRANCHES,
+    )
+    late = "%n.remat reads %x after %runs wrote there"
+    assert read_after_overwritten(text) == (late if read == "x" else None)
+
+
+def test_what_an_asynchronous_call_computes_is_looked_at():
+    late = BRANCHES.replace("ROOT %put", "%put").replace(
+        "(%s, %s, %at.1, %at.1)",
+        "(%s, %s, %at.1, %at.1)\n  ROOT %n.remat = f32[8,4]{1,0} tanh(%s)",
+    )
+    text = program(
+        "%i = s32[] constant(0)",
+        "%runs = (f32[8,4], s32[], f32[8,4]) call-start(%x, %i), to_apply=%called",
+        "%out = f32[8,4]{1,0} copy(%b)",
+        before=late,
+    )
+    assert read_after_overwritten(text) == "%n.remat reads %s after %put wrote there"
+
+
+def test_names_of_the_same_memory_may_be_many():
+    names = [
+        f"%n{i + 1} = f32[8,4]{{1,0}} bitcast(%{f'n{i}' if i else 'x'})"
+        for i in range(3000)
+    ]
+    text = program(*names, "%out.remat = f32[8,4]{1,0} copy(%n3000)")
+    assert read_after_overwritten(text) is None
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def compare(found: Any, expected: Any) -> list[Difference]:
     pairs, tree = tree_flatten_with_path(expected)
     if tree_structure(found) != tree:
         raise ValueError("results of different structures cannot be compared")
-    distances = []
+    differences = []
     for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
         name = keystr(path, simple=True, separator="/")
         have, want = jnp.asarray(have), jnp.asarray(want)
@@ -44,9 +44,9 @@ def compare(found: Any, expected: Any) -> list[Difference]:
                 f"results of different shapes cannot be compared: {name} is "
                 f"{have.shape}, and {want.shape} expected"
             )
-        distance = _relative_l2(jax.device_put(have, want.sharding), want)
-        distances.append((name, distance))
-    differences = [Difference(name, float(distance)) for name, distance in distances]
+        # One after another: what is moved to be compared is let go of at once.
+        distance = float(_relative_l2(jax.device_put(have, want.sharding), want))
+        differences.append(Difference(name, distance))
     return sorted(differences, key=lambda d: -d.relative_l2)
 
 
@@ -55,22 +55,29 @@ def _relative_l2(have: jax.Array, want: jax.Array) -> jax.Array:
     a, b = _as_float(have), _as_float(want)
     finite = jnp.isfinite(b)
     same = finite | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    scale = _norm(jnp.where(finite, b, 0))
-    error = _norm(jnp.where(finite, a - b, 0))
-    relative = jnp.where(scale > 0, error / scale, error)
+    unit, scale = _norm(jnp.where(finite, b, 0))
+    error_unit, error = _norm(jnp.where(finite, a - b, 0))
+    relative = jnp.where(
+        scale > 0, (error_unit / unit) * (error / scale), error_unit * error
+    )
     return jnp.where(same.all() & jnp.isfinite(error), relative, jnp.inf)
 
 
-def _norm(x: jax.Array) -> jax.Array:
-    """L2 norm, of numbers whose squares may be too large or too small to hold."""
+def _norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """L2 norm, as a unit and how many of it.
+
+    Squares, and the norm itself, may be too large or too small to hold.
+    """
     size = jnp.abs(x)
-    largest = size.max(initial=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    return largest * jnp.sqrt(jnp.square(size / unit).sum())
+    # The compiler may multiply by the reciprocal, which has to be held, too.
+    most = float(jnp.finfo(size.dtype).max) ** 0.75
+    unit = jnp.clip(size.max(initial=0), 1 / most, most)
+    return unit, jnp.sqrt(jnp.square(size / unit).sum())
 
 
 def _as_float(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+    # Types of 8 bits and less are promoted to nothing.
     return x if wide else x.astype(jnp.float32)

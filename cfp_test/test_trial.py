@@ -83,6 +83,18 @@ def test_squares_that_no_float_holds_are_compared():
     }
 
 
+def test_norms_that_no_float_holds_are_compared():
+    expected, found = np.full(16, 3e38, np.float32), np.full(16, 1.5e38, np.float32)
+    [distance] = compare(found, expected)
+    assert distance.relative_l2 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4", "bfloat16"])
+def test_narrow_types_are_compared(dtype):
+    [distance] = compare(jnp.full(3, 3, dtype), jnp.full(3, 2, dtype))
+    assert distance.relative_l2 == pytest.approx(0.5)
+
+
 def test_keys_and_integers_and_bits_are_compared():
     def result(seed, flag):
         key = jax.random.key(seed)

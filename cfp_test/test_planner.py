@@ -15,7 +15,13 @@ from cfp.analysis.layout import Choice
 from cfp.contest import Contest
 from cfp.entries import in_reach
 from cfp.planner import Planner
-from cfp.planner_parts import Decision, Ground, PlannerSettings, device_memory
+from cfp.planner_parts import (
+    TOO_LARGE,
+    Decision,
+    Ground,
+    PlannerSettings,
+    device_memory,
+)
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -520,7 +526,8 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     # The leanest takes part then, too, and may be as fast.
     assert made.winner in (small.name, "leanest")
     assert rows(made)[small.name].time_ms is not None
-    assert "over the memory budget" in rows(made)[large.name].note
+    # Or it was not even compiled, where that was predicted.
+    assert rows(made)[large.name].note in ("over the memory budget", TOO_LARGE)
     assert made.peak_bytes <= small.peak_bytes
 
 

@@ -34,7 +34,8 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem, measured_options
-from cfp.search.guided import Explored, explore
+from cfp.search.effort import Explored
+from cfp.search.guided import explore
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.squeeze import squeezed
@@ -113,8 +114,8 @@ class Planner:
             moves_between_measured(self.analysis, rates, found), self.environment
         )
         self.interrupted = looker.interrupted
-        done = [found.records.get(item.job.key.digest) for item in found.wanted]
-        cached = sum(item.job.key.digest in looker.known for item in found.wanted)
+        done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
+        cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
         return Profiles(
             classics,
             found,

@@ -24,8 +24,8 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
+from cfp.search.effort import Effort, Explored
 from cfp.search.finalist import Finalist, RaceResult, Whole
-from cfp.search.guided import Effort, Explored
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.shortened import Shortened

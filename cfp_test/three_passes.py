@@ -197,7 +197,7 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
 def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
     analysis = session.analysis
     segment = analysis.segments[analysis.representatives[kind]]
-    record = records[item.job.key.digest]
+    record = records[item.own_job.key.digest]
     numbers = strategy_numbers(analysis, segment, item.candidate.strategies)
     return {
         "segment": kind,

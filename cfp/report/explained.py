@@ -38,7 +38,7 @@ def explanation_view(
         found: the explanation.
         border: of the tables.
         gap: the share of the step that what was not measured could save at most, if
-            anybody knows; see :class:`cfp.search.guided.Explored`.
+            anybody knows; see :class:`cfp.search.effort.Explored`.
     """
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]

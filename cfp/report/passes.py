@@ -159,18 +159,17 @@ def profiles_view(
     table = _table(
         "Profiles", border, "kind", "segments", "measured", "failed", "best", "worst"
     )
+    records = profiles.found.records
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
-        keys = [w.job.key.digest for w in profiles.found.wanted if w.kind == kind]
-        records = [
-            profiles.found.records[k] for k in keys if k in profiles.found.records
-        ]
-        times = [r.time_ms for r in records if r.ok]
+        mine = (w for w in profiles.found.wanted if w.kind == kind)
+        known = [w for w in mine if w.is_known(records)]
+        times = [w.alone_ms(records) for w in known if not w.failure(records)]
         table.add_row(
             str(kind),
             ", ".join(map(str, members)),
             str(len(times)),
-            str(len(records) - len(times)),
+            str(len(known) - len(times)),
             f"{min(times):.3f} ms" if times else "-",
             f"{max(times):.3f} ms" if times else "-",
         )
@@ -183,10 +182,11 @@ def profiles_view(
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     """All records as plain data; strategies are numbers in each block's own list."""
-    found = []
+    found, records = [], profiles.found.records
     for wanted in profiles.found.wanted:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
-        record = profiles.found.records.get(wanted.job.key.digest)
+        record = records.get(wanted.own_job.key.digest)
+        ran = wanted.is_known(records) and not wanted.failure(records)
         numbers = strategy_numbers(analysis, segment, wanted.candidate.strategies)
         found.append(
             {
@@ -194,10 +194,11 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
                 "segment": segment.index,
                 "strategies": numbers,
                 "storage": str(wanted.candidate.storage),
+                "computed_again": wanted.candidate.remat,
                 "estimate_ms": wanted.candidate.estimate_ms,
                 "status": record.status if record else "missing",
                 "reason": record.reason if record else "",
-                "time_ms": record.time_ms if record and record.ok else None,
+                "time_ms": wanted.alone_ms(records) if ran else None,
                 "temp_bytes": record.temp_bytes if record else None,
             }
         )

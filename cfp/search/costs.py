@@ -179,21 +179,21 @@ def measured_options(
     for item in wanted:
         if not item.is_known(records):
             continue
-        record = records[item.job.key.digest]
-        if not record.ok:
-            reasons[item.kind] = f"{record.status}: {record.reason}"
+        failed = item.failure(records)
+        if failed is not None:
+            reasons[item.kind] = f"{failed.status}: {failed.reason}"
             continue
         least = costs.least_bytes(item.kind, item.candidate)
         residual = item.kept_bytes(records, least.residual_bytes)
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
-                time_ms=record.time_ms
+                time_ms=item.alone_ms(records)
                 if alone
                 else item.time_ms(records, costs.moved_ms),
                 state_bytes=least.state_bytes,
                 residual_bytes=residual,
-                temp_bytes=max(0, record.temp_bytes - residual),
+                temp_bytes=max(0, records[item.job.key.digest].temp_bytes - residual),
             )
         )
     for kind, found in enumerate(options):

@@ -26,12 +26,15 @@ from cfp.search.bounds import MARGIN, fit_weights
 from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
+from cfp.search.effort import Effort, Explored
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.ilp import leanest
 from cfp.search.measure import can_recompute
+from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution
 from cfp.search.shortlist import Estimates
+from cfp.search.squeeze import LEFT, squeezed
 from cfp.search.wanted import Wanted, WantedMaker
 
 Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
@@ -40,52 +43,10 @@ Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
 _SAFE_SHARE = 0.9
 # Computing a forward pass again takes longer than not to, if only by this.
 _AGAIN = 1.001
+# Where memory decides, the share of a step that a round must be expected to save.
+_WORTH = 0.02
 # How many unmeasured candidates of a kind take part in a search at once.
 _IN_SIGHT = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """When to stop.
-
-    Attributes:
-        per_kind: how many candidates of each kind of segment to measure.
-        tolerance: the gap that is small enough.
-        patience: how many rounds in a row may make no plan faster by the tolerance;
-            where memory keeps out a faster one, one more. While none fits, a round
-            counts that needs less memory.
-        batch: how many candidates to measure in a round.
-        at_first: how many of each kind to measure at once with the classics, of the
-            best by estimate.
-    """
-
-    per_kind: int
-    tolerance: float = 0.01
-    patience: float = float("inf")
-    batch: int = 8
-    at_first: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explored:
-    """What was measured, and what that leaves open.
-
-    Attributes:
-        wanted: what was asked for, in order.
-        records: what is known of it, by key.
-        required: how many of ``wanted`` were asked for before any search.
-        rounds: how many searches asked for more.
-        gap: the share of the best plan's predicted time that an unmeasured choice
-            could save at most; 1 if no measured plan fits in memory.
-        tight: whether memory decides, so that forward passes may be computed again.
-    """
-
-    wanted: list[Wanted]
-    records: Mapping[str, ProfileRecord]
-    required: int
-    rounds: int
-    gap: float
-    tight: bool
 
 
 def explore(
@@ -201,7 +162,9 @@ class _View:
         """
         kinds = range(len(self.analysis.representatives))
         self._measured = measured_options(self.costs, wanted, records)
-        self._asked = [{w.candidate.key for w in wanted if w.kind == k} for k in kinds]
+        # What was to share the time of what is too large by itself was not measured.
+        told = [w for w in wanted if not (w.shares_job and _ran_out(w, records))]
+        self._asked = [{w.candidate.key for w in told if w.kind == k} for k in kinds]
         self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
         self._too_large = [
             [w.candidate for w in wanted if w.kind == k and _ran_out(w, records)]
@@ -233,21 +196,62 @@ class _View:
 
         Sets the gap.
         """
-        unseen = [self._unseen(kind) for kind in range(len(self._measured))]
+        kinds = range(len(self._measured))
+        unseen = [self._unseen(kind) for kind in kinds]
         lowest = self._solve(self._problem(self._joined(unseen)))
         self.gap = self._gap(lowest)
+        if self.tight:
+            found, is_enough = self._likely(unseen)
+            if found or (is_enough and not self.effort.patience):
+                return found
         if lowest is None:
             return self._leaner()
-        goal = (1.0 - self.effort.tolerance) * self._best_ms
+        goal_ms = (1.0 - self.effort.tolerance) * self._best_ms
+        return self._proposed(unseen, goal_ms)
+
+    def _likely(self, unseen: Sequence[Sequence[Option]]) -> tuple[list[Wanted], bool]:
+        """What will probably make the best plan faster, and whether there is a plan.
+
+        If nothing will probably fit, it is what would if the compiler saves memory.
+        """
+        worth = max(self.effort.tolerance, _WORTH)
+        likely = []
+        for kind, options in enumerate(unseen):
+            outlook = Outlook(
+                self.costs, kind, self._measured[kind], self._weighed(kind)
+            )
+            likely.append([outlook.expect(o.candidate) for o in options])
+        for left in (1.0, LEFT):
+            best = self._solve(squeezed(self._problem(self._measured), left))
+            best_ms = best.cost_ms if best else float("inf")
+            found = self._proposed(likely, (1.0 - worth) * best_ms, left)
+            if found or best:
+                return found, True
+        return [], False
+
+    def _proposed(
+        self,
+        unseen: Sequence[Sequence[Option]],
+        goal_ms: float,
+        left: float = 1.0,
+    ) -> list[Wanted]:
+        """What the search picks of unmeasured options, over and over.
+
+        Args:
+            unseen: for each kind what the unmeasured ones may cost.
+            goal_ms: what a choice must take less than.
+            left: the share of memory that is no state that will be enough.
+        """
         found: list[Wanted] = []
+        rest = [[*options] for options in unseen]
         while len(found) < self.effort.batch:
-            unseen = [
+            rest = [
                 [u for u in options if self._may_ask(kind, u.candidate)]
-                for kind, options in enumerate(unseen)
+                for kind, options in enumerate(rest)
             ]
-            problem = self._problem(self._joined(unseen))
+            problem = squeezed(self._problem(self._joined(rest)), left)
             lowest = self._solve(problem)
-            if lowest is None or lowest.cost_ms >= goal:
+            if lowest is None or lowest.cost_ms >= goal_ms:
                 break
             new = {
                 (kind, pick - len(self._measured[kind]))
@@ -257,7 +261,9 @@ class _View:
             if not new:
                 break
             for kind, place in sorted(new, reverse=True):
-                found += self._wanted(kind, unseen[kind].pop(place).candidate)
+                candidate = rest[kind].pop(place).candidate
+                if self._may_ask(kind, candidate):
+                    found += self._wanted(kind, candidate)
         return found
 
     def _leaner(self) -> list[Wanted]:
@@ -306,9 +312,7 @@ class _View:
 
     def _unseen(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind that may be asked for, with lower bounds."""
-        asked = self._asked[kind]
-        weights = MARGIN * fit_weights(*self._times[kind])
-        weighed = self.estimates.kinds[kind].weighed(weights)
+        asked, weighed = self._asked[kind], self._weighed(kind)
         fresh = self._first_unasked(kind, weighed)
         if self.tight:
             # What is slower may need less memory.
@@ -327,6 +331,11 @@ class _View:
             if not candidate.remat
         ]
         return [*found, *(o for o in recomputed if o.candidate.key not in asked)]
+
+    def _weighed(self, kind: int) -> SegmentEstimate:
+        """A lower bound on the times of a kind's candidates."""
+        weights = MARGIN * fit_weights(*self._times[kind])
+        return self.estimates.kinds[kind].weighed(weights)
 
     def _can_recompute(self, kind: int) -> bool:
         index = self.analysis.representatives[kind]
@@ -364,7 +373,10 @@ class _View:
             base = self.maker.make(kind, replace(plain, estimate_ms=estimate_ms))
             self._bases[kind, *plain.key] = base
             found.append(base)
-        return [*found, self.maker.again(base)] if candidate.remat else found
+        if not candidate.remat:
+            return found
+        is_too_large = plain.key in {c.key for c in self._too_large[kind]}
+        return [*found, self.maker.again(base, alone=is_too_large)]
 
     def _problem(self, options: Sequence[Sequence[Option]]) -> Problem:
         return build_problem(self.costs, options, self.budget_bytes)

@@ -17,7 +17,7 @@ from cfp.errors import DeviceError
 from cfp.profiling.collectives import Rates
 from cfp.profiling.moves import Move
 from cfp.search.costs import Costs, measured_options
-from cfp.search.guided import Explored
+from cfp.search.effort import Explored
 from cfp.search.problem import Option
 
 _MOST = 12

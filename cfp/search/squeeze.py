@@ -17,13 +17,13 @@ from cfp.search.problem import Option, Problem
 
 # What the compiler left of temporaries that it was told to reduce: 0.74 and 0.77 for
 # two plans of a GPT on 2 H200, and 0.6 and 0.73 where they compute segments again.
-_LEFT = 0.75
+LEFT = 0.75
 LEFT_AT_LEAST = 0.55
 # The percentage of what arguments leave of a device's memory that others may take.
 MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
-def squeezed(problem: Problem, left: float = _LEFT) -> Problem:
+def squeezed(problem: Problem, left: float = LEFT) -> Problem:
     """The problem with as much memory as the compiler is hoped to make do with.
 
     Args:

@@ -18,17 +18,25 @@ from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import WantedMaker, computed_again
 from cfp_test.program.test_recompute import stack_step
 
-MS = {"alone": 10.0, "alone again": 15.0, "carrier": 9.0, "pair": 17.0}
-BYTES = {"alone": 500, "alone again": 400, "carrier": 300, "pair": 700}
+MS = {"alone": 10.0, "carrier": 9.0, "pair": 17.0}
+BYTES = {"alone": 400, "carrier": 300, "pair": 700}
 
 
 @pytest.fixture(scope="module")
-def made():
-    """A candidate with a neighbour, and the same computed again."""
+def mesh():
+    return planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+
+
+@pytest.fixture(scope="module")
+def analysis(mesh):
     step, args = stack_step()
-    mesh = planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
     program, _ = trace(flatten_step(step, args, {}), mesh)
-    analysis = analyze(program, tuple(mesh.shape.items()))
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+@pytest.fixture(scope="module")
+def made(mesh, analysis):
+    """A candidate with a neighbour, and the same computed again."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     maker = WantedMaker(analysis, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
@@ -44,7 +52,6 @@ def records_of(base, again, pair_again):
         "alone": base.job,
         "carrier": base.carrier_job,
         "pair": base.pair_job,
-        "alone again": again.job,
         "pair again": again.pair_job,
     }
     ms, size = pair_again
@@ -61,15 +68,15 @@ def records_of(base, again, pair_again):
     }
 
 
-def test_it_is_measured_beside_the_same_neighbour(made):
+def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
     base, again = made
     assert again.candidate == replace(base.candidate, remat=True)
-    assert again.carrier_job == base.carrier_job
+    assert again.carrier_job == base.carrier_job and again.job == base.job
     assert base.pair_job.constraints.recompute == ()
-    [one] = again.pair_job.constraints.recompute
-    assert one == again.job.constraints.recompute[0]
-    keys = {job.key.digest for job in (*base.jobs, *again.jobs)}
-    assert len(keys) == 4 + (base.carrier_job.key != base.job.key)
+    assert len(again.pair_job.constraints.recompute) == 1
+    new = {job.key.digest for job in again.jobs} - {j.key.digest for j in base.jobs}
+    assert new == {again.own_job.key.digest} == {again.pair_job.key.digest}
+    assert base.own_job == base.job
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,7 @@ def test_it_is_measured_beside_the_same_neighbour(made):
         (350, 50),  # What it adds to the neighbour's,
         (310, 20),  # but at least what others read,
         (690, 390),  # whatever the compiler should have let go,
-        (900, 400),  # and at most all that it needs alone.
+        (900, 400),  # and at most all that the same needs alone.
     ],
 )
 def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
@@ -91,13 +98,41 @@ def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
 
 def test_it_takes_longer_by_what_the_pair_does(made):
     base, again = made
-    plain_ms = base.time_ms(records_of(base, again, (17.0, 0)))
-    assert again.time_ms(records_of(base, again, (20.0, 0))) == plain_ms + 3.0
+    records = records_of(base, again, (20.0, 0))
+    plain_ms = base.time_ms(records)
+    assert again.time_ms(records) == plain_ms + 3.0
+    assert again.alone_ms(records) == MS["alone"] + 3.0
     # Never less: that is noise.
     assert again.time_ms(records_of(base, again, (16.0, 0))) == plain_ms
+
+
+def without(records, job):
+    """Records in which a job failed."""
+    record = records[job.key.digest]
+    failed = replace(record, status="out_of_memory", samples_ms=())
+    return {**records, record.key: failed}
+
+
+def test_without_the_pair_nothing_is_known_of_it(made):
+    base, again = made
     records = records_of(base, again, (20.0, 0))
-    failed = replace(
-        records[again.pair_job.key.digest], status="crashed", samples_ms=()
-    )
-    records[failed.key] = failed
-    assert again.time_ms(records) == plain_ms + MS["alone again"] - MS["alone"]
+    assert again.failure(records) is None
+    for job in (again.pair_job, again.carrier_job, base.job):
+        failed = without(records, job)
+        assert again.failure(failed) == failed[job.key.digest]
+    assert base.failure(without(records, again.pair_job)) is None
+
+
+def test_a_pair_that_runs_only_with_it_tells_its_time(made):
+    base, again = made
+    records = without(records_of(base, again, (25.0, 0)), base.pair_job)
+    moved_ms = sum(ms for _, ms in again.handover)
+    assert again.failure(records) is None
+    assert again.time_ms(records) == pytest.approx(25.0 - MS["carrier"] - moved_ms)
+
+
+def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis):
+    base, _ = made
+    again = computed_again(analysis, (), base, "again", alone=True)
+    assert again.jobs == [again.own_job] and again.job != base.job
+    assert len(again.job.constraints.recompute) == 1

@@ -38,7 +38,7 @@ from cfp.search.effort import Explored
 from cfp.search.guided import explore
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.squeeze import squeezed
+from cfp.search.squeeze import TURNED_OUT, squeezed
 from cfp.search.wanted import WantedMaker, tuning_jobs
 from cfp.shortage import over_budget
 
@@ -208,15 +208,19 @@ class Planner:
         )
         classics = profiles.classics
         found: dict[Choice, float] = {}
+        tight, plans = profiles.found.tight, self.ground.plans
         for one in (problem, other):
-            for best in best_solutions(one, self.ground.plans):
+            good = best_solutions(one, max(1, plans - 1) if tight else plans)
+            if tight and plans > 1:
+                good = [*good, *best_solutions(squeezed(one, TURNED_OUT), 1)]
+            for best in good:
                 choice = whole_choice(self.analysis, one, best)
                 found.setdefault(choice, problem.cost_ms(best.picks))
         is_compiled = self._races or self.ground.room is not None
         # Where the compiler may yet save some memory, more may fit; it will say so.
         may_save = self.ground.device_bytes and is_compiled
         hoped = squeezed(problem) if may_save else problem
-        if profiles.found.tight:
+        if tight:
             for best in best_solutions(hoped, 1):
                 choice = whole_choice(self.analysis, hoped, best)
                 found.setdefault(choice, best.cost_ms)

@@ -291,6 +291,9 @@ class Contest:
         # Who does not fit or run leads nobody.
         able = [(entry, r) for entry, r in ranked[:_LEADERS] if r.ran]
         new = [*with_options([entry for entry, _ in able], self._options), *told]
+        # Who is remembered may be a variant of somebody.
+        present = {entry.key for entry, _ in field}
+        new = [entry for entry in new if entry.key not in present]
         if not new:
             return [], field
         limit_ms = _CLOSE * min(map(_time_ms, able), default=0.0)

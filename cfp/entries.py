@@ -171,10 +171,8 @@ def known_to_fit(
     }
 
     def is_raced_anyway(one: Remembered) -> bool:
-        told = [*room.options(one.record).values()]
-        if (one.choice, one.extent) not in large:
-            told += options
-        return (one.choice, one.extent) in alike and one.options in told
+        leads = (one.choice, one.extent) in alike - large
+        return leads and one.options in options
 
     new = {
         decision.key: (one.record, decision)

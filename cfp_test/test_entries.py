@@ -19,7 +19,7 @@ from cfp.search.answers import Answer
 from cfp.search.explain import segment_candidate
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem
-from cfp.search.squeeze import Room, squeezed
+from cfp.search.squeeze import MEMORY_SHARE, Room, squeezed
 from cfp_test.program.test_recompute import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0
@@ -163,8 +163,11 @@ def known(analysis, tmp_path):
         store.put(record)
         return record.choice
 
-    def found(budget_bytes, answer=None):
-        room = Room(budget_bytes=budget_bytes, device_bytes=None, platform="cpu")
+    def found(budget_bytes, answer=None, device_bytes=None):
+        platform = "gpu" if device_bytes else "cpu"
+        room = Room(
+            budget_bytes=budget_bytes, device_bytes=device_bytes, platform=platform
+        )
         plan = Decision("planned", classics["data_parallel"])
         there = known_to_fit(analysis, store, (), [plan], 1, [OPTION], room, answer)
         return [(names[one.choice], one.options) for one in there]
@@ -216,3 +219,14 @@ def test_known_options_take_part_unless_they_are_tried_anyway(known):
     keep("data_parallel", 10, 9.0, SECOND, OPTION)
     assert found(20) == [], "it leads, and is raced with the option then"
     assert found(19) == [("data_parallel", OPTION)]
+
+
+def test_who_fits_told_of_another_budget_takes_part(known):
+    """Not every one that is too large is told of this one: only the most hopeful."""
+    keep, found = known
+    keep("data_parallel", 200, 10.0)
+    told = {MEMORY_SHARE: "10"}
+    keep("data_parallel", 100, 11.0, SECOND, told)
+    assert found(100, device_bytes=1000) == [("data_parallel", told)]
+    assert found(99, device_bytes=1000) == [("data_parallel", told)], "the leanest"
+    assert found(200, device_bytes=1000) == [("data_parallel", told)]

@@ -5,7 +5,8 @@ enters the search with a lower bound on its time (:mod:`cfp.search.bounds`) and 
 memory, and what the search picks of it is measured. That ends when no unmeasured choice
 can beat the best measured plan by more than a tolerance, when a round made no plan
 faster (bounds are below what things take, so that most of what they ask for turns out
-slower), or when enough was measured.
+slower), or when enough was measured. Where memory decides, what is likely to be part of
+the best plan comes before what bounds leave possible (:mod:`cfp.search.outlook`).
 What is left is the *gap*, as of an integer program: by how much the fastest plan could
 still be faster than the best one that is known.
 """

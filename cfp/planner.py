@@ -28,7 +28,7 @@ from cfp.planner_parts import (
 )
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.collectives import Rates, measure_rates
-from cfp.profiling.key import environment_parts
+from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
@@ -38,7 +38,7 @@ from cfp.search.effort import Explored
 from cfp.search.guided import explore
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.squeeze import TURNED_OUT, squeezed
+from cfp.search.squeeze import LEFT, TURNED_OUT, squeezed
 from cfp.search.wanted import WantedMaker, tuning_jobs
 from cfp.shortage import over_budget
 
@@ -174,6 +174,7 @@ class Planner:
                 budget_bytes=self.ground.budget_bytes,
                 look=looker,
                 is_over=is_over,
+                left=LEFT if self.ground.platform in GPU_PLATFORMS else 1.0,
             )
 
         found = explored(classics)

@@ -35,7 +35,7 @@ from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution
 from cfp.search.shortlist import Estimates
-from cfp.search.squeeze import LEFT, squeezed
+from cfp.search.squeeze import squeezed
 from cfp.search.wanted import Wanted, WantedMaker
 
 Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
@@ -59,6 +59,7 @@ def explore(
     budget_bytes: int | None,
     look: Look,
     is_over: Callable[[], bool] = lambda: False,
+    left: float = 1.0,
 ) -> Explored:
     """Measures until nothing else could be much better.
 
@@ -70,6 +71,8 @@ def explore(
         budget_bytes: memory of one device, or None.
         look: measures jobs, or looks them up; what it has no record of stays unknown.
         is_over: whether to stop after a round.
+        left: with what share of memory that is no state a compiler makes do if it
+            must; 1 if it cannot save any.
 
     Raises:
         DeviceError: no candidate of some segment could be measured.
@@ -87,7 +90,7 @@ def explore(
             gap=1.0,
             tight=False,
         )
-    view = _View(costs.analysis, estimates, maker, costs, effort, budget_bytes)
+    view = _View(costs.analysis, estimates, maker, costs, effort, budget_bytes, left)
     idle = 0
     while True:
         gained = view.see(wanted, records)
@@ -134,6 +137,7 @@ class _View:
     costs: Costs
     effort: Effort
     budget_bytes: int | None
+    left: float
     gap: float = 1.0
     tight: bool = False
     _measured: list[list[Option]] = field(default_factory=list)
@@ -222,7 +226,7 @@ class _View:
                 self.costs, kind, self._measured[kind], self._weighed(kind)
             )
             likely.append([outlook.expect(o.candidate) for o in options])
-        for left in (1.0, LEFT):
+        for left in dict.fromkeys((1.0, self.left)):
             best = self._solve(squeezed(self._problem(self._measured), left))
             best_ms = best.cost_ms if best else float("inf")
             found = self._proposed(likely, (1.0 - worth) * best_ms, left)

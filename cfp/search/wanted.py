@@ -297,6 +297,8 @@ def computed_again(
     near, carrier = base.carrier
     picks = {index: candidate, near: carrier}
     together = pair_job(frame, segments, picks, environment, f"{label}, in context")
+    # They share most kernels, which are then tried out once.
+    together = replace(together, after=frozenset((base.job.key.digest,)))
     return replace(base, candidate=candidate, pair_job=together, base=base)
 
 

@@ -102,6 +102,7 @@ def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
         good.sort(key=lambda item: item.time_ms(records))
         for number, item in enumerate(good[: planner.settings.per_kind], 1):
             label = f"strategy {number} of segment {kind}, computed again"
-            again = computed_again(analysis, planner.environment, item, label)
+            where, alone = (analysis, planner.environment), item.has_failed(records)
+            again = computed_again(*where, item, label, alone)
             found.append((number, again))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -155,7 +155,7 @@ class Planner:
             self.ground.manner,
         )
         end = time.monotonic() + settings.seconds
-        effort = self.ground.effort
+        effort, on_gpus = self.ground.effort, self.ground.platform in GPU_PLATFORMS
         if not alone:
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.
@@ -174,7 +174,7 @@ class Planner:
                 budget_bytes=self.ground.budget_bytes,
                 look=looker,
                 is_over=is_over,
-                left=LEFT if self.ground.platform in GPU_PLATFORMS else 1.0,
+                left=LEFT if on_gpus and self._may_save else 1.0,
             )
 
         found = explored(classics)
@@ -212,15 +212,13 @@ class Planner:
         tight, plans = profiles.found.tight, self.ground.plans
         for one in (problem, other):
             good = best_solutions(one, max(1, plans - 1) if tight else plans)
-            if tight and plans > 1:
+            if tight and plans > 1 and self._compiles:
                 good = [*good, *best_solutions(squeezed(one, TURNED_OUT), 1)]
             for best in good:
                 choice = whole_choice(self.analysis, one, best)
                 found.setdefault(choice, problem.cost_ms(best.picks))
-        is_compiled = self._races or self.ground.room is not None
         # Where the compiler may yet save some memory, more may fit; it will say so.
-        may_save = self.ground.device_bytes and is_compiled
-        hoped = squeezed(problem) if may_save else problem
+        hoped = squeezed(problem) if self._may_save else problem
         if tight:
             for best in best_solutions(hoped, 1):
                 choice = whole_choice(self.analysis, hoped, best)
@@ -228,7 +226,7 @@ class Planner:
             again = computed_again(self.analysis, (problem, hoped), classics)
             classics = dict(classics) | again
         if not found:
-            if not is_compiled:
+            if not self._compiles:
                 raise over_budget(self.analysis, problem)
             lean = leanest_of(self.analysis, problem)
             found[lean.choice] = lean.predicted_ms or 0.0
@@ -280,6 +278,16 @@ class Planner:
             made = contest.compiled_within(self.ground.room)
         self.winner = contest.winner
         return made
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether a plan is compiled before it is the answer."""
+        return self._races or self.ground.room is not None
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether a compiler may make a program fit that by prediction does not."""
+        return bool(self.ground.device_bytes) and self._compiles
 
     @property
     def _races(self) -> bool:

@@ -47,7 +47,8 @@ class PlannerSettings:
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.
         tolerance: measuring ends when no other plan can be faster by more than this
-            share of the step.
+            share of the step; on GPUs, where memory decides, when none probably is by
+            more than 2%.
         patience: or after so many rounds in a row that made no plan faster by that
             share, and one more where memory keeps out a faster one. By default 1 on
             virtual CPU devices, and none on others: what is measured at first is the
@@ -56,7 +57,8 @@ class PlannerSettings:
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 2, and 1 on virtual CPU devices.
+            in the race; by default 2, and 1 on virtual CPU devices. Where memory
+            decides, one of them is for programs that turn out smaller than predicted.
         extents: how much the compiler is told of the classics; each way takes part.
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.

@@ -204,7 +204,7 @@ def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
         "strategies": numbers,
         "storage": str(item.candidate.storage),
         "status": record.status,
-        "time_ms": item.time_ms(records) if record.ok else None,
+        "time_ms": None if item.failure(records) else item.time_ms(records),
         "samples_ms": record.samples_ms,
         "peak_bytes": record.peak_bytes,
     }

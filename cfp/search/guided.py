@@ -147,6 +147,7 @@ class _View:
     _price: float = 0.0
     _too_large: list[list[Candidate]] = field(default_factory=list)
     _bases: dict[tuple, Wanted] = field(default_factory=dict)
+    _failed: set[tuple] = field(default_factory=set)
     _asked: list[set[tuple]] = field(default_factory=list)
     _times: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
@@ -166,11 +167,16 @@ class _View:
             leanest choice needs less.
         """
         kinds = range(len(self.analysis.representatives))
-        self._measured = measured_options(self.costs, wanted, records)
-        # What was to share the time of what is too large by itself was not measured.
-        told = [w for w in wanted if not (w.shares_job and _ran_out(w, records))]
-        self._asked = [{w.candidate.key for w in told if w.kind == k} for k in kinds]
         self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
+        self._measured = measured_options(self.costs, wanted, records)
+        self._failed = {key for key, w in self._bases.items() if w.has_failed(records)}
+        # What shares measurements with what failed is to be measured alone.
+        told = [
+            w
+            for w in wanted
+            if not (w.shares_job and w.base and w.base.has_failed(records))
+        ]
+        self._asked = [{w.candidate.key for w in told if w.kind == k} for k in kinds]
         self._too_large = [
             [w.candidate for w in wanted if w.kind == k and _ran_out(w, records)]
             for k in kinds
@@ -380,8 +386,8 @@ class _View:
             found.append(base)
         if not candidate.remat:
             return found
-        is_too_large = plain.key in {c.key for c in self._too_large[kind]}
-        return [*found, self.maker.again(base, alone=is_too_large)]
+        alone = (kind, *plain.key) in self._failed
+        return [*found, self.maker.again(base, alone)]
 
     def _problem(self, options: Sequence[Sequence[Option]]) -> Problem:
         return build_problem(self.costs, options, self.budget_bytes)

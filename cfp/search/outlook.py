@@ -62,7 +62,7 @@ class Outlook:
             return option
         needed = round(self._needed * _needed(option))
         least = self._costs.least_bytes(self._kind, candidate).residual_bytes
-        kept = min(needed, round(least + self._kept_again))
+        kept = min(needed, max(0, round(least + self._kept_again)))
         return replace(
             option,
             candidate=candidate,
@@ -78,7 +78,7 @@ class Outlook:
             candidate=plain,
             time_ms=self._slower * self._weighed.total_ms(plain),
             state_bytes=least.state_bytes,
-            residual_bytes=round(least.residual_bytes + self._kept),
+            residual_bytes=max(0, round(least.residual_bytes + self._kept)),
             temp_bytes=round(self._temp),
         )
 

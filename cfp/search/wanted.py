@@ -83,6 +83,11 @@ class Wanted:
         known = all(job.key.digest in records for job in self.jobs)
         return known and (self.base is None or self.base.is_known(records))
 
+    def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
+        """Whether it did not run, be it alone or together with its neighbour."""
+        known = (records.get(job.key.digest) for job in self.jobs)
+        return any(record is not None and not record.ok for record in known)
+
     def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
         """What the segment takes by itself."""
         return records[self.job.key.digest].time_ms + self._again_ms(records)
@@ -234,7 +239,7 @@ class WantedMaker:
 
         Args:
             base: the candidate.
-            alone: whether the base takes too much memory by itself.
+            alone: whether the base failed, by itself or beside its neighbour.
         """
         label = f"{self._label(base.kind)}, computed again"
         return computed_again(self._analysis, self._environment, base, label, alone)
@@ -286,7 +291,7 @@ def computed_again(
     The neighbour's tells what it keeps then, which may be more than it has to: the
     compiler need not see a way to let go of the rest. While it runs it needs about what
     the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
-    neighbour, or where the base is too large by itself, it is measured alone.
+    neighbour, or where the base failed with or without it, it is measured alone.
     """
     frame, segments = analysis.frame, analysis.segments
     index = analysis.representatives[base.kind]

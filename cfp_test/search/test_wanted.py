@@ -131,6 +131,14 @@ def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     assert again.time_ms(records) == pytest.approx(25.0 - MS["carrier"] - moved_ms)
 
 
+def test_a_failure_of_any_of_its_programs_is_known(made):
+    base, again = made
+    records = records_of(base, again, (20.0, 0))
+    assert not base.has_failed(records) and not base.has_failed({})
+    for job in base.jobs:
+        assert base.has_failed(without(records, job))
+
+
 def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis):
     base, _ = made
     again = computed_again(analysis, (), base, "again", alone=True)

@@ -362,6 +362,75 @@ def test_weighed_parts_bound_all_that_was_measured(rows):
         assert beyond or not parts[:, i].any()
 
 
+class Neighbours(Devices):
+    """The same, where segments are measured beside a neighbour, too."""
+
+    def __init__(self, *given, **how):
+        super().__init__(*given, **how)
+        self._in_context = True
+        self._pairs = {}
+
+    def make(self, kind, candidate):
+        made = super().make(kind, candidate)
+        if made.pair_job:
+            near, carrier = made.carrier
+            other = self.analysis.segments[near].kind
+            self._of[made.carrier_job.key.digest] = other, carrier
+            self._pairs[made.pair_job.key.digest] = (kind, candidate), (other, carrier)
+        return made
+
+    def again(self, base, alone=False):
+        made = WantedMaker.again(self, base, alone)
+        if made.pair_job:
+            near, carrier = made.carrier
+            both = (
+                (made.kind, made.candidate),
+                (self.analysis.segments[near].kind, carrier),
+            )
+            self._pairs[made.pair_job.key.digest] = both
+        else:
+            self._of[made.job.key.digest] = made.kind, made.candidate
+        return made
+
+    def _record(self, job):
+        if job.key.digest not in self._pairs:
+            return super()._record(job)
+        pair = self._pairs[job.key.digest]
+        works = not any(self.broken(candidate) for _, candidate in pair)
+        return ProfileRecord(
+            key=job.key.digest,
+            parts=(),
+            status="ok" if works else self.status,
+            samples_ms=(sum(self.time_ms(*one) for one in pair),) if works else (),
+            temp_bytes=sum(self._needed_bytes(*one) for one in pair),
+        )
+
+
+def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
+    """What takes too much memory without, be it by itself or together with another."""
+    analysis, estimates = model
+
+    def is_too_large(candidate):
+        return candidate.storage is Storage.SHARDED and not candidate.remat
+
+    free = Neighbours(analysis, estimates)
+    fastest = free.best(free.explore(patience=0))
+    budget = int(0.9 * fastest.memory_bytes)
+    devices = Neighbours(analysis, estimates, broken=is_too_large)
+    devices.status = "out_of_memory"
+    found = devices.explore(budget)
+    again = [w for w in found.wanted if w.candidate.remat]
+    alone = [w for w in again if w.pair_job is None]
+    assert alone and any(w.shares_job for w in again)
+    for item in again:
+        failed = item.base.has_failed(found.records)
+        # What was asked for before that was known has failed, too.
+        assert item.shares_job != failed or item.failure(found.records)
+    asked = [(w.kind, w.candidate.key, w.pair_job is None) for w in found.wanted]
+    assert len(set(asked)) == len(asked)
+    assert devices.best(found, budget) is not None
+
+
 def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     """An error then names how little memory would do, as far as that is known."""
     devices = Devices(*model)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cfp.entries import (
+    by_size,
     extent_name,
     in_reach,
     known_to_fit,
@@ -42,7 +43,7 @@ from cfp.search.finalist import Finalist, RaceResult
 from cfp.search.measure import Told
 from cfp.search.race import first_that_fits, race
 from cfp.search.shortened import Shortened, shorten
-from cfp.search.squeeze import LEFT_AT_LEAST, Room, squeezed
+from cfp.search.squeeze import Room
 from cfp.shortage import no_winner
 
 # How many of the fastest are raced with other compiler options, too.
@@ -107,9 +108,8 @@ class Contest:
             near = [entry for entry in entries if entry not in large]
             made = self._raced(near, far, started, shortened, large)
         if made is None:
-            large = self._hopeless(entries)
-            near = [entry for entry in entries if entry not in large]
-            made = self._raced(near, far, started, None, large)
+            near, told, large = self._sorted_out(entries)
+            made = self._raced(near, far, started, None, large, told)
         assert made is not None, "whole programs lead to a plan, or to an error"
         return made
 
@@ -177,22 +177,17 @@ class Contest:
             entries += self._known
         return entries, far
 
-    def _hopeless(self, entries: Sequence[Decision]) -> list[Decision]:
-        """Classics that need too much by prediction, whatever the compiler does.
-
-        Each would be compiled, some of them more than once, only to be refused.
-        """
+    def _sorted_out(
+        self, entries: Sequence[Decision]
+    ) -> tuple[list[Decision], list[Decision], list[Decision]]:
+        """Who may fit, whom the compiler is told of the budget for, and who cannot."""
         ground, problem = self.ground, self.decision.problem
         if ground.room is None or problem is None:
-            return []
-        least = squeezed(problem, LEFT_AT_LEAST)
-        classics = set(self.decision.classics.values())
-        needs = (
-            (entry, predicted_bytes(ground.analysis, least, entry.choice))
-            for entry in entries
-            if entry.choice in classics and entry not in (self.decision, *self._known)
-        )
-        return [e for e, need in needs if need and need > ground.room.budget_bytes]
+            return list(entries), [], []
+        sure = [self.decision, *self._known]
+        rest = [entry for entry in entries if entry not in sure]
+        near, told, large = by_size(ground.analysis, problem, rest, ground.room)
+        return [e for e in entries if e in sure or e in near], told, large
 
     def _shortened(
         self, entries: Sequence[Decision]
@@ -225,12 +220,17 @@ class Contest:
         started: float,
         shortened: Shortened | None = None,
         large: Sequence[Decision] = (),
+        ahead: Sequence[Decision] = (),
     ) -> Plan | None:
-        """The plan of the fastest; None if shortened programs do not lead to one."""
+        """The plan of the fastest; None if shortened programs do not lead to one.
+
+        Ahead are variants that are told of the budget from the first.
+        """
         ground, decision = self.ground, self.decision
         programs: dict[str, Built] = {}
         rounds = _ROUNDS_BEFORE_OPTIONS if self._options else _ROUNDS
         where, how = ground.environment, {"rounds": rounds, "programs": programs}
+        entries = [*entries, *ahead]
         field = self._race(entries, where, shortened, **how)
         if decision.problem and not any(result.ran for _, result in field):
             if shortened:
@@ -243,7 +243,8 @@ class Contest:
         told = told_of_budget(entries, results, room) if room else []
         again, others = self._leaders_again(field, told, shortened, programs)
         field = [*again, *others]
-        sober = let_down(decision, told, [e for e, r in field if r.ran])
+        hoped = [*ahead, *told]
+        sober = let_down(decision, hoped, [e for e, r in field if r.ran])
         self._keep_answer(field, is_last=sober is None)
         if sober is not None:
             self.decision = sober  # Who was left out for them may win.
@@ -268,7 +269,8 @@ class Contest:
         rows = [race_row(result) for _, result in field]
         for why, absent in ((TOO_FAR, far), (TOO_LARGE, large)):
             rows += [left_out(e.name, e.predicted_ms, why) for e in absent]
-        rows += [left_out(name, None, UNMEASURED) for name in decision.unmeasured]
+        why = TOO_LARGE if ground.room else UNMEASURED
+        rows += [left_out(name, None, why) for name in decision.unmeasured]
         return self._plan(rows, won)
 
     def _leaders_again(

@@ -10,7 +10,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.planner_parts import Decision, finalists
 from cfp.profiling.key import Parts
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.search.answers import Answer
 from cfp.search.assemble import whole_choice
@@ -22,14 +22,14 @@ from cfp.search.ilp import leanest
 from cfp.search.measure import Told
 from cfp.search.problem import Problem
 from cfp.search.remembered import Remembered, remembered
-from cfp.search.squeeze import Room
+from cfp.search.squeeze import MEMORY_SHARE, TURNED_OUT, Room
 
 # Of the budget: without recomputation predictions were off by 3.2% at most on 2 H200.
 _NEARLY = 1.1
 # How many of those that are too large are compiled again, told of the budget.
 _TOLD = 2
-# It takes them as many times as long: 1.05 to 1.08 on 2 H200.
-_TOLL = 1.1
+# It takes them as many times as long: 1.05 to 1.12 on 2 H200.
+_TOLL, _TOLL_AT_LEAST = 1.1, 1.05
 
 
 def extent_name(name: str, extent: Told) -> str:
@@ -196,6 +196,43 @@ def known_to_fit(
     ]
 
 
+def by_size(
+    analysis: Analysis, problem: Problem, entries: Sequence[Decision], room: Room
+) -> tuple[list[Decision], list[Decision], list[Decision]]:
+    """Splits entries by the memory that they will probably need, the fastest first.
+
+    Who is too large whatever happens would be compiled only to be refused, and who is
+    unless the compiler is told of the budget would be compiled twice.
+
+    Args:
+        analysis: of the program.
+        problem: what was measured.
+        entries: who wants to take part.
+        room: what they have to fit into.
+
+    Returns:
+        Those that may fit; variants, told of the budget, of the fastest of those that
+        otherwise do not; and all others.
+    """
+    near, large = [], []
+    most = room.budget_bytes / TURNED_OUT
+    hopeful: dict[Choice, tuple[Decision, CompiledBytes]] = {}
+    for entry in sorted(entries, key=_predicted_ms):
+        size = _predicted_size(analysis, problem, entry.choice)
+        if size is None or entry.options:
+            near.append(entry)
+        elif not room.may_do(size):
+            large.append(entry)
+        elif size.peak_bytes <= most or not room.options(size):
+            near.append(entry)
+        elif len(hopeful) < _TOLD and entry.choice not in hopeful:
+            hopeful[entry.choice] = (entry, size)
+        else:
+            large.append(entry)
+    told = [one for pair in hopeful.values() for one in _variants(*pair, room)]
+    return near, told, large
+
+
 def told_of_budget(
     entries: Sequence[Decision], results: Sequence[RaceResult], room: Room
 ) -> list[Decision]:
@@ -209,15 +246,17 @@ def told_of_budget(
     best_ms = min(result.time_ms for result in results)
     large: dict[tuple[Any, ...], tuple[Decision, ProfileRecord]] = {}
     for entry, result in zip(entries, results, strict=True):
-        if result.peak_bytes and not result.fits:
+        is_told = MEMORY_SHARE in entry.options
+        if result.peak_bytes and not result.fits and not is_told:
             # The plan may be the leanest, or a classic.
             large.setdefault(entry.key, (entry, result.record))
     hopeful = [
         key
         for key, (entry, record) in large.items()
-        if room.may_do(record) and (entry.predicted_ms or 0.0) < best_ms
+        if room.may_do(record)
+        and _TOLL_AT_LEAST * (entry.predicted_ms or 0.0) < best_ms
     ]
-    hopeful.sort(key=lambda key: large[key][0].predicted_ms or float("inf"))
+    hopeful.sort(key=lambda key: _predicted_ms(large[key][0]))
     chosen = hopeful[:_TOLD]
     if large and best_ms == float("inf"):
         leanest = min(large, key=lambda key: large[key][1].peak_bytes)
@@ -282,6 +321,23 @@ def predicted_bytes(analysis: Analysis, problem: Problem, choice: Choice) -> int
     return None if picks is None else problem.memory_bytes(picks)
 
 
+def _predicted_ms(entry: Decision) -> float:
+    return entry.predicted_ms or float("inf")
+
+
+def _predicted_size(
+    analysis: Analysis, problem: Problem, choice: Choice
+) -> CompiledBytes | None:
+    """What a program will need, if all of it was measured: state is known exactly."""
+    picks = picks_of(analysis, problem, choice)
+    if picks is None:
+        return None
+    options = [problem.options[k][p] for k, p in zip(problem.kinds, picks, strict=True)]
+    state = problem.fixed_bytes + sum(option.state_bytes for option in options)
+    rest = problem.memory_bytes(picks) - state
+    return CompiledBytes(argument_bytes=state, temp_bytes=rest)
+
+
 def _remembered_decision(
     analysis: Analysis, problem: Problem | None, one: Remembered
 ) -> Decision:
@@ -294,5 +350,5 @@ def _remembered_decision(
     )
 
 
-def _variants(entry: Decision, record: ProfileRecord, room: Room) -> list[Decision]:
-    return with_options([entry], room.options(record))
+def _variants(entry: Decision, size: CompiledBytes, room: Room) -> list[Decision]:
+    return with_options([entry], room.options(size))

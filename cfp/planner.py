@@ -145,7 +145,12 @@ class Planner:
         # several processes may know differently.
         near = leading_classics(analysis, estimates, every, reach)
         alone = Agreement.of(self.mesh).alone
-        classics = near if self.ground.room is None and alone else every
+        costs, room = Costs(analysis, rates), self.ground.room
+        if room is not None:
+            needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
+            able = {n: every[n] for n, b in needs.items() if b <= room.budget_bytes}
+            every = able or every
+        classics = near if room is None and alone else every
         looker = Looker(
             analysis.frame.program,
             self.mesh,
@@ -169,7 +174,7 @@ class Planner:
             return explore(
                 estimates,
                 WantedMaker(*where, settings.in_context),
-                Costs(analysis, rates),
+                costs,
                 effort=effort,
                 budget_bytes=self.ground.budget_bytes,
                 look=looker,

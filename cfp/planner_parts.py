@@ -207,7 +207,8 @@ class Decision:
         options: of the compiler.
         rivals: other choices that the search found promising.
         classics: the classics to race against.
-        unmeasured: names of those that were estimated to be too far behind.
+        unmeasured: names of those that were estimated to be too far behind or, under a
+            budget, to need more memory than there is.
         problem: what was searched, or None for a classic taken by name.
         search: counts and seconds of the search.
     """

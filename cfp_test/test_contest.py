@@ -11,10 +11,12 @@ import pytest
 import cfp
 from cfp import contest
 from cfp.planner_parts import TOO_LARGE, UNMEASURED
-from cfp.presets import CLASSICS
+from cfp.presets import CLASSICS, presets
 from cfp.profiling import runner
+from cfp.profiling.record import CompiledBytes
 from cfp.report.tables import plan_text
 from cfp.search import shortened
+from cfp.search.costs import Costs
 
 LAYERS, WIDTH, BATCH = 12, 16, 8
 ADAM = optax.adam(1e-3)
@@ -215,6 +217,32 @@ def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path
         assert made.race == other.race
 
 
+def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(
+    plan, tmp_path, monkeypatch
+):
+    least = Costs.least_peak_bytes
+    swollen = {"data_parallel"}
+
+    def swell(costs, choice):
+        named = presets(costs.analysis.frame)
+        is_large = any(named.get(name) == choice for name in swollen)
+        return 2**31 if is_large else least(costs, choice)
+
+    monkeypatch.setattr(Costs, "least_peak_bytes", swell)
+
+    def asked(which):
+        made = plan(memory_budget=2**30, cache_dir=tmp_path / which)
+        row = next(row for row in made.race if row.name == "data_parallel")
+        return row, made.search["strategies_measured"]
+
+    row, count = asked("some")
+    assert row.note == TOO_LARGE and row.predicted_ms is None
+    # Where none can fit, all are measured: an error is to say what would do.
+    swollen.update(CLASSICS)
+    row, every = asked("all")
+    assert row.note == "" and every > count
+
+
 def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
     made = plan(cache_dir=tmp_path)
@@ -292,16 +320,15 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     known = {}  # What is said of who fits, and of whom nothing is known.
 
     def predicted(analysis, problem, choice):
-        return known.get(choice, 2**31)
+        return known.get(choice, CompiledBytes(temp_bytes=2**31))
 
     entries = contest.Contest._entries
 
     def seen(self):
-        known[self.decision.choice] = 1
         known[self.decision.classics["data_parallel"]] = None
         return entries(self)
 
-    monkeypatch.setattr("cfp.contest.predicted_bytes", predicted)
+    monkeypatch.setattr("cfp.entries._predicted_size", predicted)
     monkeypatch.setattr(contest.Contest, "_entries", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}

@@ -8,7 +8,13 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.entries import computed_again, known_to_fit, told_of_budget, with_options
+from cfp.entries import (
+    by_size,
+    computed_again,
+    known_to_fit,
+    told_of_budget,
+    with_options,
+)
 from cfp.planner_parts import Decision
 from cfp.presets import presets
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -230,3 +236,32 @@ def test_who_fits_told_of_another_budget_takes_part(known):
     assert found(100, device_bytes=1000) == [("data_parallel", told)]
     assert found(99, device_bytes=1000) == [("data_parallel", told)], "the leanest"
     assert found(200, device_bytes=1000) == [("data_parallel", told)]
+
+
+# Who needs 100 by prediction may turn out to need 85, and, told of it, 55.
+@pytest.mark.parametrize(
+    ("budget_bytes", "near", "told", "large"),
+    [
+        (85, "abcabc", "", ""),
+        (84, "cc", "ab", "ab"),  # What is told less of a choice is not tried, too.
+        (56, "cc", "ab", "ab"),
+        (54, "cc", "", "aabb"),
+    ],
+)
+def test_who_is_too_large_is_told_of_the_budget_at_once(
+    analysis, monkeypatch, budget_bytes, near, told, large
+):
+    needs = {"a": 100, "b": 100, "c": 10}
+    times = {"a": 2.0, "b": 1.0, "c": 3.0}
+    entries = [entry(n + way, times[n], 0)[0] for way in ("", ":2") for n in times]
+    sizes = {e.choice: CompiledBytes(temp_bytes=needs[e.name[0]]) for e in entries}
+    monkeypatch.setattr("cfp.entries._predicted_size", lambda _, __, c: sizes[c])
+    room = Room(budget_bytes=budget_bytes, device_bytes=1000, platform="gpu")
+    found = by_size(analysis, None, entries, room)
+    names = [[one.name for one in part] for part in found]
+    first = [name for name in names[1] if name.endswith(", within the budget")]
+    letters = [sorted(name[0] for name in part) for part in (names[0], first, names[2])]
+    assert letters == [sorted(near), sorted(told), sorted(large)]
+    no_gpu = by_size(analysis, None, entries, replace(room, platform="cpu"))
+    assert not no_gpu[1], "nobody could be told"
+    assert len(no_gpu[0]) + len(no_gpu[2]) == len(entries)

@@ -57,7 +57,8 @@ class TimingOptions:
     others as in training, where one is launched while the one before still runs.
     """
 
-    warmup_seconds: float = 0.1
+    warmup_seconds: float | None = None
+    warmup_window: int | None = None
     min_samples: int | None = None
     max_samples: int = 50
     target_spread: float = 0.01
@@ -67,14 +68,24 @@ class TimingOptions:
 
 
 _ON_CPUS = TimingOptions(
-    min_samples=3, budget_seconds=2.0, min_sample_ms=5.0, min_repeat=1
+    warmup_seconds=0.1,
+    warmup_window=3,
+    min_samples=3,
+    budget_seconds=2.0,
+    min_sample_ms=5.0,
+    min_repeat=1,
 )
 # On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row; without peer-to-peer
 # access, where times vary by some percent, half of a profile's runs last until their
 # time is over. On 2 H200 two samples that agree, or what there is after 0.7 s, are off
 # by 1.0% on average, in place of 0.5% with three and 1 s.
 _ELSEWHERE = TimingOptions(
-    min_samples=2, budget_seconds=0.7, min_sample_ms=60.0, min_repeat=3
+    warmup_seconds=0.05,
+    warmup_window=1,
+    min_samples=2,
+    budget_seconds=0.7,
+    min_sample_ms=30.0,
+    min_repeat=3,
 )
 
 _REFERENCE_TIMING = TimingOptions(

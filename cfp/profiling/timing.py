@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 Run = Callable[[int], object]
 
-_SMALLEST_WINDOW = 3
 # Warm-up samples are this much shorter: to be steady takes many of them.
 _WARMUP_PART = 3
 _STEADY_TOLERANCE = 0.02
@@ -76,6 +75,7 @@ def measure(
     run: Run,
     *,
     warmup_seconds: float = 1.0,
+    warmup_window: int = 3,
     min_samples: int = 5,
     max_samples: int = 100,
     target_spread: float = 0.005,
@@ -88,7 +88,7 @@ def measure(
     """Times one thing: warm up until steady, then sample until sure.
 
     The warm-up lasts at least `warmup_seconds` and until the last quarter of its
-    samples (three at least) agrees with the quarter before, in the median and
+    samples (`warmup_window` at least) agrees with the quarter before, in the median and
     within 2%: clocks drop under load, so an early sample flatters. Its samples are a
     third as long. It never takes more than half of the budget. The very first execution
     loads code and opens communicators; it is kept in `warmup_ms` and not charged to the
@@ -97,6 +97,7 @@ def measure(
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
       warmup_seconds: the shortest warm-up.
+      warmup_window: how many of its samples are compared with as many before, at least.
       min_samples: `target_spread` cannot end the sampling before these.
       max_samples: the sampling ends with these.
       target_spread: enough certainty, see `relative_spread`.
@@ -115,7 +116,7 @@ def measure(
             f"expected 1 <= min_samples <= max_samples, got {min_samples} and "
             f"{max_samples}"
         )
-    subject = _Subject(run, min_sample_ms, clock, agree, min_repeat)
+    subject = _Subject(run, min_sample_ms, clock, agree, min_repeat, warmup_window)
     while not subject.calibrated or (
         subject.spent_seconds < budget_seconds / 2
         and (subject.spent_seconds < warmup_seconds or not subject.steady)
@@ -201,8 +202,10 @@ class _Subject:
         clock: Callable[[], float],
         agree: Callable[[float], float],
         min_repeat: int = 1,
+        window: int = 1,
     ):
         self._run = run
+        self._window = window
         self._min_repeat = min_repeat
         self._min_sample_seconds = min_sample_ms / 1e3
         self._clock = clock
@@ -220,7 +223,7 @@ class _Subject:
         warmup_ms = self.warmup_ms[1:]
         # Windows grow with the warm-up: a drop over seconds does not show between
         # neighbours that are milliseconds apart.
-        window = max(_SMALLEST_WINDOW, len(warmup_ms) // 4)
+        window = max(self._window, len(warmup_ms) // 4)
         if len(warmup_ms) < 2 * window:
             return False
         before = statistics.median(warmup_ms[-2 * window : -window])

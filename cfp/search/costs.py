@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Layout, Storage, lay_out
+from cfp.analysis.layout import Choice, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.errors import DeviceError
 from cfp.presets import preset
@@ -15,9 +16,16 @@ from cfp.profiling.collectives import Rates
 from cfp.profiling.drift import at_one_clock
 from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
+from cfp.search.candidates import segment_candidate
 from cfp.search.estimate import Estimator
-from cfp.search.measure import SegmentBytes, argument_bytes, segment_bytes
+from cfp.search.measure import (
+    SegmentBytes,
+    argument_bytes,
+    can_recompute,
+    segment_bytes,
+)
 from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.squeeze import LEFT_AT_LEAST
 from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
 
 
@@ -61,6 +69,26 @@ class Costs:
                 candidate.remat,
             )
         return self._least[key]
+
+    def least_peak_bytes(self, choice: Choice) -> int:
+        """What a program needs on each device whatever is computed again.
+
+        What a segment keeps for its backward pass is there while that runs; a compiler
+        that computes some of it again by itself leaves a share of it at least.
+        """
+        analysis = self.analysis
+        state, kept, peak = self.fixed_bytes, 0, 0
+        for segment in analysis.segments:
+            plain = segment_candidate(analysis, segment.index, choice)
+            own = self.least_bytes(segment.kind, plain)
+            if can_recompute(analysis.frame, segment):
+                again = self.least_bytes(segment.kind, replace(plain, remat=True))
+            else:
+                again = own
+            state += own.state_bytes
+            peak = max(peak, kept + own.residual_bytes)
+            kept += again.residual_bytes
+        return state + round(LEFT_AT_LEAST * peak)
 
     def handovers(
         self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]

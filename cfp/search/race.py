@@ -34,7 +34,12 @@ _TURN_ON_CPUS = TimingOptions(
 # are as long after the beginning: everybody gets one sample, of as many executions
 # after as many; in a turn they last so long.
 _LOOK_ELSEWHERE = TimingOptions(
-    warmup_seconds=0.0, min_samples=1, max_samples=1, budget_seconds=0.0
+    warmup_seconds=0.0,
+    min_samples=1,
+    max_samples=1,
+    budget_seconds=0.0,
+    min_sample_ms=60.0,
+    min_repeat=3,
 )
 _TURN_MS_ELSEWHERE = 500.0
 

@@ -9,11 +9,13 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.presets import presets
+from cfp.profiling.builder import Built, build
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import can_recompute
+from cfp.search.costs import Costs
+from cfp.search.measure import can_recompute, whole_job
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import WantedMaker, computed_again
 from cfp_test.program.test_recompute import stack_step
@@ -144,3 +146,19 @@ def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis
     again = computed_again(analysis, (), base, "again", alone=True)
     assert again.jobs == [again.own_job] and again.job != base.job
     assert len(again.job.constraints.recompute) == 1
+
+
+def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
+    costs = Costs(analysis, Rates.default(mesh))
+    segments = analysis.segments
+    again = tuple(s.index for s in segments if can_recompute(analysis.frame, s))
+    assert again
+    least = {}
+    for name, choice in presets(analysis.frame).items():
+        lean = replace(choice, remat=again)
+        job = whole_job(analysis.frame, segments, lean, (), name)
+        built = build(analysis.frame.program, mesh, job)
+        assert isinstance(built, Built), built.reason
+        least[name] = costs.least_peak_bytes(choice)
+        assert 0 < least[name] <= built.peak_bytes
+    assert least["fully_sharded"] < least["zero1"] < least["data_parallel"]

@@ -145,6 +145,11 @@ class Program:
         return {}
 
     @cached_property
+    def parts(self) -> dict[Any, Any]:
+        """Parts of it and their numberings, kept by `cfp.program.part`."""
+        return {}
+
+    @cached_property
     def leaf_ops(self) -> frozenset[int]:
         """Ops that depend on no argument: constants, iotas and what follows.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cfp.program.graph import Program
@@ -26,8 +27,54 @@ class Part:
     instead: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A part's ops and values, numbered from its own start.
+
+    Attributes:
+        digest: the same for parts of any programs that compute the same.
+        values, ops: their numbers, by id.
+    """
+
+    digest: str
+    values: Mapping[int, int]
+    ops: Mapping[int, int]
+
+
+def numbered(program: Program, part: Part) -> Numbered:
+    """Numbers what a part is made of."""
+    known = program.parts.get(part)
+    if known is not None:
+        return known
+    values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
+    digest = hashlib.sha256()
+    ops: dict[int, int] = {}
+    instead = dict(part.instead)
+    for op_id in sorted(program.with_bodies(part.ops)):
+        op = program.ops[op_id]
+        ops[op_id] = len(ops)
+        for v in (*op.entries, *op.results):
+            values.setdefault(v, len(values))
+        reads = [
+            values.setdefault(instead.get(v, v), len(values))
+            for v in (*op.operands, *op.yields)
+        ]
+        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
+        digest.update(repr((op.name, op.attributes, reads, types)).encode())
+    found = Numbered(digest.hexdigest(), values, ops)
+    program.parts[part] = found
+    return found
+
+
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:
     """Completes a set of top-level ops with the constants that it needs."""
+    key = tuple(wanted)
+    if key not in program.parts:
+        program.parts[key] = _cut(program, key)
+    return program.parts[key]
+
+
+def _cut(program: Program, wanted: Sequence[int]) -> Part:
     chosen = set(wanted)
     stack = list(chosen)
     while stack:

@@ -50,7 +50,8 @@ class Costs:
         self._values: dict[tuple[int, int], list[int]] = {}
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
-        self._handovers: dict[tuple, float] = {}
+        self._handovers: dict[tuple[int, int, int, int], float] = {}
+        self._numbers: dict[tuple, int] = {}
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -94,10 +95,15 @@ class Costs:
         self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]
     ) -> list[list[float]]:
         """``[option][option]`` milliseconds between two segments, there and back."""
-        return [
-            [self._handover_ms(left, right, a.candidate, b.candidate) for b in after]
-            for a in before
-        ]
+        rows = [(self._number(a.candidate), a.candidate) for a in before]
+        columns = [(self._number(b.candidate), b.candidate) for b in after]
+        known = self._handovers
+        for m, a in rows:
+            for n, b in columns:
+                if (left, right, m, n) not in known:
+                    moves = self.handover(left, right, a, b)
+                    known[left, right, m, n] = total_ms(moves, self.moved_ms)
+        return [[known[left, right, m, n] for n, _ in columns] for m, _ in rows]
 
     def handover(
         self, left: int, right: int, a: Candidate, b: Candidate
@@ -117,12 +123,9 @@ class Costs:
             for spec in (move.have, move.want)
         )
 
-    def _handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
-        key = (left, right, a.key[:2], b.key[:2])
-        if key not in self._handovers:
-            moves = self.handover(left, right, a, b)
-            self._handovers[key] = total_ms(moves, self.moved_ms)
-        return self._handovers[key]
+    def _number(self, candidate: Candidate) -> int:
+        """The same for candidates that are laid out alike."""
+        return self._numbers.setdefault(candidate.key[:2], len(self._numbers))
 
     def _layout(self, index: int, candidate: Candidate) -> Layout:
         key = (index, *candidate.key[:2])

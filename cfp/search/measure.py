@@ -18,6 +18,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.makeable import makeable
+from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
@@ -239,22 +240,8 @@ def _key(
 
     Equal layers of different models, or of different depths, have equal keys.
     """
-    program = frame.program
-    local: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
-    ops_digest = hashlib.sha256()
-    local_op: dict[int, int] = {}
-    instead = dict(part.instead)
-    for op_id in sorted(program.with_bodies(part.ops)):
-        op = program.ops[op_id]
-        local_op[op_id] = len(local_op)
-        for v in (*op.entries, *op.results):
-            local.setdefault(v, len(local))
-        reads = [
-            local.setdefault(instead.get(v, v), len(local))
-            for v in (*op.operands, *op.yields)
-        ]
-        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
-        ops_digest.update(repr((op.name, op.attributes, reads, types)).encode())
+    numbers = numbered(frame.program, part)
+    local, local_op = numbers.values, numbers.ops
     told_digest = hashlib.sha256()
     values = sorted((local[v], s) for v, s in told.values.items())
     uses = sorted(((local_op[o], i), s) for (o, i), s in told.uses.items())
@@ -265,7 +252,7 @@ def _key(
         told_digest.update(repr((VERSION, again)).encode())
     return ProfileKey(
         (
-            ("ops", ops_digest.hexdigest()),
+            ("ops", numbers.digest),
             ("shardings", told_digest.hexdigest()),
             ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
             *environment,

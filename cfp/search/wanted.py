@@ -185,6 +185,8 @@ class WantedMaker:
         self._in_context = in_context
         self._family: dict[tuple[int, tuple], str] = {}
         self._made: Counter[int] = Counter()
+        self._jobs: dict[tuple, Job] = {}
+        self._layouts: dict[tuple, Layout] = {}
         self._required: list[dict[tuple, Candidate]]
         self._required = [{} for _ in analysis.representatives]
         for name, choice in classics.items():
@@ -249,8 +251,18 @@ class WantedMaker:
         return f"segment {kind}: {self._made[kind]}"
 
     def _alone(self, index: int, candidate: Candidate, label: str) -> Job:
-        frame, segments = self._analysis.frame, self._analysis.segments
-        return segment_job(frame, segments, index, candidate, self._environment, label)
+        key = (index, candidate.key)
+        if key not in self._jobs:
+            where = (self._analysis.frame, self._analysis.segments)
+            how = (self._environment, label)
+            self._jobs[key] = segment_job(*where, index, candidate, *how)
+        return self._jobs[key]
+
+    def _layout(self, index: int, candidate: Candidate) -> Layout:
+        key = (index, candidate.key[:2])
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(self._analysis, index, candidate)
+        return self._layouts[key]
 
     def _carrier(
         self, index: int, candidate: Candidate, near: int
@@ -269,11 +281,11 @@ class WantedMaker:
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
         estimator = self._estimates.estimator
-        layout = layout_of(analysis, index, candidate)
+        layout = self._layout(index, candidate)
         out, back = between(analysis, index, near), between(analysis, near, index)
         ways = []
         for option in options:
-            there = layout_of(analysis, near, option)
+            there = self._layout(near, option)
             ahead = handover(estimator, layout, there, out)
             ways.append((option, (*ahead, *handover(estimator, there, layout, back))))
         return min(ways, key=lambda way: total_ms(way[1]))

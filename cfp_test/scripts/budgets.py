@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import heapq
 import json
 import math
 import subprocess
@@ -186,21 +187,24 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
         lines.add(row)
         return row
 
-    first = plan("free", None)
-    tried: dict[int, Row] = {}
-
-    def plan_smallest(row: Row) -> None:
-        least = None if row["feasible"] else row["least_bytes"]
-        if least is not None and least not in tried:
-            tried[least] = plan("smallest", least)
-
-    absurd = plan("budget", _ABSURD_BYTES)
-    plan_smallest(absurd)
-    for budget in spread(absurd["least_bytes"], first["peak_bytes"], options.count):
+    first, absurd = plan("free", None), plan("budget", _ABSURD_BYTES)
+    low, high = absurd["least_bytes"], first["peak_bytes"]
+    # What an error names takes its place among the others: what was compiled for a
+    # smaller budget is known to do for a larger one.
+    todo = [(low, "smallest")]
+    todo += [(budget, "budget") for budget in spread(low, high, options.count)]
+    heapq.heapify(todo)
+    named = {low}
+    while todo:
+        budget, what = heapq.heappop(todo)
         if time.perf_counter() - started > options.seconds:
             lines.add({"what": "left out", "budget_bytes": budget})
             continue
-        plan_smallest(plan("budget", budget))
+        row = plan(what, budget)
+        least = None if row["feasible"] else row["least_bytes"]
+        if least is not None and least not in named:
+            named.add(least)
+            heapq.heappush(todo, (least, "smallest"))
     for row in _race_all(found, options.workdir):
         lines.add(row)
 

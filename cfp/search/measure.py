@@ -42,10 +42,21 @@ def limit(told: Constraints, extent: Told) -> Constraints:
 
 
 def told_of(
-    frame: Frame, segments: Sequence[Segment], choice: Choice, extent: Told
+    frame: Frame,
+    segments: Sequence[Segment],
+    choice: Choice,
+    extent: Told,
+    layout: Layout | None = None,
 ) -> Constraints:
-    """What the compiler is told of a whole program's choice."""
-    told = limit(constraints(lay_out(frame, choice)), extent)
+    """What the compiler is told of a whole program's choice.
+
+    Args:
+        frame, segments: of the program.
+        choice: for all of it.
+        extent: how much of it to tell.
+        layout: the choice's, if it is there already.
+    """
+    told = limit(constraints(layout or lay_out(frame, choice)), extent)
     return replace(told, recompute=_recomputed(frame, segments, choice.remat))
 
 
@@ -168,7 +179,7 @@ def whole_job(
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)
-        told = told_of(frame, segments, choice, extent)
+        told = told_of(frame, segments, choice, extent, layout)
         kept = {**asdict(choice), "extent": extent, "options": dict(options or {})}
         chosen = json.dumps(kept)
     job = make_job(frame, layout, part, told, environment, label)

@@ -109,6 +109,7 @@ class Contest:
             made = self._raced(near, far, started, shortened, large)
         if made is None:
             near, told, large = self._sorted_out(entries)
+            near += self._remember(entries, [*near, *told])
             made = self._raced(near, far, started, None, large, told)
         assert made is not None, "whole programs lead to a plan, or to an error"
         return made
@@ -120,7 +121,8 @@ class Contest:
             MemoryBudgetError: none of them fits in memory.
         """
         decision, analysis = self.decision, self.ground.analysis
-        [_, *near], far = self._entries()
+        entrants, far = self._entries()
+        near = [*entrants[1:], *self._remember(entrants, entrants)]
         rest = sorted([*near, *far], key=lambda e: e.predicted_ms or float("inf"))
         lean = decision.problem and leanest_of(analysis, decision.problem)
         entries: list[Decision] = []
@@ -167,15 +169,29 @@ class Contest:
         classics, far = in_reach(decision, varied, self._reach)
         rivals, behind = in_reach(decision, decision.rivals, self._reach)
         entries, far = [decision, *classics, *rivals], [*far, *behind]
-        if ground.room is not None and Agreement.of(ground.mesh).alone:
-            environment, options = ground.environment, self._options.values()
-            jobs = [f.job for f in finalists(ground.analysis, entries, environment)]
-            asked = question(jobs, options, ground.room.budget_bytes, environment)
-            where = (ground.analysis, ground.store, environment)
-            how = (ground.plans, options, ground.room, answer_to(asked, ground.store))
-            self._asked, self._known = asked, known_to_fit(*where, entries, *how)
-            entries += self._known
         return entries, far
+
+    def _remember(
+        self, entries: Sequence[Decision], taking_part: Sequence[Decision]
+    ) -> list[Decision]:
+        """Who is known to fit and does not take part yet.
+
+        Args:
+            entries: who wanted to take part: the question that this answers.
+            taking_part: those of them that do, and variants.
+        """
+        ground = self.ground
+        is_alone = Agreement.of(ground.mesh).alone
+        if ground.room is None or self.decision.problem is None or not is_alone:
+            return []
+        environment, options = ground.environment, self._options.values()
+        jobs = [f.job for f in finalists(ground.analysis, entries, environment)]
+        asked = question(jobs, options, ground.room.budget_bytes, environment)
+        where = (ground.analysis, ground.store, environment)
+        how = (ground.plans, options, ground.room, answer_to(asked, ground.store))
+        self._asked = asked
+        self._known = known_to_fit(*where, taking_part or entries, *how)
+        return self._known
 
     def _sorted_out(
         self, entries: Sequence[Decision]
@@ -184,10 +200,10 @@ class Contest:
         ground, problem = self.ground, self.decision.problem
         if ground.room is None or problem is None:
             return list(entries), [], []
-        sure = [self.decision, *self._known]
-        rest = [entry for entry in entries if entry not in sure]
+        rest = [entry for entry in entries if entry is not self.decision]
         near, told, large = by_size(ground.analysis, problem, rest, ground.room)
-        return [e for e in entries if e in sure or e in near], told, large
+        near = [e for e in entries if e is self.decision or e in near]
+        return near, told, large
 
     def _shortened(
         self, entries: Sequence[Decision]
@@ -243,7 +259,8 @@ class Contest:
         told = told_of_budget(entries, results, room) if room else []
         again, others = self._leaders_again(field, told, shortened, programs)
         field = [*again, *others]
-        hoped = [*ahead, *told]
+        own_ms = decision.predicted_ms or float("inf")
+        hoped = [*(e for e in ahead if (e.predicted_ms or own_ms) < own_ms), *told]
         sober = let_down(decision, hoped, [e for e, r in field if r.ran])
         self._keep_answer(field, is_last=sober is None)
         if sober is not None:
@@ -293,9 +310,11 @@ class Contest:
         # Who does not fit or run leads nobody.
         able = [(entry, r) for entry, r in ranked[:_LEADERS] if r.ran]
         new = [*with_options([entry for entry, _ in able], self._options), *told]
-        # Who is remembered may be a variant of somebody.
-        present = {entry.key for entry, _ in field}
-        new = [entry for entry in new if entry.key not in present]
+        # Who is remembered, or was told of the budget, may be a variant of somebody.
+        keys = {entry.key for entry, _ in field}
+        names = {entry.name for entry, _ in field}
+        unlike = {e.key: e for e in new if e.key not in keys and e.name not in names}
+        new = [*unlike.values()]
         if not new:
             return [], field
         limit_ms = _CLOSE * min(map(_time_ms, able), default=0.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
+from cfp.analysis.layout import Choice, lay_out
 from cfp.planner_parts import Decision, finalists
 from cfp.profiling.key import Parts
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -19,7 +19,7 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.explain import picks_of
 from cfp.search.finalist import RaceResult
 from cfp.search.ilp import leanest
-from cfp.search.measure import Told
+from cfp.search.measure import Told, value_bytes
 from cfp.search.problem import Problem
 from cfp.search.remembered import Remembered, remembered
 from cfp.search.squeeze import MEMORY_SHARE, TURNED_OUT, Room
@@ -162,7 +162,7 @@ def known_to_fit(
     known = remembered(analysis, store, first.job)
     made = [_remembered_decision(analysis, taking_part[0].problem, k) for k in known]
     present = {entry.key for entry in taking_part}
-    alike = {(entry.choice, entry.extent) for entry in taking_part}
+    alike = {(e.choice, e.extent) for e in taking_part if not e.options}
     # Who is too large as it is leads nobody, to be raced with other options then.
     large = {
         (one.choice, one.extent)
@@ -328,14 +328,23 @@ def _predicted_ms(entry: Decision) -> float:
 def _predicted_size(
     analysis: Analysis, problem: Problem, choice: Choice
 ) -> CompiledBytes | None:
-    """What a program will need, if all of it was measured: state is known exactly."""
+    """What a program will need, if all of it was measured: what is there from the
+    first to the last is known exactly, results that take no argument's place included.
+    """
     picks = picks_of(analysis, problem, choice)
     if picks is None:
         return None
+    frame = analysis.frame
+    layout, program = lay_out(frame, choice), frame.program
+    results = sum(
+        value_bytes(layout, value)
+        for place, value in enumerate(program.outputs)
+        if place not in program.alias
+    )
     options = [problem.options[k][p] for k, p in zip(problem.kinds, picks, strict=True)]
     state = problem.fixed_bytes + sum(option.state_bytes for option in options)
     rest = problem.memory_bytes(picks) - state
-    return CompiledBytes(argument_bytes=state, temp_bytes=rest)
+    return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)
 
 
 def _remembered_decision(

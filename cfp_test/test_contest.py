@@ -1,6 +1,7 @@
 """Races of deep programs: abridged ones run, and the winner whole."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,17 @@ import pytest
 
 import cfp
 from cfp import contest
-from cfp.planner_parts import TOO_LARGE, UNMEASURED
+from cfp.entries import with_options
+from cfp.planner_parts import TOO_LARGE, UNMEASURED, Decision
 from cfp.presets import CLASSICS, presets
 from cfp.profiling import runner
-from cfp.profiling.record import CompiledBytes
+from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.report.tables import plan_text
 from cfp.search import shortened
+from cfp.search.compiler import variants
 from cfp.search.costs import Costs
+from cfp.search.finalist import RaceResult
+from cfp.search.squeeze import Room
 
 LAYERS, WIDTH, BATCH = 12, 16, 8
 ADAM = optax.adam(1e-3)
@@ -337,3 +342,38 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     refused = [row for row in made.race if row.note == TOO_LARGE]
     assert {row.name for row in refused} <= set(cfp.PRESETS)
     assert not any(row.peak_bytes for row in refused)
+
+
+def test_no_two_programs_of_a_race_have_one_name():
+    """Programs are known by the names of who takes part, from one race to the next."""
+    room = Room(budget_bytes=40, device_bytes=120, platform="gpu")
+    options = room.options(CompiledBytes(argument_bytes=10, temp_bytes=40))
+    told = with_options([Decision("one", "a choice", 9.0)], options)
+    assert len({entry.key for entry in told}) == 3
+    asked = []
+
+    def race(entries, environment, shortened, **how):
+        asked.extend(entries)
+        return [(entry, result_of(entry)) for entry in entries]
+
+    def result_of(entry):
+        record = ProfileRecord(key=entry.name, parts=(), status="ok", samples_ms=(9.0,))
+        return RaceResult(
+            name=entry.name,
+            predicted_ms=None,
+            record=record,
+            peak_bytes=1,
+            fits=True,
+            cached=False,
+        )
+
+    one = object.__new__(contest.Contest)
+    one._options, one._race = variants("gpu"), race
+    one.decision, one.ground = (
+        SimpleNamespace(classics={}),
+        SimpleNamespace(environment=()),
+    )
+    one._leaders_again([(e, result_of(e)) for e in told], told, None, {})
+    names = [entry.name for entry in asked]
+    assert len(set(names)) == len(names) == len({entry.key for entry in asked})
+    assert "one, within the budget, large collectives" in names

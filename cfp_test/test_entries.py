@@ -145,6 +145,7 @@ def test_variants_keep_the_options_that_an_entry_has():
 
 FIRST, SECOND, THIRD = (f"2026-01-01T00:0{minute}:00+00:00" for minute in range(3))
 OPTION = {"xla_an_option": "1"}
+SHARE = {MEMORY_SHARE: "50"}
 
 
 @pytest.fixture
@@ -169,13 +170,16 @@ def known(analysis, tmp_path):
         store.put(record)
         return record.choice
 
-    def found(budget_bytes, answer=None, device_bytes=None):
+    def found(budget_bytes, answer=None, device_bytes=None, told=()):
         platform = "gpu" if device_bytes else "cpu"
         room = Room(
             budget_bytes=budget_bytes, device_bytes=device_bytes, platform=platform
         )
-        plan = Decision("planned", classics["data_parallel"])
-        there = known_to_fit(analysis, store, (), [plan], 1, [OPTION], room, answer)
+        entries = [
+            Decision("planned", classics["data_parallel"]),
+            *(Decision("told", classics[name], options=SHARE) for name in told),
+        ]
+        there = known_to_fit(analysis, store, (), entries, 1, [OPTION], room, answer)
         return [(names[one.choice], one.options) for one in there]
 
     with ProfileStore(tmp_path / "store.sqlite") as store:
@@ -196,6 +200,17 @@ def test_who_took_part_does_so_again_unless_there_is_news(known):
     assert found(9, alone) == [("zero1", {})], "it is too large for that"
     both = replace(alone, known=(zero1, tensor_parallel))
     assert found(10, both) == [("zero1", {}), ("tensor_parallel", {})], "as before"
+
+
+def test_who_takes_part_told_of_the_budget_does_as_it_is_known_to_fit(known):
+    keep, found = known
+    keep("zero1", 10, 10.0, options=SHARE)
+    assert found(10) == [("zero1", SHARE)]
+    assert found(10, told=["zero1"]) == [], "it takes part already"
+    keep("zero1", 10, 9.9, options=OPTION)
+    assert found(10, told=["zero1"]) == [("zero1", OPTION)], "nobody tries that"
+    keep("zero1", 10, 9.8)
+    assert found(10, told=["zero1"]) == [("zero1", {})]
 
 
 def test_who_was_known_before_is_no_news_if_clocks_drift(known):

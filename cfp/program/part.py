@@ -68,10 +68,10 @@ def numbered(program: Program, part: Part) -> Numbered:
 
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:
     """Completes a set of top-level ops with the constants that it needs."""
-    key = tuple(wanted)
-    if key not in program.parts:
-        program.parts[key] = _cut(program, key)
-    return program.parts[key]
+    key, parts = tuple(wanted), program.parts
+    if key not in parts:
+        parts[key] = _cut(program, key)
+    return parts[key]
 
 
 def _cut(program: Program, wanted: Sequence[int]) -> Part:

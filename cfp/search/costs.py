@@ -58,6 +58,16 @@ class Costs:
         """What arguments that are no state take on each device."""
         return fixed_bytes(self.analysis, self.analysis.frame.program.args)
 
+    @cached_property
+    def _recomputable(self) -> set[int]:
+        """Kinds of segments that can compute their forward pass again."""
+        frame, segments = self.analysis.frame, self.analysis.segments
+        return {
+            kind
+            for kind, index in enumerate(self.analysis.representatives)
+            if can_recompute(frame, segments[index])
+        }
+
     def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
         key = (kind, *candidate.key)
@@ -81,11 +91,9 @@ class Costs:
         state, kept, peak = self.fixed_bytes, 0, 0
         for segment in analysis.segments:
             plain = segment_candidate(analysis, segment.index, choice)
-            own = self.least_bytes(segment.kind, plain)
-            if can_recompute(analysis.frame, segment):
+            own = again = self.least_bytes(segment.kind, plain)
+            if segment.kind in self._recomputable:
                 again = self.least_bytes(segment.kind, replace(plain, remat=True))
-            else:
-                again = own
             state += own.state_bytes
             peak = max(peak, kept + own.residual_bytes)
             kept += again.residual_bytes

@@ -222,9 +222,7 @@ def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path
         assert made.race == other.race
 
 
-def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(
-    plan, tmp_path, monkeypatch
-):
+def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeypatch):
     least = Costs.least_peak_bytes
     swollen = {"data_parallel"}
 
@@ -235,16 +233,17 @@ def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(
 
     monkeypatch.setattr(Costs, "least_peak_bytes", swell)
 
-    def asked(which):
-        made = plan(memory_budget=2**30, cache_dir=tmp_path / which)
+    def asked():
+        made = plan(memory_budget=2**30)
         row = next(row for row in made.race if row.name == "data_parallel")
-        return row, made.search["strategies_measured"]
+        counts = (made.search[f"strategies_{how}"] for how in ("measured", "cached"))
+        return row, sum(counts)
 
-    row, count = asked("some")
+    row, count = asked()
     assert row.note == TOO_LARGE and row.predicted_ms is None
     # Where none can fit, all are measured: an error is to say what would do.
     swollen.update(CLASSICS)
-    row, every = asked("all")
+    row, every = asked()
     assert row.note == "" and every > count
 
 

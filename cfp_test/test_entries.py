@@ -9,6 +9,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.entries import (
+    _predicted_size,
     by_size,
     computed_again,
     known_to_fit,
@@ -280,3 +281,24 @@ def test_who_is_too_large_is_told_of_the_budget_at_once(
     no_gpu = by_size(analysis, None, entries, replace(room, platform="cpu"))
     assert not no_gpu[1], "nobody could be told"
     assert len(no_gpu[0]) + len(no_gpu[2]) == len(entries)
+
+
+def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):
+    problem, program = problem_of(analysis, None), analysis.frame.program
+    choice = presets(analysis.frame)["data_parallel"]
+    none = (None,) * len(program.args)
+    every = (*range(len(program.outputs)), *none[len(program.outputs) :])
+    donated, kept = (
+        _predicted_size(
+            replace(
+                analysis,
+                frame=replace(analysis.frame, program=replace(program, alias=alias)),
+            ),
+            problem,
+            choice,
+        )
+        for alias in (every, none)
+    )
+    most = sum(program.values[v].size_bytes for v in program.outputs)
+    assert donated.output_bytes == 0 < kept.output_bytes <= most
+    assert replace(kept, output_bytes=0) == donated

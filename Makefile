@@ -4,23 +4,35 @@
 VENV ?= .venv
 PYTHON ?=
 JOBS ?= 2
+# `lock` installs the very versions that requirements/lock.txt names, `ranges` the newest
+# ones that pyproject.toml allows, `wheelhouse` what the folder WHEELHOUSE holds, without
+# any network.
+WHEELHOUSE ?=
+FROM ?= $(if $(WHEELHOUSE),wheelhouse,lock)
+LOCK := requirements/lock.txt
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-latest lint lock sbom audit clean
 
 help:
 	@echo 'make demo      plan a small model on this machine and show what was found'
 	@echo 'make test      lint, then all tests but the nightly ones'
+	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
 	@echo 'make lint      ruff and pyright'
-	@echo 'make install   only create $(VENV)'
-	@echo 'make clean     remove $(VENV) and what tools left behind'
+	@echo 'make install   only create $(VENV), from $(LOCK)'
+	@echo 'make lock      write $(LOCK) again, after pyproject.toml has changed;'
+	@echo '               UPGRADE=1 takes the newest versions of everything'
+	@echo 'make sbom      write build/sbom.json: what $(VENV) is made of, in CycloneDX'
+	@echo 'make audit     licences of all dependencies, and their known vulnerabilities'
+	@echo 'make clean     remove the environments and what tools left behind'
 	@echo
 	@echo 'PYTHON=...     interpreter to create $(VENV) with (3.11, 3.12 or 3.13)'
 	@echo 'VENV=...       another folder for the environment'
+	@echo 'WHEELHOUSE=... install from what build_jaxlib/build.py made, without a network'
 	@echo 'JOBS=...       test processes, $(JOBS) unless given'
 
 install: $(STAMP)
@@ -29,32 +41,72 @@ demo: $(STAMP)
 	$(BIN)/python -m cfp.demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --durations=10
+
+# New releases change nothing here that make could see, so this always installs.
+test-latest:
+	rm -f $(VENV)-latest/.installed
+	$(MAKE) test VENV=$(VENV)-latest FROM=ranges
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# One resolution for all versions of Python and all systems, made by uv; pip installs it.
+lock: $(VENV)-lock/bin/uv
+	$< pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	    --extra dev --no-emit-index-url --custom-compile-command 'make lock' \
+	    $(if $(UPGRADE),--upgrade) --output-file $(LOCK) pyproject.toml
+
+sbom: $(STAMP) $(VENV)-audit/.installed
+	mkdir -p build
+	$(VENV)-audit/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml \
+	    --mc-type library --output-reproducible --output-file build/sbom.json
+
+# Strict: what cannot be looked up is no pass.
+audit: $(STAMP) $(VENV)-audit/.installed
+	$(BIN)/python third_party/dependencies.py --check
+	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes -r $(LOCK)
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-latest $(VENV)-lock $(VENV)-audit build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An interpreter counts if it runs and is new enough: a version manager's stand-in may
 # be on the PATH without any Python behind it.
-$(STAMP): pyproject.toml setup.py
-	@python=; \
-	for candidate in $(if $(PYTHON),'$(PYTHON)',python3 python3.11 python3.12 python3.13); do \
-	    if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then \
-	        python=$$candidate; break; \
-	    fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-	    echo 'cfp needs Python 3.11, 3.12 or 3.13. Tried: $(or $(PYTHON),python3 python3.11 python3.12 python3.13).' >&2; \
-	    echo 'Install one, or name it: make PYTHON=/path/to/python3.11' >&2; \
-	    exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(VENV); \
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+define create
+@python=; \
+for candidate in $(if $(PYTHON),'$(PYTHON)',python3 python3.11 python3.12 python3.13); do \
+    if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then \
+        python=$$candidate; break; \
+    fi; \
+done; \
+if [ -z "$$python" ]; then \
+    echo 'cfp needs Python 3.11, 3.12 or 3.13. Tried: $(or $(PYTHON),python3 python3.11 python3.12 python3.13).' >&2; \
+    echo 'Install one, or name it: make PYTHON=/path/to/python3.11' >&2; \
+    exit 1; \
+fi; \
+set -ex; \
+"$$python" -m venv
+endef
+
+# What the lock names is all that is fetched: cfp itself is built with its setuptools.
+INSTALL_lock = $(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK); \
+    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+INSTALL_ranges = $(BIN)/python -m pip install --quiet --upgrade \
+    --upgrade-strategy eager -e '.[dev]'; $(BIN)/python -m pip list
+INSTALL_wheelhouse = PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip install --quiet \
+    --no-index --no-deps --find-links $(WHEELHOUSE)/wheels --require-hashes \
+    -r $(WHEELHOUSE)/lock.txt
+
+$(STAMP): pyproject.toml setup.py $(LOCK)
+	$(create) $(VENV); $(INSTALL_$(FROM))
+	@touch $@
+
+$(VENV)-lock/bin/uv:
+	$(create) $(VENV)-lock; $(VENV)-lock/bin/python -m pip install --quiet uv
+
+$(VENV)-audit/.installed: third_party/tools.txt
+	$(create) $(VENV)-audit; $(VENV)-audit/bin/python -m pip install --quiet -r $<
 	@touch $@

@@ -1,26 +1,61 @@
-"""Automatic sharding for JAX, measured on your own devices."""
+"""Automatic sharding for JAX, measured on your own devices.
 
-from cfp.api import ParallelStep, parallelize, plan
-from cfp.difference import compare
-from cfp.errors import (
-    CacheError,
-    CfpError,
-    CompilerError,
-    DeviceError,
-    MemoryBudgetError,
-    MeshError,
-    PinError,
-    PlanMismatch,
-    StepNotTraceable,
-    TargetError,
-)
-from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings
-from cfp.presets import CLASSICS
-from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
+The public names are loaded when they are first asked for: so `cfp doctor` works where
+JAX is missing or broken.
+"""
 
-# Names that `plan(..., preset=...)` knows on a mesh of any shape.
-PRESETS = tuple(CLASSICS)
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cfp.api import ParallelStep, parallelize, plan
+    from cfp.devices.described import described
+    from cfp.difference import compare
+    from cfp.errors import (
+        CacheError,
+        CfpError,
+        CompilerError,
+        DeviceError,
+        MemoryBudgetError,
+        MeshError,
+        PinError,
+        PlanFileError,
+        PlanMismatch,
+        StepNotTraceable,
+        TargetError,
+    )
+    from cfp.plan import Plan
+    from cfp.planner_parts import PlannerSettings
+    from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
+
+    # Names that `plan(..., preset=...)` knows on a mesh of any shape.
+    PRESETS: tuple[str, ...]
+
+# Where each public name is defined.
+_HOMES = {
+    "cfp.api": ("ParallelStep", "parallelize", "plan"),
+    "cfp.devices.described": ("described",),
+    "cfp.difference": ("compare",),
+    "cfp.errors": (
+        "CacheError",
+        "CfpError",
+        "CompilerError",
+        "DeviceError",
+        "MemoryBudgetError",
+        "MeshError",
+        "PinError",
+        "PlanFileError",
+        "PlanMismatch",
+        "StepNotTraceable",
+        "TargetError",
+    ),
+    "cfp.plan": ("Plan",),
+    "cfp.planner_parts": ("PlannerSettings",),
+    "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PRESETS",
@@ -36,14 +71,43 @@ __all__ = [
     "ParallelStep",
     "PinError",
     "Plan",
+    "PlanFileError",
     "PlanMismatch",
     "PlannerSettings",
     "StepNotTraceable",
     "TargetError",
     "Variant",
     "compare",
+    "described",
     "parallelize",
     "plan",
     "plan_fastest",
 ]
 __version__ = "0.1.0"
+
+
+class _Package(ModuleType):
+    """This package as a module that finds its public names when asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "PRESETS":
+            value = tuple(import_module("cfp.presets").CLASSICS)
+        elif name in _HOME_OF:
+            value = getattr(import_module(_HOME_OF[name]), name)
+        else:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python sets a submodule as an attribute of its package. `cfp.plan` is the
+        # function, whether or not the module of that name was imported.
+        if name in _HOME_OF and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,32 @@
 """``python -m cfp`` is the ``cfp`` command."""
 
-from cfp.cli import main
+from __future__ import annotations
+
+import sys
+
+OLDEST_PYTHON = (3, 11)
+
+
+def main() -> None:
+    """The entry point of the ``cfp`` command.
+
+    `cfp doctor` needs neither JAX nor any other package, so that it can say what is
+    missing; all other commands load what they need.
+    """
+    if sys.version_info < OLDEST_PYTHON:
+        found = ".".join(map(str, sys.version_info[:3]))
+        sys.exit(
+            f"cfp needs Python 3.11, 3.12 or 3.13; this is {found}, {sys.executable}.\n"
+            "  try: python3.11 -m venv, and install cfp there"
+        )
+    if sys.argv[1:2] == ["doctor"]:
+        from cfp.cluster.doctor.command import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
+    from cfp.cli import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

@@ -9,8 +9,10 @@ race       Choice and the classics    -> Plan       timed on the whole program
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
+from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings
+from cfp.profiling.collectives import known_rates
+from cfp.program.callbacks import host_calls
+from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.report.figures import with_figures
+from cfp.report.progress import shown
 from cfp.units import parse_bytes
 
 Pins = Mapping[str, PartitionSpec | NamedSharding]
@@ -32,7 +40,7 @@ Pins = Mapping[str, PartitionSpec | NamedSharding]
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh,
+    mesh: Mesh | DescribedMesh,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -51,7 +59,9 @@ def plan(
             evaluation step, anything.
         args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. Nothing
             is allocated for them.
-        mesh: the devices; profiling runs on them.
+        mesh: the devices; profiling runs on them. On those of :func:`cfp.described`
+            nothing runs: the plan is by estimates, and is used later with
+            ``plan.on(mesh)``.
         static_argnums, static_argnames: arguments that are not arrays, by position or
             name.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
@@ -110,7 +120,7 @@ class Found:
 def find_plan(
     step: FlatStep,
     *,
-    mesh: Mesh,
+    mesh: Mesh | DescribedMesh,
     memory_budget: int | str | None = None,
     pins: Pins | None = None,
     preset: str | None = None,
@@ -118,9 +128,17 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    mesh = planning_mesh(mesh)
     budget = parse_bytes(memory_budget)
-    program, lowering = trace(step, mesh)
+    if not isinstance(mesh, DescribedMesh):
+        mesh = planning_mesh(mesh)
+    lowered_for = mesh.abstract if isinstance(mesh, DescribedMesh) else mesh
+    program, lowering = trace(step, lowered_for)
+    if step.gives_unasked:
+        warnings.warn(
+            "The step is wrapped in a jax.jit that donates arguments, which a planned "
+            "step does not take over: give cfp donate_argnums or donate_argnames, too.",
+            stacklevel=3,
+        )
     axes = tuple(mesh.shape.items())
     pinned = resolve_pins(pins or {}, program, axes)
     analysis = analyze(program, axes, pinned)
@@ -128,10 +146,15 @@ def find_plan(
         try:
             if preset is not None:
                 choice = planner.preset(preset)
+                is_there = not isinstance(mesh, DescribedMesh)
+                rates = known_rates(mesh, planner.store) if is_there else None
             else:
                 profiles = planner.profile()
-                choice = planner.search(profiles)
+                choice, rates = planner.search(profiles), profiles.rates
             made = planner.race(choice).bound_to(step, lowering.out_tree)
+            made = replace(made, silenced=host_calls(program))
+            won = planner.winner or choice
+            made = with_figures(made, analysis, won.choice, choice.problem, rates)
         except CfpError as error:
             error.interrupted = planner.interrupted
             raise
@@ -143,8 +166,15 @@ def find_plan(
         )
 
 
+_OPTIONS = tuple(signature(plan).parameters)[3:-1]  # not fn, args, mesh and kwargs
+
+
 def parallelize(
-    fn: Callable[..., Any] | None = None, *, mesh: Mesh, **options: Any
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh,
+    quiet: bool = False,
+    **options: Any,
 ) -> Any:
     """A step that plans itself at its first call, and then runs sharded.
 
@@ -153,28 +183,45 @@ def parallelize(
     Args:
         fn: the step.
         mesh: the devices.
+        quiet: whether planning shows nothing; by default its progress is on a terminal,
+            and elsewhere a line now and then on standard error.
         options: as for :func:`plan`.
 
     Returns:
         A callable like ``fn``; its ``plan`` is the plan that it runs under.
+
+    Raises:
+        TypeError: there is no such option.
     """
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    if unknown:
+        raise TypeError(
+            f"cfp.parallelize has no option {', '.join(unknown)}. There are: mesh, "
+            f"quiet, {', '.join(_OPTIONS)}."
+        )
     if fn is None:
-        return lambda function: parallelize(function, mesh=mesh, **options)
-    return ParallelStep(fn, mesh, options)
+        return lambda function: ParallelStep(function, mesh, quiet, options)
+    return ParallelStep(fn, mesh, quiet, options)
 
 
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
     Arguments of other shapes or types are planned anew, like ``jax.jit`` compiles
-    anew.
+    anew, and so is every call under a configuration of JAX that changes what the step
+    means, such as ``jax.enable_x64(True)``.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: Mesh, options: Mapping[str, Any]
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        quiet: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self._fn = fn
         self._mesh = mesh
+        self._quiet = quiet
         self._options = {**options}
         self._steps: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
         self._latest: Plan | None = None
@@ -188,9 +235,13 @@ class ParallelStep:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest call."""
+        """The plan of the latest call.
+
+        Raises:
+            AttributeError: there was none yet.
+        """
         if self._latest is None:
-            raise RuntimeError(
+            raise AttributeError(
                 "The step is planned at its first call. Call it, or use "
                 "cfp.plan(step, *args, mesh=mesh) to plan without running."
             )
@@ -201,9 +252,20 @@ class ParallelStep:
         static = {k: options[k] for k in options if k.startswith("static_")}
         step = flatten_step(self._fn, args, kwargs, **static)
         kinds = tuple(type(value) for _, value in step.static)
-        key = (step.in_tree, step.static, kinds, step.avals)
+        key = (step.in_tree, step.static, kinds, step.avals, meaning())
         if key not in self._steps:
-            found = plan(self._fn, *args, mesh=self._mesh, **self._options, **kwargs)
-            self._steps[key] = (found, found.compile(self._fn, *args, **kwargs))
+            self._steps[key] = self._planned(args, kwargs)
         self._latest, compiled = self._steps[key]
         return compiled(*args, **kwargs)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Plan, Callable[..., Any]]:
+        """The plan for some arguments, and the step compiled under it."""
+        doing = f"planning how to shard {self.__name__!r}, once for its first call"
+        silence = "cfp.parallelize(..., quiet=True) says nothing"
+        options = dict(self._options)
+        with shown(options.pop("settings", None), doing, silence, self._quiet) as how:
+            options["settings"] = how
+            found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
+            return found, found.compile_bound()

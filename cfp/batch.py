@@ -23,21 +23,25 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     of which some leaves are integers (nodes and edges of a graph, tokens and
     their positions). Where nothing is state, the argument with the most leaves holds
     the weights. Where weights are no state and nothing else is data, state is of which
-    all leaves agree in their first dim, as the beams of a search do.
+    all leaves agree in their first dim, as the beams of a search do. What a step hands
+    back as it is may be either: data if all leaves agree in their first dim, and with
+    that of other data.
 
     Returns:
         For each position the rank of its first dim: 0 for the size that most leaves of
         an argument agree in, or the first of several, and 1 for the others.
     """
     program = frame.program
+    root_of = [name.partition("/")[0] for name in program.arg_names]
     roots: dict[str, list[int]] = {}
-    for position, name in enumerate(program.arg_names):
-        roots.setdefault(name.partition("/")[0], []).append(position)
-    held = {program.arg_names[p].partition("/")[0] for p in frame.group_of_arg}
+    for position, root in enumerate(root_of):
+        roots.setdefault(root, []).append(position)
+    held = {root_of[p] for p in frame.group_of_arg.keys() - _handed_back(frame)}
+    unsure = {root_of[p] for p in frame.group_of_arg} - held
     if not held and len(roots) > 1:
         largest = max(roots, key=lambda root: len(roots[root]))
         held = {largest} if len(roots[largest]) > 1 else set()
-    found, carried, others = {}, {}, False
+    found, carried, same, others = {}, {}, {}, False
     for root, positions in roots.items():
         values = {p: program.values[program.args[p]] for p in positions}
         values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
@@ -48,11 +52,29 @@ def data_arguments(frame: Frame) -> dict[int, int]:
             carried |= dict.fromkeys(leading if alike else (), 0)
             continue
         others = others or bool(leading)
+        if root in unsure:
+            same |= leading if alike else {}
+            continue
         if not leading or not (alike or counted):
             continue
         ((usual, _),) = Counter(leading.values()).most_common(1)
         found |= {p: int(size != usual) for p, size in leading.items()}
+    rows = [program.args[p] for p, rank in found.items() if rank == 0]
+    sizes = {program.values[v].shape[0] for v in rows}
+    found |= {p: 0 for p, size in same.items() if not sizes or size in sizes}
     return found or (carried if others else {})
+
+
+def _handed_back(frame: Frame) -> set[int]:
+    """Positions of arguments that are results, too, and nothing is made of them."""
+    program = frame.program
+
+    def is_result(position: int) -> bool:
+        output = frame.paired[position]
+        return output is not None and program.outputs[output] == program.args[position]
+
+    groups = (group.args for group in frame.groups)
+    return {p for args in groups if all(map(is_result, args)) for p in args}
 
 
 def _is_key(value: Value) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -43,6 +44,7 @@ def measure_all_budgets(
         CfpError: nothing can be measured.
     """
     end = time.monotonic() + settings.seconds
+    settings = replace(settings, measure=True)
     with Planner(analysis, mesh, cache_dir, _PLENTY_BYTES, settings) as planner:
         profiles = planner.profile()
         wanted, records = profiles.found.wanted, dict(profiles.found.records)
@@ -61,7 +63,7 @@ def _measured_again(
 ) -> dict[str, ProfileRecord]:
     """Records of jobs by key: in rounds, until it is late; then of what is known."""
     settings = planner.settings
-    if not Agreement.of(planner.mesh).alone:
+    if not Agreement.of(planner.ground.devices).alone:
         end = math.inf  # A process that stops here would have the others wait.
     try:
         for start in range(0, len(jobs), _ROUND):
@@ -69,7 +71,7 @@ def _measured_again(
                 break
             profile(
                 planner.analysis.frame.program,
-                planner.mesh,
+                planner.ground.devices,
                 jobs[start : start + _ROUND],
                 planner.store,
                 retry_failures=settings.retry_failures,

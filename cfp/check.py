@@ -19,21 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cfp.difference import Difference, compare
+from cfp.difference import Difference, compare, norms
 from cfp.execute import CompiledStep, compile_step
 from cfp.plan import Plan
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
-from cfp.search.squeeze import MEMORY_SHARE
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
+# Of steps that compute in float64 throughout.
+DOUBLE_TOLERANCE = 1e-12
+
+# Whatever is asked for, and whatever rounding does: a leaf of zeros is off by 1.
+MOST_ALLOWED = 0.5
 
 # An optimizer that divides gradients by their own size makes large what was rounding:
 # where a gradient is all but zero, no two orders of summation agree. So a leaf may be
 # off by this many times what the last bit of the arguments does to it.
 ROUNDING_MARGIN = 10.0
+
+# What is nothing but rounding may be larger or smaller by as much: the gradient of a
+# bias before a normalization, which is zero, was 11 times as large on four devices.
+SIZE_MARGIN = 100.0
 
 # Where a step hardly changes a leaf of the state, it may be off by less: by this many
 # times the tolerance, of the change. Otherwise a small step would hide what it does
@@ -45,41 +53,81 @@ CHANGE_MARGIN = 1000.0
 NUDGES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """L2 norms of a leaf.
+
+    Attributes:
+        found: under the plan.
+        least, most: on one device, from several arguments in the neighbourhood.
+    """
+
+    found: float
+    least: float
+    most: float
+
+    def alike(self) -> bool:
+        """Whether a plan makes the leaf about as large as one device does."""
+        low, high = self.least / SIZE_MARGIN, self.most * SIZE_MARGIN
+        return low <= self.found <= high
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A step under a plan and on one device.
 
-    All numbers are relative L2 distances from what one device returns.
+    All numbers but sizes are relative L2 distances from what one device returns.
 
     Attributes:
         differences: of what the plan returns, the furthest first.
         rounding: of what one device returns if the last bits of its arguments are
             others, as a root mean square of several tries, by path.
         changes: of the state before the step, by path; 0 for what is no state.
+        sizes: of the leaves, by path.
     """
 
     differences: tuple[Difference, ...] = ()
     rounding: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)
 
     def allowed(self, path: str, tolerance: float) -> float:
-        """How far off a leaf may be.
+        """How far off a leaf may be, which is less than a leaf of zeros is.
 
         Args:
             path: of the leaf.
             tolerance: what always passes in a leaf that steps change enough.
         """
         share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
-        noise = self.rounding.get(path, 0.0)
-        return max(tolerance * share, ROUNDING_MARGIN * noise if isfinite(noise) else 0)
+        return min(max(tolerance * share, self._noise(path)), MOST_ALLOWED)
 
     def failures(self, tolerance: float) -> list[Difference]:
         """The leaves that are further off than they may be."""
+        return [d for d in self._far(tolerance) if not self._is_noise(d.path)]
+
+    def undecided(self, tolerance: float) -> list[Difference]:
+        """Leaves of which rounding alone decides what they are, on one device, too.
+
+        Such as the moments of a parameter whose gradient is zero. There is nothing to
+        compare but their size, and these have it.
+        """
+        return [d for d in self._far(tolerance) if self._is_noise(d.path)]
+
+    def _far(self, tolerance: float) -> list[Difference]:
         return [
             d
             for d in self.differences
             if not d.relative_l2 <= self.allowed(d.path, tolerance)
         ]
+
+    def _noise(self, path: str) -> float:
+        noise = self.rounding.get(path, 0.0)
+        return ROUNDING_MARGIN * noise if isfinite(noise) else 0.0
+
+    def _is_noise(self, path: str) -> bool:
+        sizes = self.sizes.get(path)
+        noisy = self._noise(path) >= MOST_ALLOWED
+        return noisy and sizes is not None and sizes.alike()
 
 
 class Check:
@@ -112,7 +160,13 @@ class Check:
         self._feedback = feedback
         self._static = {key for key, _ in alone.step.static}
         self._args: list[Any] = []
-        self.tolerance = LOW_TOLERANCE if planned.narrow else FULL_TOLERANCE
+        self.tolerance = (
+            LOW_TOLERANCE
+            if planned.narrow
+            else DOUBLE_TOLERANCE
+            if planned.double
+            else FULL_TOLERANCE
+        )
 
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
@@ -125,17 +179,24 @@ class Check:
         """Runs a step on both sides."""
         expected = self._alone(*self._each(fresh))
         squares: dict[str, float] = {}
+        alone = [norms(expected)]
         for seed in range(NUDGES):
             moved = self._alone(*self._each(partial(nudge, seed=seed)))
+            alone.append(norms(moved))
             for d in compare(moved, expected):
                 squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
         found = self._planned(*self._each(fresh))
+        sizes = {
+            path: Sizes(size, min(n[path] for n in alone), max(n[path] for n in alone))
+            for path, size in norms(found).items()
+        }
         before = self._before(expected)
         feed_back(self._args, expected, self._feedback)
         return Comparison(
             differences=tuple(compare(found, expected)),
             rounding={path: sqrt(square) for path, square in squares.items()},
             changes={d.path: d.relative_l2 for d in compare(before, expected)},
+            sizes=sizes,
         )
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
@@ -153,7 +214,9 @@ class Check:
 
 
 def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
-    """Compiles a plan's step and one device's, in float32.
+    """Compiles a plan's step, with the plan's compiler options, and one device's.
+
+    Both compute in float32, or in float64 what does so anyway.
 
     Args:
         plan: bound to its step, on its mesh.
@@ -167,8 +230,8 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         plan.arg_specs,
         plan.output_specs,
         plan.constraints,
-        # In wider types nothing is as large as it was.
-        {k: v for k, v in plan.options.items() if k != MEMORY_SHARE},
+        # A memory limit, too: in wider types more is computed again for it, not less.
+        plan.options,
         wide=True,
     )
     return planned, compile_alone(step, mesh.devices.flat[0])

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from cfp.entries import (
+    Entrant,
     by_size,
+    complexity,
     extent_name,
     in_reach,
     known_to_fit,
@@ -17,6 +19,7 @@ from cfp.entries import (
     one_by_one,
     predicted_bytes,
     predicted_ms,
+    tied_with,
     told_of_budget,
     with_options,
 )
@@ -31,9 +34,9 @@ from cfp.planner_parts import (
     compose_plan,
     finalists,
     left_out,
-    race_row,
+    not_run,
 )
-from cfp.profiling.builder import Built
+from cfp.profiling.builder import BuildEnvironment, Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -43,28 +46,24 @@ from cfp.search.finalist import Finalist, RaceResult
 from cfp.search.measure import Told
 from cfp.search.race import first_that_fits, race
 from cfp.search.shortened import Shortened, shorten
+from cfp.search.spread import ENOUGH_SAMPLES
 from cfp.search.squeeze import Room
 from cfp.shortage import no_winner
+from cfp.whole import Refused, first_whole
 
 # How many of the fastest are raced with other compiler options, too.
 _LEADERS = 2
-# Nobody is so far behind there that it would have to be found out first.
-_ROUNDS_AMONG_LEADERS = 2
-# Where leaders run again, a look tells who leads, and who is too close to tell.
-_ROUNDS, _ROUNDS_BEFORE_OPTIONS = 3, 1
+_ROUNDS_ON_CPUS = 2
+# Where leaders run again, or times say little, a look tells which lead.
+_ROUNDS_BEFORE_OPTIONS = 1
 _CLOSE = 1.03
 # A classic that is predicted to take this many times as long as the plan is not raced.
 # On 2 H200 predictions were off by 8% at most, and what is told of arguments alone, for
 # which the same prediction stands, was up to 8% faster; virtual devices vary more.
 _REACH = {Told.EVERYTHING: 1.1, Told.ARGUMENTS: 1.2}
 _REACH_ON_CPUS = 2.0
-# Of a device's memory: who is predicted to need less fits, and who needs more does not.
-# In between only the compiler knows.
-_SURELY_FITS = 0.9
+# Of a device's memory: who needs more by prediction, or abridged, does not fit.
 _SURELY_TOO_LARGE = 1.1
-
-# Who took part in a race, and how it did.
-Entrant = tuple[Decision, RaceResult]
 
 
 class Contest:
@@ -78,17 +77,20 @@ class Contest:
         is_cpu, settings = ground.platform == "cpu", ground.settings
         everywhere = settings.reach or (_REACH_ON_CPUS if is_cpu else None)
         self._reach = dict.fromkeys(Told, everywhere) if everywhere else _REACH
+        self._rounds = _ROUNDS_ON_CPUS if is_cpu else ENOUGH_SAMPLES
         asked = settings.compiler_options
         self._options = variants(ground.platform) if asked is None else asked
         every = (Told.EVERYTHING,) if is_cpu else tuple(Told)
         self._extents = settings.extents or every
+        self._most_bytes = _SURELY_TOO_LARGE * (ground.device_bytes or float("inf"))
         self._asked: ProfileKey | None = None
         self._known: list[Decision] = []
         self._cached = True
+        self._wholes: dict[str, Built] = {}
 
     def trusted(self) -> Plan:
         """The decision, by prediction alone."""
-        return self._plan([])
+        return self._plan(not_run(*self._entries()) if self.ground.described else [])
 
     def race(self) -> Plan:
         """The fastest of the decision and the classics, by their measured times.
@@ -138,7 +140,7 @@ class Contest:
 
         refused, peak_bytes = first_that_fits(
             analysis.frame.program,
-            self.ground.mesh,
+            self.ground.devices,
             hopefuls(),
             self.ground.store,
             budget_bytes=room.budget_bytes,
@@ -181,7 +183,7 @@ class Contest:
             taking_part: those of them that do, and variants.
         """
         ground = self.ground
-        is_alone = Agreement.of(ground.mesh).alone
+        is_alone = Agreement.of(ground.devices).alone
         if ground.room is None or self.decision.problem is None or not is_alone:
             return []
         environment, options = ground.environment, self._options.values()
@@ -210,22 +212,20 @@ class Contest:
     ) -> tuple[Shortened | None, list[Decision]]:
         """What stands for the whole program, and who would not fit with all of it.
 
-        None where memory is in question: only whole programs tell what they need.
+        None under a budget: only whole programs tell what they need. Of who may fit
+        into a device or not, that is found out where one of them wins.
         """
         ground, problem = self.ground, self.decision.problem
         kept = ground.settings.repeats
         if ground.room is not None or problem is None or kept is None:
             return None, []
         large = []
-        if ground.device_bytes is not None:
-            for entry in entries:
-                need = predicted_bytes(ground.analysis, problem, entry.choice)
-                if need is None:
-                    return None, []
-                if need > _SURELY_TOO_LARGE * ground.device_bytes:
-                    large.append(entry)
-                elif need > _SURELY_FITS * ground.device_bytes:
-                    return None, []
+        for entry in entries if ground.device_bytes else ():
+            need = predicted_bytes(ground.analysis, problem, entry.choice)
+            if need is None:
+                return None, []
+            if need > self._most_bytes:
+                large.append(entry)
         choices = [entry.choice for entry in entries if entry not in large]
         return shorten(ground.analysis, problem, choices, kept), large
 
@@ -244,7 +244,8 @@ class Contest:
         """
         ground, decision = self.ground, self.decision
         programs: dict[str, Built] = {}
-        rounds = _ROUNDS_BEFORE_OPTIONS if self._options else _ROUNDS
+        few = self._options or ground.estimates
+        rounds = _ROUNDS_BEFORE_OPTIONS if few else self._rounds
         where, how = ground.environment, {"rounds": rounds, "programs": programs}
         entries = [*entries, *ahead]
         field = self._race(entries, where, shortened, **how)
@@ -259,9 +260,7 @@ class Contest:
         told = told_of_budget(entries, results, room) if room else []
         again, others = self._leaders_again(field, told, shortened, programs)
         field = [*again, *others]
-        own_ms = decision.predicted_ms or float("inf")
-        hoped = [*(e for e in ahead if (e.predicted_ms or own_ms) < own_ms), *told]
-        sober = let_down(decision, hoped, [e for e, r in field if r.ran])
+        sober = let_down(decision, ahead, told, [e for e, r in field if r.ran])
         self._keep_answer(field, is_last=sober is None)
         if sober is not None:
             self.decision = sober  # Who was left out for them may win.
@@ -269,26 +268,48 @@ class Contest:
         # Who was not among the leaders has lost already, at another time.
         contest = [entrant for entrant in again if entrant[1].ran] or field
         best, won = min(contest, key=_time_ms)
+        ties = tied_with(won, contest)
+        best, won = min(ties, key=complexity, default=(best, won))
+        refused = Refused()
+        if shortened and not won.ran:
+            return None
         if not won.ran:
             raise self._nobody([result for _, result in field])
         counts = dict(decision.search)
         counts["race_seconds"] = (raced := time.perf_counter()) - started
         if shortened:
-            alone = (*where, ("race", "the winner of shortened ones"))
-            [(_, won)] = self._race([best], alone, None, rounds=_ROUNDS_AMONG_LEADERS)
-            if not won.ran:
+            ranked = [(best, won), *sorted(field, key=_time_ms)]
+            found, refused = first_whole(ranked, self._most_bytes, self._alone)
+            ran = [e for e, r in field if r.ran and e not in refused]
+            sober = let_down(decision, (), (), ran) if refused.found else None
+            if sober is not None:
+                self.decision = sober
+                return self.race()
+            if found is None:
                 return None
+            best, won = found
             counts["segments"] = len(ground.analysis.segments)
-            counts["segments_raced"] = len(shortened.abridged.segments)
+            counts["segments_raced"] = len(shortened.programs[best.choice].segments)
             counts["winner_seconds"] = time.perf_counter() - raced
         counts["race_cached"] = float(self._cached)
+        if not shortened and (count := len({r.samples_ms for _, r in ties})) > 1:
+            counts["ties"] = count - 1
         self.winner = replace(best, search=counts)
-        rows = [race_row(result) for _, result in field]
+        rows = [refused.row(entry, result) for entry, result in field]
         for why, absent in ((TOO_FAR, far), (TOO_LARGE, large)):
             rows += [left_out(e.name, e.predicted_ms, why) for e in absent]
         why = TOO_LARGE if ground.room else UNMEASURED
         rows += [left_out(name, None, why) for name in decision.unmeasured]
-        return self._plan(rows, won)
+        built = (self._wholes if shortened else programs).get(best.name)
+        return self._plan(rows, won, built)
+
+    def _alone(self, entry: Decision) -> RaceResult:
+        """How the whole program of who won abridged does, by itself."""
+        where = (*self.ground.environment, ("race", "the winner of shortened ones"))
+        self._wholes = {}
+        how = {"rounds": self._rounds, "programs": self._wholes}
+        [(_, won)] = self._race([entry], where, None, **how)
+        return won
 
     def _leaders_again(
         self,
@@ -297,36 +318,37 @@ class Contest:
         shortened: Shortened | None,
         programs: dict[str, Built],
     ) -> tuple[list[Entrant], list[Entrant]]:
-        """Races the leaders, who is close to the first of them and the best classic
-        beside variants: times of one race.
+        """Races leaders, what is close to the first, and the best preset with variants.
 
-        Variants are who was told of the budget, and leaders with other options. What
-        was compiled of others than leaders is let go of.
+        Variants are what was told of the budget, and leaders with other options.
 
         Returns:
             How these did, and the others of the field: all if there are no variants.
         """
         ranked = sorted(field, key=_time_ms)
-        # Who does not fit or run leads nobody.
-        able = [(entry, r) for entry, r in ranked[:_LEADERS] if r.ran]
-        new = [*with_options([entry for entry, _ in able], self._options), *told]
+        # The plan may be a classic: one program, under two names.
+        distinct = {e.key: (e, r) for e, r in reversed(ranked) if r.ran}
+        able = [*distinct.values()][::-1][:_LEADERS]
+        classics = set(self.decision.classics.values())
+        known = [(entry, r) for entry, r in ranked if entry.choice in classics]
+        # The best preset has what the leaders have, or a ratio to it would mislead.
+        leaders = {e.key: e for e, r in [*able, *known[:1]] if r.ran}
+        new = [*with_options([*leaders.values()], self._options), *told]
         # Who is remembered, or was told of the budget, may be a variant of somebody.
         keys = {entry.key for entry, _ in field}
         names = {entry.name for entry, _ in field}
         unlike = {e.key: e for e in new if e.key not in keys and e.name not in names}
-        new = [*unlike.values()]
-        if not new:
+        new = [*{entry.name: entry for entry in unlike.values()}.values()]
+        if not new or time.monotonic() > self.ground.end:
             return [], field
         limit_ms = _CLOSE * min(map(_time_ms, able), default=0.0)
         close = [(entry, r) for entry, r in ranked if r.ran and r.time_ms <= limit_ms]
-        classics = set(self.decision.classics.values())
-        known = [(entry, r) for entry, r in ranked if entry.choice in classics]
         first = {entry.name: entry for entry, r in [*able, *close, *known[:1]] if r.ran}
         for name in programs.keys() - first.keys():
             del programs[name]
         # Kept apart from the first race: who leads must not change with this one.
         where = (*self.ground.environment, ("race", "with other compiler options"))
-        how = {"rounds": _ROUNDS_AMONG_LEADERS, "programs": programs}
+        how = {"rounds": self._rounds, "programs": programs}
         again = self._race([*first.values(), *new], where, shortened, **how)
         return again, [(entry, r) for entry, r in ranked if entry.name not in first]
 
@@ -340,10 +362,11 @@ class Contest:
         ground = self.ground
         results = race(
             ground.analysis.frame.program,
-            ground.mesh,
+            ground.devices,
             finalists(ground.analysis, entries, environment, shortened),
             ground.store,
             budget_bytes=ground.budget_bytes,
+            end=ground.end,
             **how,
             **ground.manner,
         )
@@ -364,14 +387,13 @@ class Contest:
         keep_answer(self._asked, self.ground.store, known, ended if is_last else (0.0,))
 
     def _nobody(self, results: Sequence[RaceResult]) -> CfpError:
-        ground = self.ground
-        return no_winner(ground.analysis, results, ground.budget_bytes, self._reserve)
+        how = self.ground.budget_bytes, self._reserve
+        return no_winner(self.ground.analysis, results, *how)
 
     def _plan(self, *how: Any) -> Plan:
-        ground = self.ground
-        environment = dict(ground.environment)
-        where = (ground.analysis, ground.mesh, environment)
-        return compose_plan(*where, self.winner, self.decision, *how)
+        on, tuned = self.ground, BuildEnvironment.beside(self.ground.store.path)
+        where = (on.analysis, on.mesh, dict(on.environment), self.winner, self.decision)
+        return compose_plan(*where, *how, tuned=tuned)
 
 
 def _time_ms(entrant: Entrant) -> float:

@@ -1,6 +1,6 @@
 """``make demo``: plans a small model on four virtual CPU devices, and runs the plan.
 
-Nothing is needed but this machine. A second run finds everything measured already.
+Nothing is needed but this machine. A second run finds the race's times already.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 from jax.sharding import Mesh
-from rich.console import Console
 
 from cfp import api, platform
 from cfp.cli import options
-from cfp.cli.progress import Display
 from cfp.cli.running import check_text
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings
+from cfp.report.console import literal_console
+from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.targets import Target, model_target
 from cfp.trial import Trial, run_trial
@@ -66,7 +66,7 @@ def demo(folder: Path) -> int:
     path = folder / "plan.json"
     with Display() as display:
         settings = options.settings(
-            per_kind=PER_KIND, quick=True, progress=display.tell
+            per_kind=PER_KIND, quick=True, measure=False, progress=display.tell
         )
         plan = _plan(target, mesh, folder, settings)
         plan.save(path)
@@ -80,7 +80,7 @@ def demo(folder: Path) -> int:
             target, mesh, folder, PlannerSettings(race=False), preset="data_parallel"
         )
         data_parallel = run_trial(classic, target, steps=STEPS, progress=display.tell)
-    print_plan(plan, Console())
+    print_plan(plan, literal_console())
     print(f"\n{STEPS} steps under the plan, and under plain data parallelism:")
     _print_losses(ours, data_parallel)
     same = _same_losses(ours, data_parallel)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
-from cfp.analysis.strategies import NONE, Strategy
+from cfp.analysis.specs import even_spec
+from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.plan_parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
 from cfp.search.transitions import transition
 from cfp.units import format_bytes
+
+_FUNCTION = re.compile(r"jit\((\w+)\)")
+_WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 
 def plan_rows(
@@ -48,6 +56,76 @@ def plan_rows(
                 )
             )
     return tuple(rows)
+
+
+def uneven_arguments(layout: Layout) -> tuple[str, ...]:
+    """Arguments that stay whole because of their size, such as ``x (7 over x=4)``.
+
+    What reads them has them sharded along axes that do not divide a dim. Values inside
+    of a program may be padded; its arguments may not.
+    """
+    program, sizes = layout.frame.program, layout.frame.mesh
+    found = []
+    for position, value in enumerate(program.args):
+        shape = program.values[value].shape
+        wanted = layout.read_spec(value)
+        if wanted is None or any(layout.arg_spec(position)):
+            continue
+        kept = even_spec(wanted, shape, sizes)
+        lost = [i for i, names in enumerate(wanted) if names != kept[i]]
+        if lost:
+            over = ",".join(f"{a}={n}" for a, n in sizes if a in wanted[lost[0]])
+            found.append(
+                f"{program.arg_names[position]} ({shape[lost[0]]} over {over})"
+            )
+    return tuple(found)
+
+
+def whole_ops(layout: Layout) -> tuple[str, ...]:
+    """What a plan has every device run in full: ``while at model.py:12 (26%)``.
+
+    Loops in which nothing is sharded, and ops without a sharding rule, from one percent
+    of the bytes that the program's ops make. Blocks have rows that tell.
+    """
+    program = layout.frame.program
+    made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
+    whole: set[int] = set()
+    found = Counter()
+    for op in reversed(program.ops):  # a loop stands behind its body
+        if op.id in whole or op.id in program.leaf_ops:
+            continue
+        if op.kind == "while" and _is_whole(layout, op):
+            whole.update(op.body)
+            found[_site(op)] += sum(made[i] for i in op.body)
+        elif op.rule is None and not (passes(op) or op.shardings):
+            found[_site(op)] += made[op.id]
+    return tuple(
+        f"{site} ({size / sum(made):.0%})"
+        for site, size in found.most_common()
+        if size >= _WORTH_NAMING * sum(made) > 0
+    )
+
+
+def _made_bytes(program: Program, op: Op) -> int:
+    return op.repeat * sum(program.values[v].size_bytes for v in op.results)
+
+
+def _is_whole(layout: Layout, loop: Op) -> bool:
+    """Whether nothing in a loop, nor what it carries, is sharded."""
+    program = layout.frame.program
+    for op in (loop, *(program.ops[i] for i in loop.body)):
+        specs = [layout.spec(v) for v in op.results]
+        specs += [layout.use_spec(op.id, i) for i in range(len(op.operands))]
+        if any(spec and any(spec) for spec in specs):
+            return False
+    return True
+
+
+def _site(op: Op) -> str:
+    """An op's kind, and where the user wrote it, or which function of JAX has it."""
+    if op.source:
+        return f"{op.kind} at {Path(op.source).name}"
+    return " in ".join([op.kind, *_FUNCTION.findall(op.scope)[-1:]])
 
 
 def _segment_ms(
@@ -112,6 +190,20 @@ def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
 
     As Shardy would place them; XLA may merge or replace some.
     """
+    found = [Counter() for _ in analysis.frame.blocks]
+    for block, kind, axes, size in block_moves(analysis, layout):
+        found[block][kind, ",".join(axes)] += size
+    return found
+
+
+def block_moves(
+    analysis: Analysis, layout: Layout
+) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
+    """The collectives that a layout calls for, one by one.
+
+    Yields:
+        (block, kind, axes, bytes): bytes of a whole group's tensor.
+    """
     frame = analysis.frame
     program = frame.program
     owner = dict(enumerate(frame.block_of))
@@ -121,7 +213,6 @@ def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
                 owner.setdefault(op_id, -1)
                 if owner[op_id] < 0:
                     owner[op_id] = _group_block(frame, group, segment.start)
-    found = [Counter() for _ in frame.blocks]
     done: set[tuple] = set()
     for op in program.ops:
         partial = layout.unreduced(op)
@@ -130,7 +221,8 @@ def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
             natural = layout.natural_spec(op, index)
             spec = layout.spec(v)
             if block >= 0 and partial and natural is not None and spec is not None:
-                _count(found[block], frame, v, natural, partial, spec)
+                for move in _moves(frame, v, natural, partial, spec):
+                    yield block, *move
         for index, v in enumerate(op.operands):
             want, have = layout.use_spec(op.id, index), layout.spec(v)
             block = owner.get(op.id, -1)
@@ -138,8 +230,8 @@ def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
                 continue
             if (v, want) not in done:
                 done.add((v, want))
-                _count(found[block], frame, v, have, (), want)
-    return found
+                for move in _moves(frame, v, have, (), want):
+                    yield block, *move
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:
@@ -151,13 +243,14 @@ def _group_block(frame: Frame, group: int, default: int) -> int:
     return default
 
 
-def _count(counter: Counter, frame: Frame, v: int, have, partial, want) -> None:
+def _moves(
+    frame: Frame, v: int, have: Spec, partial: tuple[str, ...], want: Spec
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
     value = frame.program.values[v]
-    if not value.shape:
-        return
-    steps = transition(value.size_bytes, have, partial, want, frame.mesh).steps
-    for kind, axes, size in steps:
-        counter[kind, ",".join(axes)] += int(size)
+    if value.shape:
+        steps = transition(value.size_bytes, have, partial, want, frame.mesh).steps
+        for kind, axes, size in steps:
+            yield kind, tuple(axes), int(size)
 
 
 def _collective_text(counter: Counter) -> str:

@@ -50,6 +50,21 @@ def compare(found: Any, expected: Any) -> list[Difference]:
     return sorted(differences, key=lambda d: -d.relative_l2)
 
 
+def norms(tree: Any) -> dict[str, float]:
+    """L2 norms of all leaves, by path; what is not finite counts as 0."""
+    return {
+        keystr(path, simple=True, separator="/"): float(_size(jnp.asarray(leaf)))
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    }
+
+
+@jax.jit
+def _size(x: jax.Array) -> jax.Array:
+    a = _as_float(x)
+    unit, scale = _norm(jnp.where(jnp.isfinite(a), a, 0))
+    return unit * scale
+
+
 @jax.jit
 def _relative_l2(have: jax.Array, want: jax.Array) -> jax.Array:
     a, b = _as_float(have), _as_float(want)

@@ -9,6 +9,7 @@ from typing import Any
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.planner_parts import Decision, finalists
+from cfp.presets import CLASSICS
 from cfp.profiling.key import Parts
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -22,6 +23,7 @@ from cfp.search.ilp import leanest
 from cfp.search.measure import Told, value_bytes
 from cfp.search.problem import Problem
 from cfp.search.remembered import Remembered, remembered
+from cfp.search.spread import is_tie
 from cfp.search.squeeze import MEMORY_SHARE, TURNED_OUT, Room
 
 # Of the budget: without recomputation predictions were off by 3.2% at most on 2 H200.
@@ -30,6 +32,30 @@ _NEARLY = 1.1
 _TOLD = 2
 # It takes them as many times as long: 1.05 to 1.12 on 2 H200.
 _TOLL, _TOLL_AT_LEAST = 1.1, 1.05
+
+
+# What took part in a race, and how it did.
+Entrant = tuple[Decision, RaceResult]
+
+
+def tied_with(won: RaceResult, contest: Sequence[Entrant]) -> list[Entrant]:
+    """What ran as fast as the fastest within the spread of samples, and that itself.
+
+    Nothing where there are too few samples to tell. What was timed for a larger budget,
+    and is too large for this one, ties with nothing.
+    """
+    return [
+        (entry, result)
+        for entry, result in contest
+        if result.ran and is_tie(result.samples_ms, won.samples_ms)
+    ]
+
+
+def complexity(entrant: Entrant) -> tuple[bool, int, float]:
+    """What decides a tie: presets before plans, fewer compiler options, the time."""
+    entry, result = entrant
+    is_preset = entry.name.partition(", ")[0] in CLASSICS
+    return not is_preset, len(entry.options), result.time_ms
 
 
 def extent_name(name: str, extent: Told) -> str:
@@ -265,24 +291,34 @@ def told_of_budget(
 
 
 def let_down(
-    decision: Decision, told: Sequence[Decision], ran: Sequence[Decision]
+    decision: Decision,
+    ahead: Sequence[Decision],
+    told: Sequence[Decision],
+    ran: Sequence[Decision],
 ) -> Decision | None:
     """The decision without those that left others out of reach, if none of them ran.
 
     Args:
         decision: with rivals that are faster, but fit only if the compiler makes them.
-        told: variants of which it knew the budget.
+        ahead: variants that were told of the budget from the first, fast or slow.
+        told: variants of those that were faster, but too large.
         ran: who fitted, and ran.
 
     Returns:
         The decision with its other rivals; None if there are no such, or one ran.
     """
     own_ms = decision.predicted_ms or 0.0
-    slower = [r for r in decision.rivals if (r.predicted_ms or own_ms) >= own_ms]
-    hoped = {entry.key for entry in (*told, *decision.rivals) if entry not in slower}
-    if len(slower) == len(decision.rivals) or not hoped.isdisjoint(e.key for e in ran):
+
+    def is_faster(entry: Decision) -> bool:
+        return (entry.predicted_ms or own_ms) < own_ms
+
+    slower = tuple(rival for rival in decision.rivals if not is_faster(rival))
+    hoped = [*told, *filter(is_faster, (*ahead, *decision.rivals))]
+    if len(slower) == len(decision.rivals):
         return None
-    return replace(decision, rivals=tuple(slower))
+    if not {entry.key for entry in hoped}.isdisjoint(entry.key for entry in ran):
+        return None
+    return replace(decision, rivals=slower)
 
 
 def one_by_one(

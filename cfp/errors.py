@@ -42,6 +42,10 @@ class PlanMismatch(CfpError):
     """Arguments, program, mesh or versions do not fit a saved plan."""
 
 
+class PlanFileError(PlanMismatch):
+    """A file is no plan, or a damaged one, or asks for what no plan may ask for."""
+
+
 class MeshError(CfpError):
     """The mesh cannot be made of these devices, or does not suit the program."""
 

@@ -16,11 +16,16 @@ from jax.tree_util import tree_leaves, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.profiling.overwritten import compile_right
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compiled import compile_right
+from cfp.program.callbacks import Alarm
 from cfp.program.graft import Constraints, constrain, partition_spec
+from cfp.program.misfit import misfit, uneven
+from cfp.program.shared import Apart
 from cfp.program.step import FlatStep, abstract
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
+from cfp.raced import Raced
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,14 @@ class CompiledStep:
 
     Attributes:
         step: the user's function and the structure of its arguments.
-        compiled: the compiled program over flat arguments.
+        compiled: the compiled program over flat arguments; if it is a race's, those
+            that it reads, in its own order.
         in_shardings, out_shardings: one for each leaf.
         out_tree: the structure of the results.
         narrow: of a step that was to compute in float32, what still computes in less.
+        double: whether such a step computes in float64 throughout.
+        alarm: has what functions of the host raise, if the step calls any.
+        raced: what runs, if a race has compiled it.
     """
 
     step: FlatStep
@@ -41,6 +50,13 @@ class CompiledStep:
     out_shardings: tuple[NamedSharding, ...]
     out_tree: Any
     narrow: tuple[str, ...] = ()
+    double: bool = False
+    alarm: Alarm | None = None
+    raced: Raced | None = None
+
+    @cached_property
+    def _apart(self) -> Apart:
+        return Apart(self.step.avals, self.in_shardings, self.step.donated)
 
     def __repr__(self) -> str:
         name = getattr(self.step.fn, "__name__", "a step")
@@ -50,7 +66,11 @@ class CompiledStep:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; arguments go to their shardings where they are elsewhere."""
+        """Runs the step; arguments go to their shardings where they are elsewhere.
+
+        A step that calls functions of the host is waited for, and raises what they
+        raised.
+        """
         leaves = self.step.flatten(args, kwargs)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise PlanMismatch(
@@ -69,28 +89,21 @@ class CompiledStep:
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding
             else _place(leaf, sharding, aval)
             for leaf, sharding, aval in zip(
-                self._apart(leaves), self.in_shardings, self.step.avals, strict=True
+                leaves, self.in_shardings, self.step.avals, strict=True
             )
         ]
-        return self.compiled(*placed)
-
-    def _apart(self, leaves: list[Any]) -> list[Any]:
-        """Leaves of which none is a second time what the step may overwrite.
-
-        The weights that a moving average begins with are such. Put onto devices each by
-        itself they still share memory, and XLA refuses to give that away twice, or ends
-        the process (on virtual CPU devices, jaxlib 0.10.2).
-        """
-        if not any(self.step.donated) or len({*map(id, leaves)}) == len(leaves):
-            return leaves
-        first: dict[int, int] = {}
-        found = []
-        for position, leaf in enumerate(leaves):
-            other = first.setdefault(id(leaf), position)
-            given = self.step.donated[position] or self.step.donated[other]
-            again = isinstance(leaf, jax.Array) and other != position and given
-            found.append(jnp.copy(leaf) if again else leaf)
-        return found
+        placed = self._apart(placed)
+        if self.raced is not None:
+            made = tree_unflatten(self.out_tree, self.raced.run(placed))
+        else:
+            made = self.compiled(*placed)
+        self._apart.remember(made)
+        if self.alarm is not None:
+            jax.block_until_ready(made)
+            jax.effects_barrier()
+            if (error := self.alarm.take()) is not None:
+                raise error
+        return made
 
     def arg_shardings(self) -> tuple[Any, ...]:
         """The arguments' shardings as a pytree like the dynamic arguments."""
@@ -101,9 +114,8 @@ class CompiledStep:
         """The results' shardings as a pytree like the results."""
         return tree_unflatten(self.out_tree, list(self.out_shardings))
 
-    @cached_property
-    def hlo(self) -> str:
-        """The optimised program as text."""
+    def as_text(self) -> str:
+        """The compiled program as HLO, which tells its collectives."""
         return self.compiled.as_text() or ""
 
 
@@ -134,19 +146,24 @@ def compile_step(
     options: Mapping[str, str] | None = None,
     *,
     wide: bool = False,
+    raced: Raced | None = None,
+    environment: BuildEnvironment | None = None,
 ) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
 
     Args:
         step: the step and its arguments.
         mesh: the devices.
-        fingerprint: of the program that the constraints were made for; None where
-            there are none.
+        fingerprint: of the structure of the program that the constraints were made
+            for; None where there are none.
         arg_specs, output_specs: a sharding for each leaf.
         constraints: what the partitioner is told about values inside.
         options: XLA compiler options.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.
+        raced: what a race compiled: used if it is the same program, under the same
+            shardings and options, and does all that the step does.
+        environment: has what the race's compiles tuned, so that the same kernels run.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
@@ -156,34 +173,79 @@ def compile_step(
         NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
         for spec, aval in zip(arg_specs, step.avals, strict=True)
     )
-    ranks = [len(aval.shape) for aval in _results(step)]
-    if len(ranks) != len(output_specs):
+    results = _results(step)
+    if len(results) != len(output_specs):
         raise PlanMismatch(
-            f"The plan is for {len(output_specs)} results, the step has {len(ranks)}."
+            f"The plan is for {len(output_specs)} results, the step has {len(results)}."
         )
+    for kind, avals, specs in (
+        ("argument", step.avals, arg_specs),
+        ("result", results, output_specs),
+    ):
+        _check_even(kind, mesh, avals, specs)
     outs = tuple(
-        NamedSharding(mesh, partition_spec(spec, rank))
-        for spec, rank in zip(output_specs, ranks, strict=True)
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(output_specs, results, strict=True)
     )
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:
         raise PlanMismatch(
-            "The step's program is not the one that was planned: the function, the "
-            "shapes or dtypes of its arguments, or the versions of jax and jaxlib "
-            "have changed. Plan again."
+            "The step's program is not the one that was planned: the function's ops, "
+            "the shapes or dtypes of its arguments, how often its loops run, JAX's "
+            "configuration (enable_x64, default_matmul_precision, ...), or the "
+            "versions of jax, jaxlib or cfp have changed. Other values of constants, "
+            "such as a learning rate, are no obstacle. Plan again."
+        )
+    if raced is not None and not wide and not lowering.calls_host:
+        if raced.does(step, program, ins, outs, constraints, options or {}):
+            where = (ins, outs, lowering.out_tree)
+            return CompiledStep(step, raced.compiled, *where, raced=raced)
+    if (found := misfit(program, mesh, constraints)) is not None:
+        raise PlanMismatch(
+            f"The plan's constraints do not fit the step's program: {found}. The file "
+            "that it came from is damaged. Plan again."
         )
     constrain(lowering.module, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
+    double = False
     if wide:
         found = widened(step, lowering, ins, outs)
         step, lowering, narrow = found.step, found.lowering, found.narrow
-    compiled, _ = compile_right(lowering.lowered, options or {})
-    return CompiledStep(step, compiled, ins, outs, lowering.out_tree, narrow)
+        double = found.double
+    platform = mesh.devices.flat[0].platform
+    environment = environment or BuildEnvironment()
+    environment.prepare(platform)
+    how = {**environment.options(platform), **(options or {})}
+    compiled, _ = compile_right(lowering.lowered, how)
+    alarm = lowering.alarm if lowering.calls_host else None
+    return CompiledStep(
+        step, compiled, ins, outs, lowering.out_tree, narrow, double, alarm
+    )
+
+
+def _check_even(
+    kind: str, mesh: Mesh, avals: Sequence[Any], specs: Sequence[Spec]
+) -> None:
+    """Refuses shardings of arguments or results that JAX could not lay out.
+
+    Raises:
+        PlanMismatch: one has other dims than the array, or does not divide it.
+    """
+    for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
+        # Inside of a program keys of random numbers have dims that JAX does not show.
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        shown = spec[: len(aval.shape)] if is_key else spec
+        if uneven(aval.shape, mesh, shown):
+            raise PlanMismatch(
+                f"The plan shards {kind} {i}, {aval.dtype}{[*aval.shape]}, as {spec} "
+                f"on a mesh {dict(mesh.shape)}, which does not divide it. The plan is "
+                "for another step, or damaged. Plan again."
+            )
 
 
 def _results(step: FlatStep) -> list[Any]:
-    return tree_leaves(jax.eval_shape(step.flat_fn, *step.avals))
+    return tree_leaves(step.traced.out_info)
 
 
 def run_on_one_device(fn: Callable[..., Any], args: Sequence[Any], device: Any) -> Any:

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import tree_flatten, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.execute import CompiledStep, compile_step
+from cfp.export.module import python_module
+from cfp.export.sites import sites_of
+from cfp.page.page import page_html, small_html
+from cfp.plan_figures import Figures, figures_to_json
+from cfp.plan_file import FORMAT, plan_fields, read_json
 from cfp.plan_parts import (
     PlanRow,
     RaceRow,
-    constraints_from_json,
+    check_arguments,
     constraints_to_json,
-    spec_from_json,
     specs_like,
+    static_arguments,
     type_text,
 )
+from cfp.plan_sites import Sites, sites_to_json
 from cfp.plan_text import short_text
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compiler_options import refused_option
+from cfp.profiling.store import store_path
 from cfp.program.graft import Constraints, partition_spec
+from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
-
-FORMAT = 2
+from cfp.raced import Raced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +49,7 @@ class Plan:
     """Shardings for a step on a mesh, and how they were found.
 
     Attributes:
-        fingerprint: of the program that was planned.
+        fingerprint: of the planned program's structure, without values of constants.
         mesh_axes: names and sizes of the mesh's axes.
         arg_names, arg_types: paths and types of the argument leaves.
         arg_specs, output_specs: their shardings, and those of the results.
@@ -45,15 +57,26 @@ class Plan:
         donated: which argument leaves the step may overwrite.
         static: positions and keywords of the arguments that are no arrays.
         winner: name of the finalist that won, such as "planned".
-        predicted_ms: step time by the profiles, or None.
+        predicted_ms, predicted_bytes: step time and memory, or None.
         measured_ms: step time measured on the whole program, or None.
         peak_bytes: memory that the compiled program needs on each device, or None.
         rows: the blocks.
+        uneven: arguments that stay whole because no axis divides them, with the size.
+        whole: what every device runs in full: loops, and ops without a sharding rule.
+        silenced: functions of the host that are not called while it is measured.
         race: the finalists.
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,
-            failed, and seconds of every pass.
+            failed, and seconds of every pass; and how many sharding constraints of
+            the step's own were left out.
+        rung: what its numbers are from: "estimated", "one device" or "measured".
+        figures: the numbers that it was chosen by, for a report; None if there are
+            none.
+        sites: where in the step the constraints stand, of a plan that was loaded.
+        raced: the program that won, as the race compiled it; files have none.
+        tuned: where the race kept what it tuned; files have none, and use what is kept
+            in the user's cache directory.
     """
 
     fingerprint: str
@@ -69,17 +92,30 @@ class Plan:
     measured_ms: float | None
     peak_bytes: int | None
     rows: tuple[PlanRow, ...] = ()
+    uneven: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    silenced: tuple[str, ...] = ()
     race: tuple[RaceRow, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     search: Mapping[str, float] = field(default_factory=dict)
     static: tuple[int | str, ...] | None = None
+    rung: str = "measured"
+    predicted_bytes: int | None = None
+    figures: Figures | None = None
+    sites: Sites | None = field(default=None, compare=False)
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
+    raced: Raced | None = field(default=None, compare=False, repr=False)
+    tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return short_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the small form of the page of ``cfp report``."""
+        return small_html(self)
 
     # -- shardings -----------------------------------------------------------
 
@@ -119,7 +155,7 @@ class Plan:
         Raises:
             PlanMismatch: the arguments are not those of the plan.
         """
-        static = _static_arguments(self, args)
+        static = static_arguments(self.static, self.step, args)
         step = flatten_step(
             fn,
             args,
@@ -127,12 +163,9 @@ class Plan:
             static_argnums=[key for key in static if isinstance(key, int)],
             static_argnames=[key for key in static if isinstance(key, str)],
         )
-        self._check_arguments(step)
-        step = replace(step, donated=self.donated)
-        out_shape = jax.eval_shape(step.flat_fn, *step.avals)
-        return replace(
-            self, step=step, out_tree=jax.tree_util.tree_structure(out_shape)
-        )
+        check_arguments(self.arg_names, self.arg_types, step)
+        step = step.giving(self.donated)
+        return replace(self, step=step, out_tree=tree_structure(step.traced.out_info))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -142,6 +175,7 @@ class Plan:
         """
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
+        step = step.giving(self.donated)
         return replace(
             self, step=step, out_tree=out_tree, arg_types=types, static=static
         )
@@ -157,36 +191,18 @@ class Plan:
     def _on_mesh(self) -> Mesh:
         if self.mesh is None:
             raise PlanMismatch(
-                "This plan was loaded without a mesh. Load it with "
-                "Plan.load(path, mesh=mesh)."
+                "This plan has no devices yet. Use Plan.load(path, mesh=mesh), or "
+                "plan.on(mesh)."
             )
         return self.mesh
-
-    def _check_arguments(self, step: FlatStep) -> None:
-        found = {
-            name: type_text(aval)
-            for name, aval in zip(step.arg_names, step.avals, strict=True)
-        }
-        planned = dict(zip(self.arg_names, self.arg_types, strict=True))
-        if found == planned and tuple(step.arg_names) == self.arg_names:
-            return
-        lines = []
-        for name in sorted(planned.keys() | found.keys()):
-            have, want = found.get(name, "nothing"), planned.get(name, "nothing")
-            if have != want:
-                lines.append(f"  {name}: planned for {want}, got {have}")
-        more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
-        raise PlanMismatch(
-            "The arguments do not fit the plan:\n"
-            + "\n".join(lines[:5])
-            + more
-            + "\nPass the arguments that were planned for, or plan again."
-        )
 
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The step under this plan: compiled at the first call.
+
+        Under a configuration of JAX that changes what the step means it is traced
+        again, and refused if another program comes of it.
 
         Args:
             fn: the step that was planned.
@@ -194,12 +210,13 @@ class Plan:
         Returns:
             A function with the step's arguments and results.
         """
-        compiled: list[CompiledStep] = []
+        compiled: dict[Any, CompiledStep] = {}
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            if not compiled:
-                compiled.append(self.compile(fn, *args, **kwargs))
-            return compiled[0](*args, **kwargs)
+            now = meaning()
+            if now not in compiled:
+                compiled[now] = self.compile(fn, *args, **kwargs)
+            return compiled[now](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")
         step.__doc__ = fn.__doc__
@@ -213,16 +230,24 @@ class Plan:
         Raises:
             PlanMismatch: the step or its arguments are not those of the plan.
         """
-        bound = self.bind(fn, *args, **kwargs)
-        assert bound.step is not None
+        return self.bind(fn, *args, **kwargs).compile_bound()
+
+    def compile_bound(self) -> CompiledStep:
+        """Compiles the step that the plan was made for, or bound to, as it was traced.
+
+        Raises:
+            PlanMismatch: the plan was loaded, and is not bound to a step.
+        """
         return compile_step(
-            bound.step,
-            bound._on_mesh(),
+            self._bound(),
+            self._on_mesh(),
             self.fingerprint,
             self.arg_specs,
             self.output_specs,
             self.constraints,
             self.options,
+            raced=self.raced,
+            environment=self.tuned or BuildEnvironment.beside(store_path(None)),
         )
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -250,11 +275,40 @@ class Plan:
     # -- files ---------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
+        """Writes the plan as JSON.
+
+        Warns of compiler options that :meth:`load` will not follow by itself.
+        """
+        if (refused := refused_option(self.options)) is not None:
+            warnings.warn(
+                f"The plan has {refused}: to load it again, name its options in "
+                "Plan.load(path, allowed_options=[...]).",
+                stacklevel=2,
+            )
         Path(path).write_text(self.to_json())
+
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as one page of HTML that needs no network and no scripts."""
+        Path(path).write_text(page_html(self), encoding="utf-8")
+
+    def export_python(self, path: str | Path) -> None:
+        """Writes a module that runs the step with plain JAX; see `cfp.export`."""
+        text = python_module(self, self.found_sites)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @cached_property
+    def found_sites(self) -> Sites | None:
+        """Where in the step the constraints stand; None if nothing says.
+
+        A plan that is bound to its step finds out by lowering that once more.
+        """
+        if self.sites is not None or self.step is None or self.mesh is None:
+            return self.sites
+        return sites_of(self.step, self.mesh, self.fingerprint, self.constraints)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
+        sites = self.found_sites
         data = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
@@ -276,72 +330,58 @@ class Plan:
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
             "peak_bytes": self.peak_bytes,
+            "rung": self.rung,
+            "predicted_bytes": self.predicted_bytes,
             "rows": [asdict(row) for row in self.rows],
+            "uneven": list(self.uneven),
+            "whole": list(self.whole),
+            "silenced": list(self.silenced),
             "race": [asdict(row) for row in self.race],
             "options": dict(self.options),
             "environment": dict(self.environment),
-            "search": dict(self.search),
+            # What was never found out is infinite, and JSON has no word for that.
+            "search": {k: v for k, v in self.search.items() if isfinite(v)},
             "static": self.static,
+            "figures": self.figures and figures_to_json(self.figures),
+            "sites": sites and sites_to_json(sites),
         }
         return json.dumps(data, indent=1)
 
     @classmethod
-    def load(cls, path: str | Path, *, mesh: Mesh | None = None) -> Plan:
-        """Reads a saved plan.
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        allowed_options: Collection[str] = (),
+    ) -> Plan:
+        """Reads a saved plan, and checks every field of it.
 
         Args:
             path: the file.
             mesh: the devices to run on; its axes must be those of the plan.
+            allowed_options: names of compiler options that the file may ask for beside
+                those that are known to be harmless. Some options write files, or
+                change results: name them only if you know where the plan comes from.
 
         Raises:
-            PlanMismatch: the file is no plan, or is for another mesh.
+            PlanFileError: the file is no plan, damaged, or asks for anything else.
+            PlanMismatch: it is for another mesh.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanMismatch(f"Cannot read a plan from {path}: {error}") from error
-        return cls.from_json(data, mesh=mesh)
+        return cls.from_json(
+            read_json(path), mesh=mesh, allowed_options=allowed_options
+        )
 
     @classmethod
-    def from_json(cls, data: Any, *, mesh: Mesh | None = None) -> Plan:
+    def from_json(
+        cls,
+        data: Any,
+        *,
+        mesh: Mesh | None = None,
+        allowed_options: Collection[str] = (),
+    ) -> Plan:
         """A plan from parsed JSON; see :meth:`load`."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanMismatch(
-                f"Expected a plan of format {FORMAT}; this file is something else, or "
-                "was written by another version of cfp. Plan again."
-            )
-        try:
-            arguments = data["arguments"]
-            plan = cls(
-                fingerprint=data["fingerprint"],
-                mesh_axes=tuple((name, size) for name, size in data["mesh_axes"]),
-                arg_names=tuple(a["path"] for a in arguments),
-                arg_types=tuple(a["type"] for a in arguments),
-                arg_specs=tuple(spec_from_json(a["spec"]) for a in arguments),
-                donated=tuple(bool(a["donated"]) for a in arguments),
-                output_specs=tuple(spec_from_json(s) for s in data["output_specs"]),
-                constraints=constraints_from_json(
-                    data["constraints"], data["recompute"]
-                ),
-                winner=data["winner"],
-                predicted_ms=data["predicted_ms"],
-                measured_ms=data["measured_ms"],
-                peak_bytes=data["peak_bytes"],
-                rows=tuple(PlanRow(**row) for row in data["rows"]),
-                race=tuple(
-                    RaceRow(**{**row, "samples_ms": tuple(row["samples_ms"])})
-                    for row in data["race"]
-                ),
-                options=data["options"],
-                environment=data["environment"],
-                search=data["search"],
-                static=None if data["static"] is None else tuple(data["static"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanMismatch(
-                f"The file is a damaged plan ({type(error).__name__}: {error}). "
-                "Plan again."
-            ) from error
+        plan = cls(**plan_fields(data, allowed_options))
         return plan.on(mesh) if mesh is not None else plan
 
     def on(self, mesh: Mesh) -> Plan:
@@ -357,21 +397,4 @@ class Plan:
                 f"The plan is for a mesh {dict(self.mesh_axes)}, got {dict(axes)}. "
                 "Make that mesh, or plan again for this one."
             )
-        return replace(self, mesh=mesh)
-
-
-def _static_arguments(plan: Plan, args: Sequence[Any]) -> tuple[int | str, ...]:
-    """Static arguments are known from the step that the plan was made with."""
-    if plan.static is not None:
-        return plan.static
-    if plan.step is None:
-        return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
-    return tuple(key for key, _ in plan.step.static)
-
-
-def _is_array_tree(arg: Any) -> bool:
-    kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)
-    return all(
-        isinstance(leaf, kinds) or hasattr(leaf, "__array__")
-        for leaf in jax.tree_util.tree_leaves(arg)
-    )
+        return replace(self, mesh=mesh, raced=None)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.program.graft import Constraints
-from cfp.program.recompute import Recompute
+from cfp.program.step import FlatStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,62 @@ def type_text(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
+def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) -> None:
+    """Refuses a step whose argument leaves are not those of a plan.
+
+    Args:
+        names, types: the plan's, leaf by leaf.
+        step: the step.
+
+    Raises:
+        PlanMismatch: they differ; the first few differences are named.
+    """
+    found = {
+        name: type_text(aval)
+        for name, aval in zip(step.arg_names, step.avals, strict=True)
+    }
+    planned = dict(zip(names, types, strict=True))
+    if found == planned and tuple(step.arg_names) == tuple(names):
+        return
+    lines = []
+    for name in sorted(planned.keys() | found.keys()):
+        have, want = found.get(name, "nothing"), planned.get(name, "nothing")
+        if have != want:
+            lines.append(f"  {name}: planned for {want}, got {have}")
+    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
+    raise PlanMismatch(
+        "The arguments do not fit the plan:\n"
+        + "\n".join(lines[:5])
+        + more
+        + "\nPass the arguments that were planned for, or plan again."
+    )
+
+
+def static_arguments(
+    known: tuple[int | str, ...] | None, step: FlatStep | None, args: Sequence[Any]
+) -> tuple[int | str, ...]:
+    """Which arguments are static, by position or name.
+
+    Args:
+        known: what a plan says of it, if it does.
+        step: the step that it was made with, if it is there.
+        args: of the step; what is no array among them, where nothing is known.
+    """
+    if known is not None:
+        return known
+    if step is not None:
+        return tuple(key for key, _ in step.static)
+    return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
+
+
+def _is_array_tree(arg: Any) -> bool:
+    kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)
+    return all(
+        isinstance(leaf, kinds) or hasattr(leaf, "__array__")
+        for leaf in tree_leaves(arg)
+    )
+
+
 def specs_like(
     result: Any, names: Sequence[str], types: Sequence[str], specs: Sequence[Spec]
 ) -> list[Spec]:
@@ -118,11 +175,6 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
     ]
 
 
-def spec_from_json(data: Sequence[Sequence[str]]) -> Spec:
-    """A sharding from parsed JSON."""
-    return tuple(tuple(str(name) for name in names) for names in data)
-
-
 def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     """Constraints as JSON, by sharding: plans name few shardings and many values."""
     groups: dict[Spec, dict[str, Any]] = {}
@@ -131,16 +183,3 @@ def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     for use, spec in sorted(constraints.uses.items()):
         groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
     return [{"spec": spec, **members} for spec, members in groups.items()]
-
-
-def constraints_from_json(
-    data: Sequence[Mapping[str, Any]], recompute: Sequence[Mapping[str, Any]]
-) -> Constraints:
-    """Constraints from parsed JSON, and what is computed again."""
-    values, uses = {}, {}
-    for group in data:
-        spec = spec_from_json(group["spec"])
-        values.update((int(v), spec) for v in group["values"])
-        uses.update(((int(op), int(index)), spec) for op, index in group["uses"])
-    again = (Recompute(tuple(r["forward"]), tuple(r["backward"])) for r in recompute)
-    return Constraints(values, uses, tuple(again))

@@ -122,12 +122,51 @@ def best_variants(plan: Plan) -> list[RaceRow]:
     """
     ranked = sorted(
         plan.race,
-        key=lambda row: (row.name != plan.winner, row.time_ms or float("inf")),
+        key=lambda row: (row.name != plan.winner, *_place(row)),
     )
     found: dict[str, RaceRow] = {}
     for row in ranked:
         found.setdefault(row.name.partition(", ")[0], row)
-    return sorted(found.values(), key=lambda row: row.time_ms or float("inf"))
+    return sorted(found.values(), key=_place)
+
+
+def _place(row: RaceRow) -> tuple[bool, float]:
+    """Who could not win, though there may be a time, comes last."""
+    return bool(row.note), row.time_ms or float("inf")
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a plan does not shard, or keep, or know, though a user may expect it."""
+    found = []
+    crossing = plan.environment.get("crosses_hosts")
+    if crossing:
+        found.append(f"goes from host to host: {crossing}")
+    if "strategies_estimated" in plan.search and plan.rung != "estimated":
+        found.append(
+            "predictions are estimates, by which choices are made on virtual devices; "
+            "only the race was measured (--measure: more)"
+        )
+    ties = plan.search.get("ties", 0)
+    if ties:
+        found.append(
+            f"a tie: {ties:.0f} others were as fast within the spread of their "
+            "samples; the simplest of them is the plan"
+        )
+    if plan.uneven:
+        found.append(
+            f"whole, since the mesh does not divide it: {_few(plan.uneven, ', ')}"
+        )
+    if plan.whole:
+        found.append(
+            f"every device runs in full (of all bytes made): {_few(plan.whole, ', ')}"
+        )
+    if plan.silenced:
+        found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
+    count = plan.search.get("constraints_left_out", 0)
+    if count:
+        what = f"{count:.0f} of the step's own sharding constraints"
+        found.append(f"left out: {what}, since the plan decides")
+    return found
 
 
 def headline(plan: Plan) -> str:
@@ -138,7 +177,9 @@ def headline(plan: Plan) -> str:
 def _title(plan: Plan) -> str:
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
     kind = plan.environment.get("device_kind", "")
-    return f"Plan {plan.winner!r} for a mesh {mesh}" + (f" of {kind}" if kind else "")
+    text = f"Plan {plan.winner!r} for a mesh {mesh}" + (f" of {kind}" if kind else "")
+    described = plan.environment.get("described")
+    return f"{text}, as {described} is described" if described else text
 
 
 def _figures(plan: Plan) -> list[str]:
@@ -146,9 +187,13 @@ def _figures(plan: Plan) -> list[str]:
     if plan.measured_ms is not None:
         parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
     if plan.predicted_ms is not None:
-        parts.append(f"{plan.predicted_ms:.3f} ms predicted")
+        how = "estimated" if plan.rung == "estimated" else "predicted"
+        parts.append(f"{plan.predicted_ms:.3f} ms {how}")
     if plan.peak_bytes is not None:
         parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
+    elif plan.predicted_bytes is not None and plan.rung == "estimated":
+        size = format_bytes(plan.predicted_bytes)
+        parts.append(f"{size} on each device, estimated")
     return parts
 
 
@@ -166,6 +211,7 @@ def short_text(plan: Plan) -> str:
         lines.append(f"  and {len(repeats) - _MOST_REPEATS} more runs of segments")
     sharded = sum(any(spec) for spec in plan.arg_specs)
     lines.append(f"  arguments: {sharded} of {len(plan.arg_specs)} are sharded")
+    lines += [f"  {remark}" for remark in remarks(plan)]
     lines.append('  more: plan.save("plan.json"), then: cfp show plan.json')
     wrap = TextWrapper(
         width=_WIDTH,
@@ -178,8 +224,12 @@ def short_text(plan: Plan) -> str:
 
 def _chosen_text(plan: Plan) -> str:
     """How a plan came to be the one."""
-    ran = [row for row in best_variants(plan) if row.time_ms is not None]
-    others = [row for row in ran if row.name != plan.winner]
+    able = (row for row in best_variants(plan) if not row.note)
+    ran = [row for row in able if row.time_ms is not None]
+    mine = {row.samples_ms for row in ran if row.name == plan.winner}
+    twins = [r.name for r in ran if r.name != plan.winner and r.samples_ms in mine]
+    same = f", the same program as {' and '.join(twins)}" if twins else ""
+    others = [row for row in ran if row.name not in (plan.winner, *twins)]
     if others:
         what = "the whole step"
         against = ""
@@ -189,9 +239,12 @@ def _chosen_text(plan: Plan) -> str:
             own = [row.time_ms for row in ran if row.name == plan.winner]
             against = "".join(f", against {ms:.3f} ms there" for ms in own)
         next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms{against}"
-        return f"the fastest of {len(ran)} raced on {what}{next_one}"
+        count = len(ran) - len(twins)
+        return f"the fastest of {count} raced on {what}{same}{next_one}"
     if ran:
-        return "timed on the whole step, by itself"
+        return f"timed on the whole step, by itself{same}"
+    if plan.predicted_ms is not None and plan.rung == "estimated":
+        return "by estimates; nothing was measured or compiled"
     if plan.predicted_ms is not None:
         return "by prediction, without a race"
     return "by its name"

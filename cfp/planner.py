@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.contest import Contest
+from cfp.devices.described import DescribedMesh
 from cfp.entries import (
     computed_again,
     leanest_of,
     nearly_fitting,
+    predicted_ms,
 )
 from cfp.errors import CfpError
 from cfp.plan import Plan
@@ -35,7 +38,9 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.effort import Explored
+from cfp.search.estimated import estimate_options
 from cfp.search.guided import explore
+from cfp.search.problem import Problem
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.squeeze import LEFT, TURNED_OUT, squeezed
@@ -49,6 +54,8 @@ from cfp.shortage import over_budget
 # Virtual devices, which share processors, are estimated worse.
 _REACH_BY_ESTIMATE = 1.6
 _REACH_ON_CPUS = float("inf")
+# Compiling whole programs is what takes time on virtual devices.
+_CLASSICS_BY_ESTIMATE = 2
 
 
 class Planner:
@@ -57,7 +64,7 @@ class Planner:
     def __init__(
         self,
         analysis: Analysis,
-        mesh: Mesh,
+        mesh: Mesh | DescribedMesh,
         cache_dir: str | Path | None = None,
         budget_bytes: int | None = None,
         settings: PlannerSettings | None = None,
@@ -70,9 +77,12 @@ class Planner:
                 "cfp.PlannerSettings(per_kind=8), for instance."
             )
         self.settings = settings or PlannerSettings()
-        self.environment = environment_parts(list(mesh.devices.flat))
+        if isinstance(mesh, DescribedMesh):
+            self.environment = tuple(mesh.environment.items())
+        else:
+            self.environment = environment_parts(list(mesh.devices.flat))
         device_bytes = device_memory(mesh)
-        platform = mesh.devices.flat[0].platform
+        platform = dict(self.environment)["platform"]
         self.store = ProfileStore(store_path(cache_dir))
         self.ground = Ground(
             analysis=analysis,
@@ -82,6 +92,7 @@ class Planner:
             room=room_within(budget_bytes, device_bytes, platform),
             device_bytes=device_bytes,
             environment=self.environment,
+            end=time.monotonic() + self.settings.seconds,
         )
         self.classics = presets(analysis.frame)
         self.winner: Decision | None = None
@@ -108,8 +119,12 @@ class Planner:
         Interrupted, once every kind has some, it makes do with what was measured.
         """
         started = time.perf_counter()
-        rates = measure_rates(self.mesh, self.store, **self.ground.manner)
-        classics, found, looker = self.explore(rates, self.settings.measure)
+        if self.ground.estimates:
+            return self._estimated(started)
+        rates = measure_rates(self.ground.devices, self.store, **self.ground.manner)
+        classics, found, looker = self.explore(
+            rates, self.settings.measure is not False
+        )
         moved_ms = looker.moves(
             moves_between_measured(self.analysis, rates, found), self.environment
         )
@@ -125,6 +140,35 @@ class Planner:
             failed=sum(r is not None and not r.ok for r in done),
             seconds=time.perf_counter() - started,
             moved_ms=moved_ms,
+        )
+
+    def _estimated(self, started: float) -> Profiles:
+        """Options by estimates, of virtual or described devices; nothing is run."""
+        self.ground.tell("estimating what each strategy takes")
+        analysis = self.analysis
+        described = self.ground.described
+        rates = (
+            described.rates
+            if described is not None
+            else Rates.of_virtual_devices(self.ground.devices)
+        )
+        estimates = estimate_kinds(analysis, rates)
+        classics = leading_classics(analysis, estimates, self.classics)
+        found = estimate_options(
+            estimates,
+            classics,
+            Costs(analysis, rates),
+            per_kind=self.settings.per_kind,
+            budget_bytes=self.ground.budget_bytes,
+        )
+        return Profiles(
+            classics,
+            found,
+            rates,
+            measured=0,
+            cached=0,
+            failed=0,
+            seconds=time.perf_counter() - started,
         )
 
     def explore(
@@ -144,7 +188,7 @@ class Planner:
         # are all where one could not be built or run; which depends on times, too, that
         # several processes may know differently.
         near = leading_classics(analysis, estimates, every, reach)
-        alone = Agreement.of(self.mesh).alone
+        alone = Agreement.of(self.ground.devices).alone
         costs, room = Costs(analysis, rates), self.ground.room
         if room is not None:
             needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
@@ -153,13 +197,13 @@ class Planner:
         classics = near if room is None and alone else every
         looker = Looker(
             analysis.frame.program,
-            self.mesh,
+            self.ground.devices,
             self.store,
             lambda: tuning_jobs(analysis, classics, self.environment),
             measure,
             self.ground.manner,
         )
-        end = time.monotonic() + settings.seconds
+        end = self.ground.end
         effort, on_gpus = self.ground.effort, self.ground.platform in GPU_PLATFORMS
         if not alone:
             # What is asked for later depends on times, which processes that remember
@@ -204,18 +248,13 @@ class Planner:
         started = time.perf_counter()
         self.ground.tell("searching among what was measured")
         costs = Costs(self.analysis, profiles.rates, profiles.moved_ms)
-        known = (profiles.found.wanted, profiles.found.records)
-        # With times in context, and with times alone.
-        problem, other = (
-            build_problem(
-                costs, measured_options(costs, *known, alone), self.ground.budget_bytes
-            )
-            for alone in (False, True)
-        )
-        classics = profiles.classics
+        problems = self._problems(costs, profiles.found)
+        problem, classics = problems[0], profiles.classics
+        if profiles.found.estimated and self._races:
+            classics = self._fastest(classics, problem)
         found: dict[Choice, float] = {}
         tight, plans = profiles.found.tight, self.ground.plans
-        for one in (problem, other):
+        for one in problems:
             good = best_solutions(one, max(1, plans - 1) if tight else plans)
             if tight and plans > 1 and self._compiles:
                 good = [*good, *best_solutions(squeezed(one, TURNED_OUT), 1)]
@@ -237,11 +276,7 @@ class Planner:
             found[lean.choice] = lean.predicted_ms or 0.0
             classics = nearly_fitting(self.analysis, hoped, classics)
         counts = {
-            "strategies_measured": profiles.measured,
-            "strategies_cached": profiles.cached,
-            "strategies_failed": profiles.failed,
-            "profile_seconds": profiles.seconds,
-            "gap": profiles.found.gap,
+            **_counts(profiles),
             "search_seconds": time.perf_counter() - started,
         }
         (choice, best_ms), *others = found.items()
@@ -258,11 +293,37 @@ class Planner:
             unmeasured=tuple(
                 name
                 for name in CLASSICS
-                if name in self.classics.keys() - profiles.classics.keys()
+                if name in self.classics.keys() - classics.keys()
             ),
             problem=problem,
             search=counts,
         )
+
+    def predicted(self, decision: Decision) -> Callable[[Choice], float | None]:
+        """What the search of a decision predicts of any choice."""
+        return lambda c: predicted_ms(self.analysis, decision.problem, c)
+
+    def _problems(self, costs: Costs, found: Explored) -> list[Problem]:
+        """What is to be searched: with times in context, and with times alone."""
+        budget = self.ground.budget_bytes
+        if found.estimated:
+            return [build_problem(costs, found.estimated, budget)]
+        known = (found.wanted, found.records)
+        return [
+            build_problem(costs, measured_options(costs, *known, alone), budget)
+            for alone in (False, True)
+        ]
+
+    def _fastest(
+        self, classics: Mapping[str, Choice], problem: Problem
+    ) -> dict[str, Choice]:
+        """The classics that race where choices are made by estimates."""
+        times = {
+            name: predicted_ms(self.analysis, problem, choice) or float("inf")
+            for name, choice in classics.items()
+        }
+        best = sorted(times, key=times.__getitem__)[:_CLASSICS_BY_ESTIMATE]
+        return {name: choice for name, choice in classics.items() if name in best}
 
     def race(self, decision: Decision) -> Plan:
         """Times the decision and the classics, and keeps the fastest.
@@ -277,9 +338,10 @@ class Planner:
         contest = Contest(self.ground, decision)
         if self._races:
             made = contest.race()
-        elif self.ground.room is None:
+        elif not self._compiles:
             made = contest.trusted()
         else:
+            assert self.ground.room is not None, "otherwise nothing is compiled"
             made = contest.compiled_within(self.ground.room)
         self.winner = contest.winner
         return made
@@ -287,6 +349,8 @@ class Planner:
     @property
     def _compiles(self) -> bool:
         """Whether a plan is compiled before it is the answer."""
+        if self.ground.described is not None:
+            return False
         return self._races or self.ground.room is not None
 
     @property
@@ -296,4 +360,20 @@ class Planner:
 
     @property
     def _races(self) -> bool:
-        return self.settings.race and self.settings.measure and not self.interrupted
+        settings = self.settings
+        able = self.ground.described is None and not self.interrupted
+        return able and settings.race and settings.measure is not False
+
+
+def _counts(profiles: Profiles) -> dict[str, float]:
+    """What a plan says of how its choices were made."""
+    if profiles.found.estimated:
+        options = sum(map(len, profiles.found.estimated))
+        return {"strategies_estimated": options, "estimate_seconds": profiles.seconds}
+    return {
+        "strategies_measured": profiles.measured,
+        "strategies_cached": profiles.cached,
+        "strategies_failed": profiles.failed,
+        "profile_seconds": profiles.seconds,
+        "gap": profiles.found.gap,
+    }

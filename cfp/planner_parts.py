@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from statistics import median
 from typing import Any
 
@@ -12,102 +12,36 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
-from cfp.describe import plan_rows
-from cfp.errors import CfpError
+from cfp.describe import plan_rows, uneven_arguments, whole_ops
+from cfp.devices.described import DescribedMesh
 from cfp.plan import Plan
 from cfp.plan_parts import RaceRow, type_text
+from cfp.profiling.builder import BuildEnvironment, Built
 from cfp.profiling.collectives import Rates
 from cfp.profiling.key import GPU_PLATFORMS, Parts
-from cfp.profiling.marks import Limits
 from cfp.profiling.moves import Move
 from cfp.profiling.processes import Agreement
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore
 from cfp.program.graft import aval
+from cfp.raced import Raced
 from cfp.search.effort import Effort, Explored
+from cfp.search.explain import picks_of
 from cfp.search.finalist import Finalist, RaceResult, Whole
 from cfp.search.measure import Told, told_of, whole_job
 from cfp.search.problem import Problem
 from cfp.search.shortened import Shortened
 from cfp.search.squeeze import Room
+from cfp.settings import PlannerSettings
 
 TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
+_NOT_RUN = "estimated; nothing was compiled or run"
 # XLA's allocator does not split a free block of which less than this would stay free,
 # and counts the whole block as used: what is measured is up to this much more than what
 # a program's largest allocation, that of all its temporaries, needs.
 _UNSPLIT_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """How much to measure, and who is told.
-
-    Attributes:
-        per_kind: how many strategies to measure for each kind of segment, at most.
-        tolerance: measuring ends when no other plan can be faster by more than this
-            share of the step; on GPUs, where memory decides, when none probably is by
-            more than 2%.
-        patience: or after so many rounds in a row that made no plan faster by that
-            share, and one more where memory keeps out a faster one. By default 1 on
-            virtual CPU devices, and none on others: what is measured at first is the
-            classics' parts and the best by estimate.
-        seconds: measuring ends after the round in which this much time is over.
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 2, and 1 on virtual CPU devices. Where memory
-            decides, one of them is for programs that turn out smaller than predicted.
-        extents: how much the compiler is told of the classics; each way takes part.
-            By default all ways, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
-        reach: classics that are predicted to take this many times as long as the plan
-            are not raced; by default 1.1, or 1.2 where the compiler is told of their
-            arguments alone, and 2 on virtual CPU devices.
-        compiler_options: options of the compiler by the name that the race is to give
-            them; the leaders are raced with each, too. By default a short list for
-            the platform.
-        race: whether the best plan and the classics are timed on the whole program;
-            otherwise the prediction is trusted, and under a budget that was asked for
-            the best that fits is found by compiling, which runs nothing.
-        repeats: of segments that repeat back to back so many repeats are raced (two at
-            least, the first and the last), where memory is not in question, and the
-            rest follows from the prediction; only what wins is then compiled and timed
-            whole. None races whole programs.
-        measure: whether devices may be used; otherwise only records that are in the
-            store already.
-        retry_failures: whether what failed before is tried again; or what failed
-            before a moment, which a process that is started again keeps to.
-        limits: what counts as hung.
-        progress: told of every event, a :class:`Progress` or a line of text.
-
-    Raises:
-        CfpError: fewer than two repeats.
-    """
-
-    per_kind: int = 16
-    tolerance: float = 0.01
-    patience: float | None = None
-    seconds: float = float("inf")
-    in_context: bool = True
-    plans: int | None = None
-    extents: tuple[Told, ...] | None = None
-    reach: float | None = None
-    compiler_options: Mapping[str, Mapping[str, str]] | None = None
-    race: bool = True
-    repeats: int | None = 4
-    measure: bool = True
-    retry_failures: bool | datetime = False
-    limits: Limits = field(default_factory=Limits)
-    progress: Callable[[Progress | str], None] | None = None
-
-    def __post_init__(self):
-        if self.repeats is not None and self.repeats < 2:
-            raise CfpError(
-                f"Expected two repeats or more to race, got repeats={self.repeats}. "
-                "None races whole programs."
-            )
 
 
 @dataclass(frozen=True)
@@ -116,26 +50,50 @@ class Ground:
 
     Attributes:
         analysis: of the program.
-        mesh: the devices.
+        mesh: the devices, which may only be described.
         store: where measurements are kept.
         settings: how much to measure.
         room: what there is in a budget that was asked for; None if none was.
         device_bytes: memory of a device, or None where it does not say.
         environment: what measurements depend on.
+        end: when planning is to end, as `time.monotonic` counts.
     """
 
     analysis: Analysis
-    mesh: Mesh
+    mesh: Mesh | DescribedMesh
     store: ProfileStore
     settings: PlannerSettings
     room: Room | None
     device_bytes: int | None
     environment: Parts
+    end: float = math.inf
+
+    @property
+    def described(self) -> DescribedMesh | None:
+        """The mesh, if its devices are not there."""
+        return self.mesh if isinstance(self.mesh, DescribedMesh) else None
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh, whose devices are there."""
+        assert not isinstance(self.mesh, DescribedMesh), (
+            "it is described, and not there"
+        )
+        return self.mesh
 
     @property
     def platform(self) -> str:
         """Of the devices."""
-        return self.mesh.devices.flat[0].platform
+        if self.described is not None:
+            return self.described.environment["platform"]
+        return self.devices.devices.flat[0].platform
+
+    @property
+    def estimates(self) -> bool:
+        """Whether choices are made by estimates, and none is measured but in a race."""
+        if self.described is not None:
+            return True
+        return self.settings.measure is None and self.platform == "cpu"
 
     @property
     def plans(self) -> int:
@@ -248,7 +206,7 @@ def finalists(
                 entry.name,
                 entry.extent,
                 entry.options,
-                shortened and shortened.abridged,
+                shortened and shortened.programs[entry.choice],
             ),
             predicted_ms=entry.predicted_ms,
             whole=shortened.whole(entry.choice) if shortened else Whole(),
@@ -273,6 +231,12 @@ def race_row(result: RaceResult) -> RaceRow:
     )
 
 
+def not_run(*entries: Sequence[Decision]) -> list[RaceRow]:
+    """Choices for devices that are not there, as a plan keeps them."""
+    every = [e for some in entries for e in some if e.extent is Told.EVERYTHING]
+    return [left_out(e.name, e.predicted_ms, _NOT_RUN) for e in every]
+
+
 def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
     """A classic that was not raced, as a plan keeps it."""
     return RaceRow(
@@ -287,28 +251,40 @@ def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
 
 def compose_plan(
     analysis: Analysis,
-    mesh: Mesh,
+    mesh: Mesh | DescribedMesh,
     environment: Mapping[str, str],
     winner: Decision,
     decision: Decision,
     race: Sequence[RaceRow],
     won: RaceResult | None = None,
+    built: Built | None = None,
+    tuned: BuildEnvironment | None = None,
 ) -> Plan:
     """The plan of what won.
 
     Args:
         analysis: of the program.
-        mesh: the devices.
+        mesh: the devices, which may only be described.
         environment: what the measurements depend on.
         winner: what is to be run.
         decision: what the search found.
         race: who took part, and how they did.
         won: how the winner did, if it was raced.
+        built: its whole program, if the race has compiled it.
+        tuned: where what was tuned is kept.
     """
     frame = analysis.frame
     program = frame.program
     layout = lay_out(frame, winner.choice)
     timed = won is not None and won.record.ok
+    search = dict(winner.search)
+    if program.erased_constraints:
+        search["constraints_left_out"] = program.erased_constraints
+    estimated = "strategies_estimated" in search
+    raced = None
+    if built is not None and isinstance(mesh, Mesh):
+        [finalist] = finalists(analysis, [winner], ())
+        raced = Raced.of(program, mesh, finalist.job, built)
     return Plan(
         fingerprint=program.fingerprint,
         mesh_axes=frame.mesh,
@@ -324,15 +300,30 @@ def compose_plan(
         peak_bytes=won.peak_bytes if won is not None else None,
         options=dict(winner.options),
         rows=plan_rows(analysis, winner.choice, decision.problem),
+        uneven=uneven_arguments(layout),
+        whole=whole_ops(layout),
         race=tuple(race),
         environment=environment,
-        search=dict(winner.search),
-        mesh=mesh,
+        search=search,
+        rung="measured" if timed or not estimated else "estimated",
+        predicted_bytes=_predicted_bytes(analysis, decision.problem, winner.choice),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        raced=raced,
+        tuned=tuned,
     )
 
 
-def device_memory(mesh: Mesh) -> int | None:
+def _predicted_bytes(
+    analysis: Analysis, problem: Problem | None, choice: Choice
+) -> int | None:
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    return None if problem is None or picks is None else problem.memory_bytes(picks)
+
+
+def device_memory(mesh: Mesh | DescribedMesh) -> int | None:
     """Memory of a device that programs may use, or None where it does not say."""
+    if isinstance(mesh, DescribedMesh):
+        return mesh.memory_bytes
     if mesh.devices.flat[0].platform == "cpu":
         return None
     # A process may only ask its own; what follows must be the same in all.

@@ -18,6 +18,7 @@ from cfp.errors import CfpError, DeviceError, MeshError, compose
 
 PLATFORMS = ("cpu", "cuda")
 DEFAULT_CPU_DEVICES = 4
+MOST_CPU_DEVICES = 4096
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -94,10 +95,11 @@ def select(platform: str | None, axes: Axes | None) -> None:
         axes: the mesh that is wanted, or None for all devices (four on CPUs).
 
     Raises:
-        CfpError: there is no such platform.
+        CfpError: there is no such platform, or not so many virtual devices.
     """
     if platform is None:
         return
+    count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
     if platform not in PLATFORMS:
         raise CfpError(
             compose(
@@ -107,11 +109,19 @@ def select(platform: str | None, axes: Axes | None) -> None:
                 attempt="--platform cpu",
             )
         )
+    if platform == "cpu" and count > MOST_CPU_DEVICES:
+        raise MeshError(
+            compose(
+                "There cannot be so many virtual devices.",
+                expected=f"up to {MOST_CPU_DEVICES}, each with threads of its own",
+                got=str(count),
+                attempt="a smaller mesh",
+            )
+        )
     os.environ["JAX_PLATFORMS"] = platform
     # JAX has read the variable when it was imported.
     jax.config.update("jax_platforms", platform)
     if platform == "cpu":
-        count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
         kept = [
             flag
             for flag in os.environ.get("XLA_FLAGS", "").split()
@@ -137,7 +147,8 @@ def make_mesh(axes: Axes | None) -> Mesh:
                 "JAX finds no device.",
                 expected="devices of the platform that was asked for",
                 got=reason,
-                attempt="--platform cpu, which makes virtual devices; for GPUs, "
+                attempt="--for 4xh200, which plans for GPUs that are not here; "
+                "--platform cpu, which makes virtual devices; for GPUs, "
                 'install "cfp[cuda]" and check that nvidia-smi lists them',
             )
         ) from error

@@ -31,10 +31,9 @@ def presets(frame: Frame) -> dict[str, Choice]:
     any) are left out.
     """
     found: dict[str, Choice] = {}
-    known: dict[tuple[str, int], list[AxisChoice]] = {}
     for name, (role, storage) in CLASSICS.items():
         roles = (role,) * len(frame.mesh)
-        _add(found, name, _preset(frame, roles, storage, known))
+        _add(found, name, preset(frame, roles, storage))
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):
             if len(set(roles)) == 1:
@@ -42,7 +41,7 @@ def presets(frame: Frame) -> dict[str, Choice]:
             for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
                 pairs = zip(frame.mesh, roles, strict=True)
                 name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
-                _add(found, name + suffix, _preset(frame, roles, storage, known))
+                _add(found, name + suffix, preset(frame, roles, storage))
     return found
 
 
@@ -59,21 +58,11 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
         roles: one of :data:`cfp.roles.ROLES` for each mesh axis.
         storage: how every storage group is kept.
     """
-    return _preset(frame, roles, storage, {})
-
-
-def _preset(
-    frame: Frame,
-    roles: Sequence[str],
-    storage: Storage,
-    known: dict[tuple[str, int], list[AxisChoice]],
-) -> Choice:
-    """The same; walks that are known already are not walked again."""
     columns = []
     for (_, size), role in zip(frame.mesh, roles, strict=True):
-        if (role, size) not in known:
-            known[role, size] = axis_walk(frame, role, size)
-        columns.append(known[role, size])
+        if (role, size) not in frame.walks:
+            frame.walks[role, size] = axis_walk(frame, role, size)
+        columns.append(frame.walks[role, size])
     strategies = tuple(
         _compatible(frame, block, tuple(column[block.index] for column in columns))
         for block in frame.blocks

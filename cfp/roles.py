@@ -6,7 +6,8 @@ takes down which dims it has sharded so far:
 ``data``
     Shards what came from the batch (:func:`cfp.batch.data_arguments`), followed
     through the program by the ops' own factors, and what ops combine with rows of the
-    batch, such as what a net makes of times that the step draws. Where the dim that it
+    batch, such as what a net makes of times that the step draws. A contraction that
+    sums over the batch is split along it. Where the dim that it
     sharded ends, it goes on with what is left of the batch: with the rows of a part
     where the batch is cut into parts, with what was picked where rows are picked from
     it, and with the next dim of the arguments of which a loop takes one slice after
@@ -236,6 +237,17 @@ class _Walk:
             return found
         return {f: rank for f, rank in found.items() if f not in rule.fixed}
 
+    def _summed(self, op: Op, rule: Rule) -> Ranks:
+        """The factors of the batch that a contraction sums over: both sides have it.
+
+        What only one side has is a feature, as of single rows that a loop goes over.
+        """
+        if not is_contraction(op):
+            return _NOTHING
+        left, right = (self._arriving(op, rule, i) for i in (0, 1))
+        shared = left.keys() & right.keys() & set(rule.reduction)
+        return {f: min(left[f], right[f]) for f in shared}
+
     def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
         """Factors of an operand's dims that carry the axis, with their ranks."""
         dims = rule.operands[index]
@@ -311,8 +323,9 @@ class _Walk:
                 return [AxisChoice(f) for f in shared]
         if self.follows_batch:
             carried = self._carried(op, rule)
-            found = [f for f in in_result if f in carried]
-            return [AxisChoice(f) for f in sorted(found, key=lambda f: carried[f])]
+            found = {f: carried[f] for f in in_result if f in carried}
+            found = found or self._summed(op, rule)
+            return [AxisChoice(f) for f in sorted(found, key=lambda f: found[f])]
         arriving = [
             f
             for i in range(len(rule.operands))

@@ -189,6 +189,6 @@ def _recomputed_text(analysis: Analysis, choice: Choice | None) -> str:
         )
     return (
         "No segment of this plan computes its forward pass again, and "
-        f"{len(able)} could: a search tries that where memory is tight, a preset "
-        "does not."
+        f"{len(able)} could: a search tries that where it predicts that memory is "
+        "tight, a preset does not."
     )

@@ -20,6 +20,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.api import Found, Pins, find_plan
+from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings, device_memory, race_row
@@ -56,7 +57,7 @@ class Variant:
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...] = field(repr=False)
-    mesh: Mesh
+    mesh: Mesh | DescribedMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cfp_test.waiting import GUARD_SECONDS
+
 ROOT = Path(__file__).parent.parent
 
 _BATCH = """
@@ -58,7 +60,7 @@ def run_batch(lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
         text=True,
         cwd=folder,
         env=environment(CFP_CACHE_DIR=str(folder / "cache")),
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=True,
     )
     return [Outcome(*found) for found in json.loads(done.stdout)]
@@ -72,7 +74,7 @@ def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
         text=True,
         cwd=folder,
         env=environment(CFP_CACHE_DIR=str(folder / "cache"), **variables),
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

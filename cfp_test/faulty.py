@@ -1,7 +1,8 @@
 """The command line with faults: ``python -m cfp_test.faulty profile TARGET ...``.
 
 `$FAULTS` is a JSON object from the label of something to measure to what its run does
-instead; or of a competitor of `cfp bench` to what one of its stages does first.
+instead; or of a competitor of `cfp bench` to what one of its stages does first. What is
+"overdue" hangs, and its time is over at once, however long it should have.
 `$FAULT_LOG` names a file for one line per event: ``run KEY`` before something runs,
 ``put KEY`` after its record was written.
 """
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import jax
 
@@ -21,6 +23,8 @@ from cfp.cli import main
 from cfp.profiling import collectives, runner
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.inputs import InputKind
+from cfp.profiling.marks import Marks
+from cfp.profiling.marks_folder import Mark
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.search import race
@@ -37,15 +41,20 @@ def log(event: str, key: str) -> None:
 
 
 def _hang() -> None:
-    """Sleeps in C without giving Python to other threads, as a driver may."""
-    ctypes.PyDLL(None).sleep(1000)
+    """Sleeps in C without giving Python to other threads, as a driver may.
+
+    A signal that this thread takes would end the sleep.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    ctypes.PyDLL(None).sleep(100_000)
 
 
 ENDS: dict[str, Callable[[], object]] = {
     "abort": os.abort,
     "exit": lambda: os._exit(3),
     "hang": _hang,
-    "sleep": lambda: time.sleep(1000),
+    "overdue": _hang,
+    "sleep": lambda: time.sleep(100_000),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
@@ -80,6 +89,15 @@ def install() -> None:
                 log("put", record.key)
         return written
 
+    make_mark = Marks._mark
+
+    def faulty_mark(marks, key, label, doing, expected_ms) -> Mark:
+        made = make_mark(marks, key, label, doing, expected_ms)
+        if FAULTS.get(label) == "overdue" and doing == "run":
+            made = replace(made, deadline=time.monotonic())
+        return made
+
+    Marks._mark = faulty_mark
     doing = Watch.doing
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The library from the outside: plan, save, load, apply, and what is refused."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,8 @@ def test_parallelize_plans_once_and_runs(mesh, cache):
     step = cfp.parallelize(
         train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
     )
-    with pytest.raises(RuntimeError, match="first call"):
+    assert not hasattr(step, "plan")
+    with pytest.raises(AttributeError, match="first call"):
         _ = step.plan
     state, expected = init(jax.random.key(0)), init(jax.random.key(0))
     for turn in range(3):
@@ -83,9 +85,12 @@ def test_parallelize_plans_once_and_runs(mesh, cache):
 
 
 def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
+    traced = []
+
     @cfp.parallelize(mesh=mesh, cache_dir=cache, settings=QUICK)
     def double(x):
         """Doubles."""
+        traced.append(x.shape)
         return 2 * x
 
     assert double.__doc__ == "Doubles."
@@ -95,6 +100,49 @@ def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
     assert double.plan.arg_types == ("float32[12]",)
     double(jnp.arange(8.0))
     assert double.plan is first
+    assert traced == [(8,), (12,)], "a deep step takes seconds to trace"
+
+
+def test_a_plan_traces_the_step_that_it_is_applied_to_once(mesh, cache):
+    traced = []
+
+    def double(x):
+        traced.append(x.shape)
+        return 2 * x
+
+    x = jnp.arange(8.0)
+    plan = cfp.plan(double, x, mesh=mesh, cache_dir=cache, settings=QUICK)
+    assert len(traced) == 1
+    np.testing.assert_array_equal(plan.apply(double)(x), 2 * np.arange(8.0))
+    assert len(traced) == 2
+    np.testing.assert_array_equal(plan.compile_bound()(x), 2 * np.arange(8.0))
+    assert len(traced) == 2
+    loaded = cfp.Plan.from_json(json.loads(plan.to_json()), mesh=mesh)
+    with pytest.raises(cfp.PlanMismatch, match="bind"):
+        loaded.compile_bound()
+
+
+def test_only_what_the_plan_says_is_given_away(mesh, cache):
+    """A result of as many elements, but another shape, takes no argument's place."""
+
+    def step(state, x):
+        return state + x.sum(), x.T * 2
+
+    def arguments():
+        return jnp.ones((8, 8)), jnp.arange(64.0).reshape(16, 4)
+
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    run = cfp.parallelize(step, donate_argnums=(0, 1), **options)
+    state, x = arguments()
+    for _ in range(3):
+        state, doubled = run(state, x)
+        np.testing.assert_array_equal(doubled, 2 * x.T)
+    assert run.plan.donated == (True, False)
+    plan = cfp.plan(step, *arguments(), donate_argnums=(0, 1), **options)
+    alike = plan.compile_bound(), plan.compile(step, *arguments())
+    assert [one.step.donated for one in alike] == [plan.donated] * 2
+    made, expected = (one.compiled.memory_analysis() for one in alike)
+    assert made.alias_size_in_bytes == expected.alias_size_in_bytes
 
 
 def test_a_plan_survives_saving(mesh, cache, tmp_path):
@@ -238,7 +286,7 @@ def test_a_second_plan_measures_nothing(mesh, tmp_path):
     run = functools.partial(
         cfp.plan, train_step, *shapes(), mesh=mesh, cache_dir=tmp_path
     )
-    settings = PlannerSettings(per_kind=2)
+    settings = PlannerSettings(per_kind=2, measure=True)
     first = run(settings=settings)
     assert first.search["strategies_measured"] > 0
     assert first.search["race_cached"] == 0
@@ -303,7 +351,7 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
     assert "up/kernel" in str(caught.value)
     # Predictions are off by a few percent; what the error names is not.
     least = caught.value.smallest_feasible_bytes
-    assert run(memory_budget=least, settings=QUICK).peak_bytes == least
+    assert run(memory_budget=least, settings=QUICK).peak_bytes <= least
     plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4))
     assert plan.peak_bytes is not None and plan.peak_bytes <= 2**20
 
@@ -418,6 +466,24 @@ def test_donating_what_is_not_there_is_refused(mesh, cache):
     for option in ("donate_argnames", "static_argnames"):
         with pytest.raises(cfp.StepNotTraceable, match=f"{option} names \\['state'\\]"):
             cfp.plan(scaled, X, mesh=mesh, cache_dir=cache, **{option: "state"})
+
+
+def test_what_a_wrapper_donates_must_be_said(mesh, cache, recwarn):
+    """Inside of another program, jax.jit gives nothing away."""
+    args = jnp.ones((8, 8)), jnp.ones((8, 8))
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": cache}
+    how["settings"] = PlannerSettings(race=False)
+
+    def step(w, x):
+        return w - (x @ w), x.sum()
+
+    jitted = jax.jit(step, donate_argnums=0)
+    with pytest.warns(UserWarning, match="give cfp donate_argnums"):
+        assert cfp.plan(jitted, *args, **how).donated == (False, False)
+    recwarn.clear()
+    assert cfp.plan(jitted, *args, donate_argnums=0, **how).donated == (True, False)
+    cfp.plan(jax.jit(step), *args, **how)
+    assert not [w for w in recwarn if w.category is UserWarning]
 
 
 def test_static_arguments_that_cannot_be_told_apart_are_refused(mesh, cache):

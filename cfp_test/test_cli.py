@@ -3,15 +3,15 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cfp import Plan, __version__
+from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import Outcome, environment, run_batch, run_one
+from cfp_test.waiting import end_of, running, until
 
 TOYS = str(Path(__file__).with_name("toy_targets.py"))
 TOY = f"{TOYS}:toy"
@@ -154,6 +154,7 @@ def planned(folder) -> tuple[Outcome, Path]:
             "--per-kind",
             "2",
             "--quick",
+            "--measure",
         ),
         *("--pin", "weights/up=None,x", "-o", str(path), "--json", "--quiet"),
         folder=folder,
@@ -179,7 +180,7 @@ def test_show_and_search_know_what_was_found(planned, folder):
     shown, again, searched, missing = run_batch(
         [
             ["show", str(path)],
-            ["plan", TOY, *common, "--pin", "weights/up=None,x"],
+            ["plan", TOY, *common, "--measure", "--pin", "weights/up=None,x"],
             ["search", TOY, *common, "--pin", "weights/up=None,x", "--no-race"],
             ["search", TOY, *common, "--no-race"],
         ],
@@ -337,22 +338,23 @@ def test_a_budget_that_nothing_fits(planned, folder):
 
 
 def test_interrupting_keeps_what_was_measured(folder):
+    """The first record is there, and the last one is not."""
     work = folder / "interrupted"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cfp", "profile", TOY, *ON_CPU, "--workdir", str(work)],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (work / "profiles.sqlite").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1.0)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    store = work / "profiles.sqlite"
+    words = ["-m", "cfp", "profile", TOY, *ON_CPU, "--workdir", str(work)]
+
+    def has_measured() -> bool:
+        if not store.exists():
+            return False
+        with ProfileStore(store) as found:
+            return found.records() != []
+
+    with running([sys.executable, *words], folder, environment()) as process:
+        until(has_measured, process)
+        process.send_signal(signal.SIGINT)
+        out, err = end_of(process)
     assert process.returncode == 130, err
     assert out == ""
-    assert f"kept in {work / 'profiles.sqlite'}" in err
+    assert f"kept in {store}" in err
     assert "Traceback" not in err
+    assert has_measured()

@@ -12,7 +12,8 @@ import pytest
 import cfp
 from cfp import contest
 from cfp.entries import with_options
-from cfp.planner_parts import TOO_LARGE, UNMEASURED, Decision
+from cfp.planner import Planner
+from cfp.planner_parts import TOO_FAR, TOO_LARGE, UNMEASURED, Decision
 from cfp.presets import CLASSICS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -76,7 +77,7 @@ def plan(mesh, folder):
             mesh=mesh,
             memory_budget=memory_budget,
             cache_dir=cache_dir,
-            settings=cfp.PlannerSettings(**asked),
+            settings=cfp.PlannerSettings(**{"measure": True, **asked}),
         )
 
     return make
@@ -155,7 +156,11 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
 
     (params, _), x = arguments()
     settings = cfp.PlannerSettings(
-        per_kind=1, in_context=False, compiler_options={}, reach=float("inf")
+        per_kind=1,
+        in_context=False,
+        measure=True,
+        compiler_options={},
+        reach=float("inf"),
     )
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
     made = cfp.plan(serve, params, x, **how)
@@ -198,7 +203,10 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     best = next(result for result in ranked if result.name in CLASSICS)
     names = [finalist.name for finalist in beside]
     variants = [name for name in names if name.endswith(", plain")]
-    assert variants == [f"{name}, plain" for name in leaders]
+    assert variants[:2] == [f"{name}, plain" for name in leaders]
+    # And the best classic with what the leaders have, if it is none of them.
+    more = [name.removesuffix(", plain") for name in variants[2:]]
+    assert {digest_of[name] for name in more} == {digest_of[best.name]}
     assert {*leaders, *close} <= set(names)
     # What was planned may be a classic, too.
     assert digest_of[best.name] in {digest_of.get(name) for name in names}
@@ -274,30 +282,104 @@ def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
 @pytest.mark.parametrize("repeats", [-1, 0, 1])
 def test_what_is_left_out_stands_between_two_repeats(repeats):
     with pytest.raises(cfp.CfpError, match=f"got repeats={repeats}"):
-        cfp.PlannerSettings(repeats=repeats)
+        cfp.PlannerSettings(measure=True, repeats=repeats)
 
 
-def test_whole_programs_race_if_the_winner_does_not_run_whole(
-    plan, monkeypatch, tmp_path
-):
+@pytest.fixture
+def whole_fails(monkeypatch):
+    """Of programs that won abridged, so many that cannot be built whole."""
     build = contest.race.__globals__["build"]
-    failed = []
+    failed, most = [], []
 
-    def first_whole_fails(program, mesh, job, environment):
-        if job.choice and not failed:  # Abridged ones are not kept as choices.
-            failed.append(job)
+    def failing(program, mesh, job, environment):
+        alone = ("race", "the winner of shortened ones") in job.key.parts
+        if alone and len(failed) < most[0]:
+            failed.append(job.key.digest)
             job = replace(job, options=(("xla_no_such_option", "1"),))
         return build(program, mesh, job, environment)
 
-    monkeypatch.setattr("cfp.search.race.build", first_whole_fails)
+    def fail(count):
+        most[:] = [count]
+        monkeypatch.setattr("cfp.search.race.build", failing)
+        return failed
+
+    return fail
+
+
+def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_path):
+    failed = whole_fails(1)
     made = plan(per_kind=2, cache_dir=tmp_path)
     assert len(failed) == 1
+    assert "segments_raced" in made.search
+    refused = [row for row in made.race if "xla_no_such_option" in row.note]
+    assert refused and all(row.time_ms is None for row in refused)
+    assert made.winner not in [row.name for row in refused]
+    assert made.measured_ms is not None
+    timed = [row for row in made.race if row.time_ms is not None]
+    assert min(timed, key=lambda row: row.time_ms).name == made.winner
+    again = plan(per_kind=2, cache_dir=tmp_path)
+    assert again.search["race_cached"] == 1.0
+    assert (again.winner, again.race) == (made.winner, made.race)
+
+
+def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
+    plan, whole_fails, monkeypatch, tmp_path
+):
+    """A rival that is much faster by prediction, and abridged, keeps others out."""
+    search, whole = Planner.search, shortened.Shortened.whole
+    rivals, own_ms, places = [], [], {}
+
+    def with_rival(self, profiles):
+        found = search(self, profiles)
+        classics = dict(found.classics)
+        own = classics.pop("data_parallel")
+        rivals[:] = [classics.pop("tensor_parallel")]
+        own_ms[:] = [found.predicted_ms]
+        rival = Decision("rival", rivals[0], 0.3 * found.predicted_ms)
+        how = {"choice": own, "rivals": (rival,), "classics": classics}
+        return replace(found, **how)
+
+    def scaled(self, choice):
+        found = whole(self, choice)
+        share = 0.01 if choice in rivals else 1.0
+        return replace(found, time_ratio=share * found.time_ratio)
+
+    monkeypatch.setattr(Planner, "search", with_rival)
+    monkeypatch.setattr(shortened.Shortened, "whole", scaled)
+
+    def a_little_slower(analysis, problem, choice):
+        return own_ms[0] * (1.02 + 0.02 * places.setdefault(choice, len(places)))
+
+    monkeypatch.setattr(contest, "predicted_ms", a_little_slower)
+    entries, far = contest.Contest._entries, []
+
+    def noted(self):
+        found = entries(self)
+        far.append(len(found[1]))
+        return found
+
+    monkeypatch.setattr(contest.Contest, "_entries", noted)
+    failed = whole_fails(1)
+    made = plan(cache_dir=tmp_path, reach=1.1)
+    assert failed and far[0] >= 2 and far[1:] == [0]
+    assert made.winner != "rival" and "segments_raced" in made.search
+    assert TOO_FAR not in [row.note for row in made.race]
+
+
+def test_whole_programs_race_if_none_of_the_winners_runs_whole(
+    plan, whole_fails, tmp_path
+):
+    failed = whole_fails(99)
+    made = plan(per_kind=2, cache_dir=tmp_path)
+    assert len(failed) == len(set(failed)) > 1
     assert "segments_raced" not in made.search
     assert made.measured_ms is not None
 
 
-def test_memory_decides_whether_an_abridged_program_will_do(plan, monkeypatch):
-    """Who surely fits races, who surely does not is out, and others race whole."""
+def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
+    plan, monkeypatch
+):
+    """Who surely does not fit is out; who may fit takes part."""
     needs = {}
 
     def predicted(analysis, problem, choice):
@@ -305,15 +387,12 @@ def test_memory_decides_whether_an_abridged_program_will_do(plan, monkeypatch):
 
     monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**40)
     monkeypatch.setattr("cfp.contest.predicted_bytes", predicted)
-    most = 10 * 2**40
-    made = plan()
-    assert "segments_raced" in made.search
-    needs[list(needs)[-1]] = most
-    made = plan()
-    assert "segments_raced" in made.search
-    assert [row.note for row in made.race].count(TOO_LARGE) == 1
-    needs[list(needs)[-1]] = 2**40
-    assert "segments_raced" not in plan().search
+    assert "segments_raced" in plan().search
+    for need, refused in ((10 * 2**40, 1), (2**40, 0)):
+        needs[list(needs)[-1]] = need
+        made = plan()
+        assert "segments_raced" in made.search
+        assert [row.note for row in made.race].count(TOO_LARGE) == refused
     needs[list(needs)[-1]] = None
     assert "segments_raced" not in plan().search
 
@@ -343,6 +422,48 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     assert not any(row.peak_bytes for row in refused)
 
 
+def result_of(entry, ms=9.0):
+    return RaceResult(
+        name=entry.name,
+        predicted_ms=None,
+        record=ProfileRecord(key=entry.name, parts=(), status="ok", samples_ms=(ms,)),
+        peak_bytes=1,
+        fits=True,
+        cached=False,
+    )
+
+
+def contest_of(race):
+    """A contest with GPUs' options, whose races are made up."""
+    one = object.__new__(contest.Contest)
+    one._options, one._race = variants("gpu"), race
+    one.decision = SimpleNamespace(classics={})
+    one.ground = SimpleNamespace(environment=(), end=float("inf"))
+    one._rounds = 1
+    return one
+
+
+def test_a_plan_that_is_a_classic_takes_one_leaders_place():
+    """One program under two names is raced with other options once, and the next is."""
+    field = [
+        (Decision("planned", "one"), 9.0),
+        (Decision("fully_sharded", "one"), 9.0),
+        (Decision("data_parallel", "another"), 10.0),
+        (Decision("tensor_parallel", "a third"), 11.0),
+    ]
+    asked = []
+
+    def race(entries, environment, shortened, **how):
+        asked.extend(entries)
+        return [(entry, result_of(entry)) for entry in entries]
+
+    one = contest_of(race)
+    one._leaders_again([(e, result_of(e, ms)) for e, ms in field], [], None, {})
+    varied = {entry.name.partition(",")[0] for entry in asked if entry.options}
+    assert varied == {"planned", "data_parallel"}
+    assert len({entry.key for entry in asked}) == len(asked) - 1
+
+
 def test_no_two_programs_of_a_race_have_one_name():
     """Programs are known by the names of who takes part, from one race to the next."""
     room = Room(budget_bytes=40, device_bytes=120, platform="gpu")
@@ -355,23 +476,7 @@ def test_no_two_programs_of_a_race_have_one_name():
         asked.extend(entries)
         return [(entry, result_of(entry)) for entry in entries]
 
-    def result_of(entry):
-        record = ProfileRecord(key=entry.name, parts=(), status="ok", samples_ms=(9.0,))
-        return RaceResult(
-            name=entry.name,
-            predicted_ms=None,
-            record=record,
-            peak_bytes=1,
-            fits=True,
-            cached=False,
-        )
-
-    one = object.__new__(contest.Contest)
-    one._options, one._race = variants("gpu"), race
-    one.decision, one.ground = (
-        SimpleNamespace(classics={}),
-        SimpleNamespace(environment=()),
-    )
+    one = contest_of(race)
     one._leaders_again([(e, result_of(e)) for e in told], told, None, {})
     names = [entry.name for entry in asked]
     assert len(set(names)) == len(names) == len({entry.key for entry in asked})

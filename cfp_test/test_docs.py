@@ -11,8 +11,14 @@ import pytest
 from cfp.cli.records import COMMANDS
 from cfp.models.registry import find
 from cfp_test.cli_runner import ROOT, environment, run_batch
+from cfp_test.waiting import GUARD_SECONDS
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "install").glob("*.md")),
+    ROOT / "third_party" / "README.md",
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -49,7 +55,8 @@ def test_commands_have_the_options_shown(tmp_path):
     names = sorted({line[0] for line in shown})
     helps = run_batch([[*name.split(), "--help"] for name in names], tmp_path)
     texts = {name: done.out for name, done in zip(names, helps, strict=True)}
-    for name, target, *words in shown:
+    for name, *words in shown:
+        target = words[0] if words else ""
         known = set(re.findall(r"--[a-z-]+", texts[name])) | {"-o"}
         if ":" not in target and target.isalpha():
             known |= {option.flag for option in find(target).options}
@@ -88,6 +95,6 @@ def test_examples_run(page, tmp_path):
         [sys.executable, "-c", block],
         cwd=tmp_path,
         env=environment(**flags),
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=True,
     )

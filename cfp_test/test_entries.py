@@ -13,6 +13,7 @@ from cfp.entries import (
     by_size,
     computed_again,
     known_to_fit,
+    let_down,
     told_of_budget,
     with_options,
 )
@@ -145,7 +146,7 @@ def test_variants_keep_the_options_that_an_entry_has():
 
 
 FIRST, SECOND, THIRD = (f"2026-01-01T00:0{minute}:00+00:00" for minute in range(3))
-OPTION = {"xla_an_option": "1"}
+OPTION = {"xla_gpu_enable_latency_hiding_scheduler": "False"}
 SHARE = {MEMORY_SHARE: "50"}
 
 
@@ -302,3 +303,24 @@ def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):
     most = sum(program.values[v].size_bytes for v in program.outputs)
     assert donated.output_bytes == 0 < kept.output_bytes <= most
     assert replace(kept, output_bytes=0) == donated
+
+
+def test_who_left_others_out_of_reach_in_vain_is_left_out():
+    """Unless somebody runs who was hoped for; a slow one that runs was not."""
+    fast, slow = Decision("fast", "1", FAST_MS), Decision("slow", "2", SLOW_MS)
+    decision = Decision("planned", "3", 5.0, rivals=(fast, slow))
+    options = {MEMORY_SHARE: "40"}
+    told_fast, told_slow = (replace(e, options=options) for e in (fast, slow))
+    sober = replace(decision, rivals=(slow,))
+
+    def left(ran, ahead=(), told=()):
+        return let_down(decision, ahead, told, ran)
+
+    both = [told_fast, told_slow]
+    assert left([decision, slow]) == sober
+    assert left([decision, fast]) is None
+    assert left([told_slow], ahead=both) == sober
+    assert left([told_fast], ahead=both) is None
+    # Only who was faster and too large is told of the budget later.
+    assert left([told_slow], told=[told_slow]) is None
+    assert let_down(sober, [], [], [decision]) is None

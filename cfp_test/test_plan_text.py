@@ -12,6 +12,7 @@ from cfp.analysis.analyze import analyze
 from cfp.plan_parts import PlanRow
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.report.tables import plan_text
 from cfp_test.report.test_tables import RACE, layers, make_plan, row
 
 
@@ -65,13 +66,86 @@ def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
     [
         (RACE[1:2], 9.5, "timed on the whole step, by itself"),
         ([RACE[1], RACE[3]], 9.5, "timed on the whole step, by itself"),
+        (
+            [RACE[1], replace(RACE[1], name="zero3")],
+            9.5,
+            "timed on the whole step, by itself, the same program as zero3",
+        ),
+        (
+            [*RACE, replace(RACE[1], name="zero3")],
+            9.5,
+            "the fastest of 3 raced on the whole step, the same program as zero3; "
+            "next,",
+        ),
         ([], 9.5, "by prediction, without a race"),
         ([], None, "by its name"),
     ],
 )
 def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
     plan = replace(make_plan([], race), predicted_ms=predicted_ms)
-    assert f"  chosen: {chosen}\n" in repr(plan)
+    [line] = [line for line in repr(plan).splitlines() if line.startswith("  chosen")]
+    assert line.startswith(f"  chosen: {chosen}")
+
+
+def test_a_plan_says_which_wishes_it_does_not_keep():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
+    wanted = jax.NamedSharding(mesh, jax.P(None, "x"))
+
+    def step(w, x):
+        return jax.lax.with_sharding_constraint(x @ w, wanted).sum()
+
+    given, settings = jnp.ones((8, 8)), cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    plan = cfp.plan(step, given, given, **how)
+    told = "eft out: 1 of the step's own sharding constraints, since the plan decides"
+    assert told in repr(plan)
+    assert told in plan_text(plan)
+    assert "left out" not in repr(replace(plan, search={}))
+
+
+def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def step(w, x, y):
+        return (x @ w).sum(), y @ w
+
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    args = jnp.ones((8, 8)), jnp.ones((7, 8)), jnp.ones((6, 8))
+    plan = cfp.plan(step, *args, **how)
+    assert plan.uneven == ("x (7 over x=2)",)
+    told = "hole, since the mesh does not divide it: x (7 over x=2)"
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
+        assert told in repr(one)
+        assert told in plan_text(one)
+
+
+def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
+    """A loop over a batch of one, an op without a rule; not what is sharded."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def step(w, x):
+        def body(h, row):
+            return jnp.tanh(h @ w + row), h
+
+        return jax.lax.scan(body, x[0], x)[1].sum(), jax.lax.top_k(x @ w, 2)
+
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    plan = cfp.plan(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
+    sites = [re.sub(r"\d+", "#", one) for one in plan.whole]
+    assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
+        assert f"in full (of all bytes made): {plan.whole[0]}" in repr(one)
+        assert plan.whole[0] in plan_text(one)
+
+    def even(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
+
+    assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).whole
 
 
 def test_plans_are_still_equal_by_what_they_hold():

@@ -30,7 +30,7 @@ def mesh():
 
 def collectives(plan, fn, args):
     """(kind, bytes, count) of a step compiled under a plan."""
-    found = collectives_in(plan.compile(fn, *args).hlo)
+    found = collectives_in(plan.compile(fn, *args).as_text())
     return [(c.kind, c.bytes, c.count) for c in found]
 
 

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import cfp
@@ -12,6 +13,7 @@ from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import describe
 from cfp.batch import data_arguments
 from cfp.planner_parts import PlannerSettings
+from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.roles import axis_walk
@@ -94,7 +96,7 @@ def test_parts_of_a_batch_run_on_all_devices(tmp_path):
     )
     planned = plan.compile(train_step, *args)
     # Two of the eight rows of a part on each device, forward and back.
-    dots = re.findall(r"(f32\[[\d,]+\])\S* dot\(", planned.hlo)
+    dots = re.findall(r"(f32\[[\d,]+\])\S* dot\(", planned.as_text())
     assert "f32[2,32]" in dots
     assert "f32[8,32]" not in dots
     differences = cfp.compare(planned(*args), jax.jit(train_step)(*args))
@@ -238,6 +240,45 @@ def test_what_is_no_batch():
     assert found == {"batch/mask": 0, "batch/places": 1, "batch/tokens": 0}
 
 
+def test_data_that_are_handed_back_are_a_batch():
+    """And weights that are, because nobody trains them, are none."""
+    frozen = {"table": normal(3, 64, 16), "layer": [normal(4, 16, 16), normal(5, 16)]}
+
+    def train_step(p, x, y, table, layer):
+        def loss(p):
+            made = net(p, x) @ table.T @ table
+            return squares(jnp.tanh(made @ layer[0] + layer[1]), y)
+
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+        return new, {"x": x}, x, table, layer
+
+    args = WEIGHTS, normal(2, 8, 16), normal(6, 8, 16), *frozen.values()
+    frame = frame_of(train_step, args)
+    names = frame.program.arg_names
+    found = {names[p]: rank for p, rank in data_arguments(frame).items()}
+    assert found == {"x": 0, "y": 0}
+    assert sharded((train_step, args))[:2] == ROWS
+
+
+def test_data_alone_that_are_handed_back_are_a_batch():
+    def train_step(p, x):
+        new = jax.tree.map(
+            lambda p, g: p - 0.1 * g, p, jax.grad(lambda p: squares(net(p, x)))(p)
+        )
+        return new, x
+
+    assert sharded((train_step, (WEIGHTS, normal(2, 8, 16))))[:2] == ROWS
+
+
+def test_predictions_beside_what_they_are_of():
+    """An evaluation: nothing is state, and its data are a result."""
+
+    def evaluate(p, x):
+        return net(p, x), x
+
+    assert sharded((evaluate, (WEIGHTS, normal(2, 8, 16)))) == ROWS
+
+
 def test_what_a_search_carries_is_its_batch():
     """Nothing but the state has rows: the texts so far, and what is known of each."""
     params = {**WEIGHTS, "embed": normal(2, 64, 16), "head": normal(3, 16, 64)}
@@ -265,3 +306,34 @@ def test_rows_that_a_net_adds_to_are_a_batch():
         return x + net(p, x)
 
     assert sharded((serve, (WEIGHTS, normal(2, 8, 16)))) == ROWS
+
+
+def test_sums_over_the_batch_are_shared():
+    """Covariances of activations, and per-example gradients that are clipped."""
+
+    def train_step(state, x):
+        p, covariance = state
+        hidden = jnp.tanh(x @ p["a"])
+
+        def clipped(row):
+            grad = jax.grad(lambda p: squares(net(p, row)))(p)
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grad.values()))
+            return jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grad)
+
+        grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(clipped)(x))
+        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+        return p, 0.9 * covariance + hidden.T @ hidden
+
+    mesh = make_mesh(SIZES)
+    args = (WEIGHTS, jnp.eye(32)), normal(2, 8, 16)
+    how = {"mesh": mesh, "preset": "data_parallel"}
+    plan = cfp.plan(train_step, *args, **how, settings=PlannerSettings(race=False))
+    planned = plan.compile(train_step, *args)
+    kinds = {found.kind for found in collectives_in(planned.as_text())}
+    assert kinds == {"all-reduce"}
+    for got, want in zip(
+        jax.tree.leaves(planned(*args)),
+        jax.tree.leaves(jax.jit(train_step)(*args)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

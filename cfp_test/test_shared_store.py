@@ -1,18 +1,19 @@
 """Processes that plan one step with one store at once, and one that is killed."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import environment
+from cfp_test.waiting import end_of, running, until
+
+Process = subprocess.Popen[str]
 
 # Data parallel needs 50 KiB.
 LARGE, SMALL = 2**20, 30_000
@@ -25,7 +26,7 @@ from cfp_test.toy_targets import toy
 # Leaders race again with other options, as they do on GPUs.
 options = {"again": {"xla_llvm_disable_expensive_passes": "True"}}
 settings = cfp.PlannerSettings(
-    per_kind=1, in_context=False, compiler_options=options
+    per_kind=1, in_context=False, measure=True, compiler_options=options
 )
 step, args = toy()
 mesh = jax.make_mesh((2,), ("x",))
@@ -38,29 +39,22 @@ for budget in map(int, sys.argv[1:]):
 """
 
 
-def begin(folder: Path, *budgets: int) -> subprocess.Popen:
-    """Starts to plan for budgets, one after another."""
+def begin(folder: Path, *budgets: int) -> AbstractContextManager[Process]:
+    """Plans for budgets, one after another, for as long as the body."""
     flags = "--xla_force_host_platform_device_count=2"
     flags += " --xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-c", PLAN, *map(str, budgets)],
-        cwd=folder,
-        env=environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", PLAN, *map(str, budgets)]
+    return running(command, folder, environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
 
 
-def finish(process: subprocess.Popen) -> list[list[dict[str, Any]]]:
-    out, err = process.communicate(timeout=200)
+def finish(process: Process) -> list[list[dict[str, Any]]]:
+    out, err = end_of(process)
     assert process.returncode == 0 and err == "", err
     return [json.loads(line) for line in out.splitlines()]
 
 
-def kill_in_its_race(folder: Path, process: subprocess.Popen) -> None:
+def kill_in_its_race(folder: Path, process: Process) -> None:
     marks = MarksFolder(folder / "profiles.sqlite")
-    deadline = time.monotonic() + 100
 
     def races() -> bool:
         with marks.locked():
@@ -72,22 +66,21 @@ def kill_in_its_race(folder: Path, process: subprocess.Popen) -> None:
             for mark in mine
         )
 
-    while not races():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    until(races, process)
+    process.kill()
+    process.wait()
 
 
 def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
     # Who is killed begins first: the other one's race would be its answer.
-    killed, first = begin(tmp_path, LARGE), begin(tmp_path, LARGE)
-    kill_in_its_race(tmp_path, killed)
-    again, other = begin(tmp_path, LARGE), begin(tmp_path, SMALL)
-    [[one, _]], [[two, _]], [[small, _]] = map(finish, (first, again, other))
+    with begin(tmp_path, LARGE) as killed, begin(tmp_path, LARGE) as first:
+        kill_in_its_race(tmp_path, killed)
+        with begin(tmp_path, LARGE) as again, begin(tmp_path, SMALL) as other:
+            [[one, _]], [[two, _]], [[small, _]] = map(finish, (first, again, other))
     assert small["bytes"] <= SMALL
 
-    [[large_now, searched], [small_now, also]] = finish(begin(tmp_path, LARGE, SMALL))
+    with begin(tmp_path, LARGE, SMALL) as last:
+        [[large_now, searched], [small_now, also]] = finish(last)
     for search in (searched, also):
         assert search["race_cached"] == 1.0
         assert search["strategies_measured"] == 0.0

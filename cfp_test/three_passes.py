@@ -26,7 +26,6 @@ from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import lay_out
 from cfp.cli import options
 from cfp.cli.planning import search_stored
-from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
@@ -35,6 +34,7 @@ from cfp.planner import Planner
 from cfp.planner_parts import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
+from cfp.report.progress import Display
 from cfp.report.tables import plan_text
 from cfp.search.wanted import Wanted
 from cfp.targets import model_target
@@ -125,7 +125,7 @@ def append_row(file: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> PlannerSettings:
-    return options.settings(per_kind=args.per_kind, quick=args.quick)
+    return options.settings(per_kind=args.per_kind, quick=args.quick, measure=True)
 
 
 def _found_platform() -> str:

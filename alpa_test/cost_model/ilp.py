@@ -25,6 +25,7 @@ from alpa_test.cost_model.formulation import MODES, Formulation, formulate
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.errors import CfpError
+from cfp.search.quiet import quiet_solver
 
 _MIB = 2.0**20
 _Option = tuple[int, int]  # the numbers of a strategy and of a storage
@@ -111,7 +112,8 @@ def solve(
         ]
         model.addConstraint(pulp.lpSum(used) <= budget_bytes / _MIB, "fit")
     model.setObjective(pulp.lpSum(terms))
-    model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
+    with quiet_solver():
+        model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
     solved = model.sol_status in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,

@@ -54,49 +54,51 @@ class Abridged:
     Attributes:
         part: what is left of it.
         segments: indices of the segments that are left.
-        alike: groups of segments, of those left out and of their neighbours: only for
-            choices that treat all of a group alike does the short program stand for
-            the whole one.
     """
 
     part: Part
     segments: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...]
-
-    def stands_for(self, analysis: Analysis, choice: Choice) -> bool:
-        """Whether all repeats that were left out are treated like their neighbours.
-
-        By a choice, and by what the user pinned.
-
-        Args:
-            analysis: of the whole program.
-            choice: for the whole program.
-        """
-        frame, program = analysis.frame, analysis.frame.program
-        pins = {program.args[position]: spec for position, spec in frame.pins.items()}
-
-        def pinned(ops: tuple[int, ...]) -> list[tuple[str, Spec]]:
-            inside = program.with_bodies(ops) if pins else ()
-            read = {v for op in inside for v in program.ops[op].operands}
-            return sorted((str(program.values[v]), pins[v]) for v in read & pins.keys())
-
-        def treated(index: int) -> tuple[object, ...]:
-            segment = analysis.segments[index]
-            return (
-                tuple(choice.blocks[b] for b in segment.blocks),
-                tuple(choice.storage[g] for g in segment.groups),
-                index in choice.remat,
-                tuple(pinned(segment.ops)),
-            )
-
-        return all(len(set(map(treated, group))) == 1 for group in self.alike)
 
 
-def abridge(analysis: Analysis, kept: int = 4) -> Abridged | None:
+def treatments(analysis: Analysis, choice: Choice) -> tuple[int, ...]:
+    """A number for each segment: the same for those that are equal and treated alike.
+
+    By a choice, and by what the user pinned. An abridged program stands for the whole
+    one if what was left out is like its neighbours in this.
+
+    Args:
+        analysis: of the whole program.
+        choice: for the whole program.
+    """
+    frame, program = analysis.frame, analysis.frame.program
+    pins = {program.args[position]: spec for position, spec in frame.pins.items()}
+    again = set(choice.remat)
+
+    def pinned(ops: tuple[int, ...]) -> list[tuple[str, Spec]]:
+        inside = program.with_bodies(ops) if pins else ()
+        read = {v for op in inside for v in program.ops[op].operands}
+        return sorted((str(program.values[v]), pins[v]) for v in read & pins.keys())
+
+    numbers: dict[tuple[object, ...], int] = {}
+    found = []
+    for segment in analysis.segments:
+        how = (
+            segment.kind,
+            tuple(choice.blocks[b] for b in segment.blocks),
+            tuple(choice.storage[g] for g in segment.groups),
+            segment.index in again,
+            tuple(pinned(segment.ops)),
+        )
+        found.append(numbers.setdefault(how, len(numbers)))
+    return tuple(found)
+
+
+def abridge(analysis: Analysis, kinds: Sequence[int], kept: int = 4) -> Abridged | None:
     """Leaves the middle of every stretch of repeats out.
 
     Args:
         analysis: of the program.
+        kinds: for each segment a number, equal for those that may stand for each other.
         kept: how many repeats of a stretch stay, 2 or more.
 
     Returns:
@@ -104,23 +106,19 @@ def abridge(analysis: Analysis, kept: int = 4) -> Abridged | None:
     """
     shortened = Shortening(analysis)
     left_out: set[int] = set()
-    alike: list[tuple[int, ...]] = []
-    for stretch in find_stretches([s.kind for s in analysis.segments], kept):
+    for stretch in find_stretches(kinds, kept):
         middle = stretch.middle(kept)
         repeats = [
             [op for index in stretch.repeat(number) for op in shortened.own_ops(index)]
             for number in range(stretch.count)
         ]
-        if not shortened.leave_out(repeats, middle):
-            continue
-        left_out.update(index for n in middle for index in stretch.repeat(n))
-        around = range(middle.start - 1, middle.stop + 1)
-        alike += zip(*(stretch.repeat(number) for number in around), strict=True)
+        if shortened.leave_out(repeats, middle):
+            left_out.update(index for n in middle for index in stretch.repeat(n))
     part = shortened.part() if left_out else None
     if part is None:
         return None
     stay = [s.index for s in analysis.segments if s.index not in left_out]
-    return Abridged(part, tuple(stay), tuple(alike))
+    return Abridged(part, tuple(stay))
 
 
 def find_stretches(kinds: Sequence[int], kept: int) -> list[Stretch]:

@@ -8,8 +8,8 @@ there is a resharding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cfp.analysis.blocks import Block
@@ -18,6 +18,7 @@ from cfp.analysis.specs import even_spec, extend_spec
 from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import StorageGroup
 from cfp.analysis.strategies import (
+    AxisChoice,
     BlockSharding,
     FactorAxes,
     Mesh,
@@ -77,6 +78,10 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
+    # What roles make of an axis of a size (`cfp.roles`), as far as it is known.
+    walks: dict[tuple[str, int], Sequence[AxisChoice]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
 
 class Layout:

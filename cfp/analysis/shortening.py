@@ -337,7 +337,7 @@ class Shortening:
         how many layers there are: all of it is updated.
         """
         if op.kind != "slice" or self._canonical(op.operands[0]) in self._stored:
-            return (op.attributes,)
+            return (op.structure,)
         return (integers(op.attributes, "strides"),)
 
     def _canonical(self, v: int) -> int:

@@ -9,9 +9,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import bench, planning, records, running, tradeoff
+from cfp.cli import (
+    bench,
+    planning,
+    reading,
+    records,
+    running,
+    tradeoff,
+    verifying,
+)
 from cfp.cli.options import INTERRUPTED, PASS_ON
 from cfp.cli.supervise import Supervision
+from cfp.cluster.doctor.command import main as doctor
 
 
 class Commands(TyperGroup):
@@ -29,7 +38,8 @@ app = typer.Typer(
     name="cfp",
     cls=Commands,
     help="Automatic sharding for JAX, measured on your own devices.\n\n"
-    "Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4",
+    "Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 "
+    "--platform cpu --devices 4",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,7 +52,20 @@ for _name, _function in records.COMMANDS.items():
 app.command("tradeoff", context_settings=PASS_ON)(tradeoff.tradeoff)
 app.command("run", context_settings=PASS_ON)(running.run)
 app.command("show")(running.show)
+app.command("verify", context_settings=PASS_ON)(verifying.verify)
+app.command("explain")(reading.explain)
+app.command("diff")(reading.diff)
+app.command("report")(reading.report)
+app.command("export")(reading.export)
+app.command("inspect", context_settings=PASS_ON)(reading.inspect)
 app.command("bench", context_settings=PASS_ON)(bench.bench)
+
+
+@app.command("doctor", context_settings={**PASS_ON, "help_option_names": []})
+def _doctor(context: typer.Context) -> None:
+    """Say what works on this machine, and what to do about the rest."""
+    # Seldom reached: `python -m cfp doctor` does not wait for what this room imports.
+    raise typer.Exit(doctor(context.args))
 
 
 def _print_version(wanted: bool) -> None:

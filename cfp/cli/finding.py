@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cfp.cli import options as o
 from cfp.cli.output import save, show, suggest
-from cfp.cli.progress import Display
 from cfp.cli.variants import (
     MeshShapes,
     Microbatches,
@@ -23,6 +21,8 @@ from cfp.cli.variants import (
 from cfp.plan import Plan
 from cfp.planner_parts import PlannerSettings
 from cfp.profiling.marks import Limits
+from cfp.report.console import literal_console
+from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.units import parse_bytes
 from cfp.variants import plan_fastest
@@ -41,6 +41,7 @@ def plan(
     target: o.TargetText,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
+    described: o.For = None,
     mesh_shapes: MeshShapes = None,
     microbatches: Microbatches = None,
     platform: o.Platform = None,
@@ -56,6 +57,7 @@ def plan(
     quick: o.Quick = False,
     no_race: o.NoRace = False,
     whole_race: o.WholeRace = False,
+    measure: o.Measure = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
     build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
@@ -65,7 +67,9 @@ def plan(
 ) -> None:
     """Plan how to shard a step: analyze, profile, search, race.
 
-    Example: cfp plan gpt --layers 4 --hidden 256 --platform cpu --devices 4
+    Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
+
+    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8
     """
     budget = parse_bytes(memory_budget)
     pins = o.parse_pins(pin)
@@ -86,6 +90,7 @@ def plan(
                     per_kind=per_kind,
                     quick=quick,
                     race=not no_race,
+                    measure=measure,
                     progress=display.tell,
                 ),
             )
@@ -97,7 +102,7 @@ def plan(
             return
         if several:
             show(lambda b: variants_view(found, b))
-        print_plan(found.plan, Console())
+        print_plan(found.plan, literal_console())
         if microbatches:
             print("The plan is for its number of microbatches: give cfp run the same.")
         suggest(output)

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from jax.sharding import PartitionSpec
-from rich.console import Console
 
 from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError, PinError
@@ -21,6 +20,7 @@ from cfp.planner_parts import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
+from cfp.report.console import literal_console
 from cfp.report.plots import check_can_draw
 from cfp.search.measure import Told
 
@@ -42,6 +42,16 @@ Devices = Annotated[
 ]
 MeshText = Annotated[
     str | None, typer.Option("--mesh", metavar="AXES", help="x=4, or x=2,y=2.")
+]
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="CLUSTER",
+        help="Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
+        "kind), or a description such as cluster.toml. Choices are made by estimates, "
+        "and nothing runs.",
+    ),
 ]
 Platform = Annotated[
     str | None,
@@ -115,8 +125,9 @@ TimeBudget = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Measuring ends after the round in which this much time is over. After "
-        "the first round Ctrl-C ends it, too, for the best plan of what was measured.",
+        help="Planning ends about when this much time is over, race included. After "
+        "the first round of measuring Ctrl-C ends that, too, for the best plan of what "
+        "was measured.",
         min=0,
     ),
 ]
@@ -152,6 +163,15 @@ Quick = Annotated[
     ),
 ]
 
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Measure what each strategy costs also on virtual CPU devices. By default "
+        "choices are made by estimates there, since such times say nothing about "
+        "GPUs, and the plan and two presets race.",
+    ),
+]
 RetryFailures = Annotated[
     bool,
     typer.Option("--retry-failures", help="Measure again what failed before."),
@@ -223,7 +243,7 @@ def supervise(
 
 def print_error(message: str) -> None:
     """Prints to the error stream, in red where there are colours."""
-    console = Console(stderr=True)
+    console = literal_console(stderr=True)
     if console.is_terminal:
         console.print("error:", style="bold red", end=" ")
         console.print(message, markup=False, highlight=False)
@@ -248,11 +268,21 @@ def settings(
     per_kind: int,
     quick: bool,
     race: bool = True,
+    measure: bool = True,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> PlannerSettings:
-    """How much to measure, and who is told; the rest from a command's options."""
+    """How much to measure; the rest from a command's options.
+
+    Args:
+        ctx: of the command.
+        per_kind, race, progress: see :class:`PlannerSettings`.
+        quick: measure less.
+        measure: whether strategies are measured on every platform.
+    """
     given = ctx.params if ctx is not None else {}
-    made = PlannerSettings(per_kind=per_kind, race=race, progress=progress)
+    made = PlannerSettings(
+        per_kind=per_kind, race=race, measure=measure or None, progress=progress
+    )
     if given.get("time_budget") is not None:
         made = replace(made, seconds=given["time_budget"])
     if given.get("gap") is not None:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from cfp.errors import CfpError
 from cfp.plan import Plan
+from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 
 
 def show(view: Callable[[box.Box], RenderableType]) -> None:
     """Prints what a view draws with the lines that the console has."""
-    console, border = console_and_border(Console())
+    console, border = console_and_border(literal_console())
     console.print(view(border))
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
 from cfp.cli.finding import Output, plan, plan_json
 from cfp.cli.output import save, show, suggest
-from cfp.cli.progress import Display
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.errors import CfpError
 from cfp.plan import Plan
@@ -24,7 +22,10 @@ from cfp.planner_parts import PlannerSettings, Profiles
 from cfp.presets import presets as classic_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
+from cfp.report.console import literal_console
 from cfp.report.explained import explanation_data, explanation_view
+from cfp.report.figures import with_figures
+from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.explain import Explanation, explain, picks_of
@@ -109,7 +110,7 @@ def profile(
     cfp profile export FILE and cfp profile import FILE carry what is stored from one
     machine to another.
 
-    Example: cfp profile gpt --layers 4 --platform cpu --workdir work
+    Example: cfp profile gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
     pins = o.parse_pins(pin)
@@ -173,7 +174,7 @@ def search(
 ) -> None:
     """Find the fastest plan from what cfp profile stored, then race it.
 
-    Example: cfp search gpt --layers 4 --platform cpu --workdir work --explain
+    Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
     pins = o.parse_pins(pin)
@@ -201,7 +202,7 @@ def search(
                 more["explanation"] = told
             print_json(plan_json(made, more))
             return
-        print_plan(made, Console())
+        print_plan(made, literal_console())
         if why is not None:
             print()
             gap = made.search.get("gap")
@@ -248,9 +249,9 @@ def search_stored(
         assert decision.problem is not None, "a search has a problem"
         made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
         assert planner.winner is not None, "a race has a winner"
-        return Searched(
-            plan=made, choice=planner.winner.choice, problem=decision.problem
-        )
+        choice = planner.winner.choice
+        made = with_figures(made, analysis, choice, decision.problem, profiles.rates)
+        return Searched(plan=made, choice=choice, problem=decision.problem)
 
 
 def explain_choice(session: Session, found: Searched) -> Explanation:
@@ -274,7 +275,7 @@ def _check_complete(planner: Planner, profiles: Profiles) -> None:
 def _profile_first(problem: str) -> CfpError:
     return CfpError(
         f"{problem}\nRun the profile pass (cfp profile) first, with the same target, "
-        "mesh, --quick, --pin and --workdir; or cfp plan, which does all of it."
+        "mesh, --quick, --per-kind, --pin and --workdir; or cfp plan, which does all."
     )
 
 

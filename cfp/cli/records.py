@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from cfp import platform as platforms
 from cfp.cli import options as o
-from cfp.cli.progress import Display
+from cfp.devices.exported import description_of
 from cfp.errors import CfpError
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.report.console import literal_console
 from cfp.report.curves import curves_data, curves_table, plot_curves
+from cfp.report.progress import Display
 
 
 @o.command
@@ -81,6 +82,13 @@ def curves(
             min=0.001,
         ),
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a description of these devices for cfp plan --for, as .toml.",
+        ),
+    ] = None,
     as_json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -89,6 +97,7 @@ def curves(
     Example: cfp profile curves --mesh x=4 --plot curves.png --link 450
     """
     o.check_drawable(plot)
+    o.check_writable(export, "--export")
     axes = platforms.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
         platforms.select(platform, axes)
@@ -96,15 +105,16 @@ def curves(
             ProfileStore(store_path(workdir)) as store,
             Display(quiet) as display,
         ):
-            rates = measure_rates(
-                platforms.make_mesh(axes), store, progress=display.tell
-            )
+            devices_mesh = platforms.make_mesh(axes)
+            rates = measure_rates(devices_mesh, store, progress=display.tell)
+        if export is not None:
+            export.write_text(description_of(devices_mesh, rates))
         if plot is not None:
             plot_curves([("", rates)], plot, link)
         if as_json:
             print_json(json.dumps(curves_data(rates, link), indent=1))
         else:
-            Console().print(curves_table(rates, link))
+            literal_console().print(curves_table(rates, link))
 
 
 # By the words that call them: the second word after "profile" is else a target.

@@ -12,10 +12,10 @@ import typer
 from cfp.budgets import measure_all_budgets
 from cfp.cli import options as o
 from cfp.cli.output import show
-from cfp.cli.progress import Display
 from cfp.cli.session import analyse, target_of
 from cfp.planner_parts import PlannerSettings, device_memory
 from cfp.profiling.marks import Limits
+from cfp.report.progress import Display
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
 from cfp.search.tradeoff import trade_off
 from cfp.units import parse_bytes
@@ -58,7 +58,7 @@ def tradeoff(
     Measures what cfp plan would with plenty of memory, and the fastest strategies also
     computed again in the backward pass. All times and sizes are predicted.
 
-    Example: cfp tradeoff gpt --layers 4 --platform cpu --devices 4 --plot curve.png
+    Example: cfp tradeoff gpt --layers 2 --hidden 128 --seq 64 --plot curve.png
     """
     pins = o.parse_pins(pin)
     budget = parse_bytes(memory_budget)

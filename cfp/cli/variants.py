@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
+from cfp.devices.described import Cluster, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
@@ -55,7 +57,8 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     given = ctx.params
     counts = _counts(given["microbatches"])
     shapes, every = _shapes(given)
-    platform.select(given["platform"], shapes[0])
+    cluster = _cluster(given)
+    platform.select("cpu" if cluster else given["platform"], shapes[0])
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(
@@ -66,11 +69,13 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         )
         for n in counts
     ]
-    meshes = [platform.make_mesh(shape) for shape in shapes]
+    make = partial(mesh_of, cluster) if cluster else platform.make_mesh
+    meshes = [make(shape) for shape in shapes]
     if every:
         known = [tuple(mesh.shape.items()) for mesh in meshes]
-        wanted = [*platform.mesh_shapes(meshes[0].size), *known]
-        meshes = [platform.make_mesh(axes) for axes in dict.fromkeys(wanted)]
+        count = prod(size for _, size in known[0])
+        wanted = [*platform.mesh_shapes(count), *known]
+        meshes = [make(axes) for axes in dict.fromkeys(wanted)]
     variants = [
         Variant(
             name=_name(tuple(mesh.shape.items()), count),
@@ -81,6 +86,24 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         for mesh, (count, target) in product(meshes, zip(counts, targets, strict=True))
     ]
     return targets[0], variants
+
+
+def _cluster(given: dict[str, Any]) -> Cluster | None:
+    """What --for describes, if it was given."""
+    text = given.get("described")
+    if text is None:
+        return None
+    for option in ("platform", "devices", "measure"):
+        if given.get(option):
+            raise CfpError(
+                compose(
+                    f"--{option} does not go with --for.",
+                    expected="--for CLUSTER, and --mesh for other axes than its own",
+                    got=f"--for {text} --{option} {given[option]}",
+                    attempt=f"--for {text} by itself",
+                )
+            )
+    return cluster_of(text)
 
 
 def _name(axes: platform.Axes, count: int | None) -> str:

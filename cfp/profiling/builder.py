@@ -16,9 +16,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from cfp.profiling.compiled import compile_right
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
-from cfp.profiling.overwritten import compile_right
+from cfp.profiling.private import make_private_folder
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
@@ -153,7 +154,7 @@ class BuildEnvironment:
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""
         if self.autotune_dir is not None and self.options(platform):
-            self.autotune_dir.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.autotune_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from cfp.profiling.tasks import ProgressCallback, Task
 from cfp.profiling.threads import default_threads, overlaps
 from cfp.program.trace import planning_mesh
 
-__all__ = ["Rates", "measure_rates", "rate_keys"]
+__all__ = ["Rates", "known_rates", "measure_rates", "rate_keys"]
 
 
 _TIMING = TimingOptions(
@@ -99,6 +99,15 @@ def measure_rates(
 def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
     """What `measure_rates` keeps its records under, by label. Runs nothing."""
     return {probe.label: key for key, probe in _probes_by_key(mesh)[1].items()}
+
+
+def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
+    """The rates of devices that were timed before; None if not all of it is known."""
+    mesh, by_key = _probes_by_key(mesh)
+    found = store.get_many([key.digest for key in by_key])
+    if any(key.digest not in found for key in by_key):
+        return None
+    return _rates(mesh, [(probe, found[key.digest]) for key, probe in by_key.items()])
 
 
 def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, Probe]]:

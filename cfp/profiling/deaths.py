@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from cfp.profiling.marks import oom_kills
@@ -67,12 +67,18 @@ class _Cause:
     reason: str
 
 
-def bury(store: ProfileStore, ended: Mapping[int, Ended] | None = None) -> list[Death]:
+def bury(
+    store: ProfileStore,
+    ended: Mapping[int, Ended] | None = None,
+    about: Collection[str] | None = None,
+) -> list[Death]:
     """Takes the marks of dead processes away, and records what they died of.
 
     Args:
       store: whose marks, and where the records go.
       ended: by process id how those ended whose parent asks.
+      about: keys of what is about to be measured: only of these warnings speak. All
+        programs of a user share a store; None for all of them.
     """
     folder = MarksFolder(store.path)
     found = []
@@ -82,7 +88,7 @@ def bury(store: ProfileStore, ended: Mapping[int, Ended] | None = None) -> list[
         for marked in folder.dead():
             how = (ended or {}).get(marked.pid)
             words = folder.last_words(marked.name)
-            found.append(_judge(store, marked, words, how, suspects))
+            found.append(_judge(store, marked, words, how, suspects, about))
             folder.remove(marked.name)
         known = store.get_many(suspects)
         suspects = {
@@ -92,6 +98,17 @@ def bury(store: ProfileStore, ended: Mapping[int, Ended] | None = None) -> list[
         }
         if suspects != before:
             folder.write_suspects(suspects)
+    if about is None:
+        told = [key for key in suspects if suspects[key] != before.get(key)]
+    else:
+        told = [key for key in suspects if key in about]
+    if told:
+        names = "; ".join(suspects[key].what for key in told[:_MOST_NAMED])
+        _log.warning(
+            "a process died while it was %s%s. Trying again",
+            names,
+            "; ..." if len(told) > _MOST_NAMED else "",
+        )
     return found
 
 
@@ -101,6 +118,7 @@ def _judge(
     words: str,
     ended: Ended | None,
     noted: dict[str, Suspicion],
+    about: Collection[str] | None,
 ) -> Death:
     """Records the guilty one, or notes the suspects."""
     suspects = [mark for mark in _suspects(marked, ended) if not _done(store, mark)]
@@ -111,20 +129,15 @@ def _judge(
     for mark in suspects:
         before = noted.get(mark.key.digest)
         noted[mark.key.digest] = Suspicion(
-            deaths=1 + (before.deaths if before else 0), since=mark.since
+            deaths=1 + (before.deaths if before else 0),
+            since=mark.since,
+            what=f"{_doing(mark)} {_name(mark)}",
         )
     mark = suspects[0]
     tries = noted[mark.key.digest].deaths
     if cause is None and tries >= _TRIES:
         cause = _Cause("crashed", f"the process died {tries} times")
     if cause is None or len(suspects) > 1:
-        names = ", ".join(mark.label for mark in suspects[:_MOST_NAMED])
-        _log.warning(
-            "the process died while it was %s: %s%s. Trying again",
-            _doing(mark),
-            names,
-            ", ..." if len(suspects) > _MOST_NAMED else "",
-        )
         return Death(pid=marked.pid, suspects=tuple(suspects))
     record = ProfileRecord(
         key=mark.key.digest,
@@ -134,12 +147,13 @@ def _judge(
     )
     store.put(record, replace=True)
     del noted[record.key]
-    _log.warning(
-        "%s is left out: %s: %s (--retry-failures tries again)",
-        mark.label,
-        record.status.replace("_", " "),
-        record.reason,
-    )
+    if about is None or record.key in about:
+        _log.warning(
+            "%s is left out: %s: %s (--retry-failures tries again)",
+            _name(mark),
+            record.status.replace("_", " "),
+            record.reason,
+        )
     return Death(pid=marked.pid, suspects=tuple(suspects), record=record)
 
 
@@ -183,6 +197,10 @@ def _cause(
         reason = "the machine's memory was used up, and the kernel ended the process"
         return _Cause("out_of_memory", reason)
     return None
+
+
+def _name(mark: Mark) -> str:
+    return f"{mark.label} of {mark.program}" if mark.program else mark.label
 
 
 def _doing(mark: Mark) -> str:

@@ -66,19 +66,51 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     )
 
 
-def _of_module(module: Module) -> _Found:
+def devices_of(module: Module) -> int:
+    """How many devices a program is for."""
     devices = 1
     for name in ("replica_count", "num_partitions"):
         found = re.search(rf"\b{name}=(\d+)", module.header)
         devices *= int(found[1]) if found else 1
+    return devices
+
+
+def is_collective(opcode: str) -> bool:
+    """Whether an instruction sends, or starts to, or waits until it is sent."""
+    return opcode.removesuffix("-start").removesuffix("-done") in KINDS
+
+
+def sent_by(one: Instruction, devices: int) -> tuple[str, int, int] | None:
+    """Kind, bytes and group size of the collective that an instruction starts.
+
+    Args:
+      one: the instruction.
+      devices: how many the program is for.
+    """
+    kind, started, _ = one.opcode.partition("-start")
+    if kind not in KINDS:
+        return None
+    group = _group_size(kind, one.attributes, devices)
+    return kind, _largest_side(kind, one.shape, bool(started), group), group
+
+
+def called_by(one: Instruction) -> Iterator[str]:
+    """Names of the computations that an instruction calls."""
+    for called in _CALLED.finditer(one.attributes):
+        for name in called[1].strip("{}").split(","):
+            yield name.strip().lstrip("%")
+
+
+def _of_module(module: Module) -> _Found:
+    devices = devices_of(module)
     known: dict[str, _Found] = {}
 
     def total(name: str) -> _Found:
         if name not in known:
             known[name] = Counter()
             for one in module.computations[name]:
-                known[name].update(_sent_by(one, devices))
-                for called, times in _calls(one):
+                known[name].update(sent_counts(one, devices))
+                for called, times in calls(one):
                     if called in module.computations:
                         for what, count in total(called).items():
                             known[name][what] += count * times
@@ -87,22 +119,17 @@ def _of_module(module: Module) -> _Found:
     return total(module.entry)
 
 
-def _sent_by(one: Instruction, devices: int) -> _Found:
-    kind, started, _ = one.opcode.partition("-start")
-    if kind not in KINDS:
-        return Counter()
-    group = _group_size(kind, one.attributes, devices)
-    return Counter(
-        {(kind, _largest_side(kind, one.shape, bool(started), group), group): 1}
-    )
+def sent_counts(one: Instruction, devices: int) -> _Found:
+    found = sent_by(one, devices)
+    return Counter() if found is None else Counter({found: 1})
 
 
-def _calls(one: Instruction) -> Iterator[tuple[str, int]]:
+def calls(one: Instruction) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction calls, and how often each."""
     if one.opcode.partition("-start")[0] in KINDS:
         return  # An asynchronous form may name its own twin.
-    for called in _CALLED.finditer(one.attributes):
-        for name in called[1].strip("{}").split(","):
-            yield name.strip().lstrip("%"), one.trips
+    for name in called_by(one):
+        yield name, one.trips
 
 
 def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
@@ -111,17 +138,26 @@ def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
     # all-reduce of its own opcode gives its results alone.
     wrapped = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))
     if started and wrapped:
-        return max(_shape_bytes(parts[0]), _shape_bytes(parts[1]))
-    size = _shape_bytes(shape)
+        return max(shape_bytes(parts[0]), shape_bytes(parts[1]))
+    size = shape_bytes(shape)
     return size * group if kind == "reduce-scatter" else size
 
 
-def _shape_bytes(shape: str) -> int:
+def shape_bytes(shape: str) -> int:
+    """Bytes of a shape, of all parts if it is a tuple's."""
     total = 0
     for element, dims in _ARRAY.findall(shape):
         sizes = [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
         total += -(-prod(sizes) * _element_bits(element) // 8)
     return total
+
+
+def dims_of(shape: str) -> list[int]:
+    """The dims of a shape, of a tuple's first part; empty for a scalar."""
+    found = _ARRAY.search(shape)
+    if found is None:
+        return []
+    return [int(dim.strip(" <=")) for dim in found[2].split(",") if dim.strip()]
 
 
 def _element_bits(element: str) -> int:

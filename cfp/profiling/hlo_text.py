@@ -17,6 +17,8 @@ _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.-]+)")
+# What follows in a constant that takes several lines.
+_CONSTANT = re.compile(r"(?:[\s\d{}(),.+-]|e|inf|nan|true|false)*")
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 
@@ -33,6 +35,7 @@ class Instruction:
         root: whether it is the computation's result.
         trips: how often a loop turns, as far as the compiler knows; or 1.
         number: of a parameter, which one it is.
+        config: what the backend is told of it, as JSON; may be empty.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Instruction:
     root: bool = False
     trips: int = 1
     number: int | None = None
+    config: str = ""
 
 
 @dataclass(slots=True)
@@ -53,29 +57,40 @@ class Module:
         header: its first line.
         entry: the name of the computation that it starts with.
         computations: their instructions, in the order in which they are printed.
+        unread: lines of computations that were not understood, or stand in none.
     """
 
     header: str = ""
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
 
 
 def modules_in(hlo_text: str) -> Iterator[Module]:
     """The modules of a text, or one of lines that stand in no computation."""
     for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
         module = Module(computations={"": []})
-        current = module.computations[""]
+        current, inside = module.computations[""], False
         for line in text.splitlines():
             if line.startswith("HloModule "):
                 module.header = line
             elif line[:1] not in ("", " ", "}"):
+                # Others are of tables: of source files, and of stack frames.
                 header = _HEADER.match(line)
                 if header is not None:
-                    current = module.computations.setdefault(header[2], [])
+                    current, inside = (
+                        module.computations.setdefault(header[2], []),
+                        True,
+                    )
                     module.entry = header[2] if header[1] else module.entry
+            elif line[:1] == "}" and line[:2] != "})":
+                inside = False
             elif " = " in line:
                 found = _instruction(line)
                 current += [found] if found else []
+                module.unread += [] if found and inside else [line]
+            elif inside and not _CONSTANT.fullmatch(line):
+                module.unread.append(line)
         yield module
 
 
@@ -99,6 +114,7 @@ def _instruction(line: str) -> Instruction | None:
         root=words[0] == "ROOT",
         trips=int(trips[1]) if trips else 1,
         number=int(text[opcode.end() : close]) if opcode[1] == "parameter" else None,
+        config=right.partition(", backend_config=")[2],
     )
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.profiling.key import GPU_PLATFORMS
+from cfp.profiling.ranges import counts
 from cfp.profiling.signs import above_zero
 from cfp.program.graft import Part, Spec, aval, partition_spec
 from cfp.program.graph import Program
@@ -39,12 +40,14 @@ class InputKind:
       dtype: its name, as numpy and JAX write it.
       spec: how it is sharded.
       signed: whether its floats are of both signs, or all above zero.
+      count: of integers that pick something, out of how many; 0 for others.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: Spec
     signed: bool = False
+    count: int = 0
 
 
 def input_kinds(
@@ -53,8 +56,15 @@ def input_kinds(
     """The kinds of a part's inputs under these shardings."""
     avals = [aval(program, value) for value in part.inputs]
     positive = above_zero(program, part.ops)
+    picking = counts(program, part.ops)
     return tuple(
-        InputKind(array.shape, str(array.dtype), spec, value not in positive)
+        InputKind(
+            array.shape,
+            str(array.dtype),
+            spec,
+            value not in positive,
+            picking.get(value, 0) if jnp.issubdtype(array.dtype, jnp.integer) else 0,
+        )
         for value, array, spec in zip(part.inputs, avals, specs, strict=True)
     )
 
@@ -65,9 +75,9 @@ def make_inputs(
     """Makes one array for each kind.
 
     Floats are at most 0.02, so that many layers in a row do not lead out of the
-    numbers, and above zero where logarithms or square roots would. Integers lie
-    from 0 to 127 (fewer where the type is narrower), a single one is 1; booleans
-    are mixed, a single one is true.
+    numbers, and above zero where logarithms or square roots would. Integers that pick
+    rows lie anywhere among these, others from 0 to 127 (fewer where the type is
+    narrower), a single one is 1; booleans are mixed, a single one is true.
 
     Args:
       kinds: what to make. Equal ones share an array.
@@ -95,7 +105,7 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, partition_spec(kind.spec))
 
     def generate() -> jax.Array:
-        return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed)
+        return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed, kind.count)
 
     is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
     # Types of 64 bits are cut without this; the others are unaffected.
@@ -104,13 +114,19 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     return lowered.compile(compiler_options=dict(_UNTUNED) if is_gpu else None)
 
 
-def _values(shape: tuple[int, ...], dtype: jnp.dtype, signed: bool) -> jax.Array:
+def _values(
+    shape: tuple[int, ...], dtype: jnp.dtype, signed: bool, count: int
+) -> jax.Array:
     if dtype == jnp.bool_:
         return _bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         if not shape:
             return jnp.ones((), dtype)
-        bits = min(_INTEGER_BITS, int(jnp.iinfo(dtype).max).bit_length())
+        largest = int(jnp.iinfo(dtype).max)
+        if count:
+            most = jnp.uint32(min(count, largest + 1, 2**31))
+            return lax.convert_element_type((_bits(shape) >> 1) % most, dtype)
+        bits = min(_INTEGER_BITS, largest.bit_length())
         return lax.convert_element_type(_bits(shape) >> (32 - bits), dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.float64 if dtype == jnp.complex128 else jnp.float32

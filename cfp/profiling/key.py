@@ -19,11 +19,13 @@ from typing import Any, Protocol
 import jax
 
 from cfp.errors import DeviceError, compose
+from cfp.profiling.processes import mocked_topology
+from cfp.profiling.topology import gpu_parts
 
 Parts = tuple[tuple[str, str], ...]
 
 # Another one where cfp itself measures or builds otherwise than before.
-MEASURE_VERSION = "2"
+MEASURE_VERSION = "3"
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
@@ -115,6 +117,8 @@ class Device(Protocol):
     @property
     def process_index(self) -> int: ...
     @property
+    def local_hardware_id(self) -> int | None: ...
+    @property
     def client(self) -> Any: ...
 
 
@@ -154,6 +158,9 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         "prng_impl": _setting("jax_default_prng_impl"),
         "threefry_partitionable": _setting("jax_threefry_partitionable"),
     }
+    if topology := mocked_topology():
+        # Such times are of the computation alone.
+        parts["mocked"] = topology
     if platform_name in GPU_PLATFORMS:
         parts["nccl"] = _variables(
             name
@@ -163,6 +170,9 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         )
         # These decide what runs out of memory, and what an allocation costs.
         parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
+        parts |= gpu_parts([d.local_hardware_id for d in devices if _is_here(d)])
+        # It launches what the devices run.
+        parts["host"] = f"{_processor()}, {os.cpu_count()} cores"
     elif platform_name == "tpu":
         parts["libtpu_flags"] = normalise_xla_flags(
             os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -171,6 +181,11 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         # Every CPU's device kind is "cpu".
         parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
     return tuple(parts.items())
+
+
+def _is_here(device: Device) -> bool:
+    """Whether a device is of this process, whose host can say how it is linked."""
+    return device.process_index == device.client.process_index()
 
 
 def normalise_xla_flags(flags: str) -> str:

@@ -27,6 +27,7 @@ from cfp.profiling.marks_folder import (
     MarksFolder,
     write_whole,
 )
+from cfp.profiling.private import open_private
 from cfp.profiling.record import utc_now
 
 _WATCH_SECONDS = 1.0
@@ -67,8 +68,17 @@ class Marks:
     May be used by several threads.
     """
 
-    def __init__(self, store_path: Path, limits: Limits | None = None):
-        """Makes the folder beside a store; see `Limits` for the default limits."""
+    def __init__(
+        self, store_path: Path, limits: Limits | None = None, program: str = ""
+    ):
+        """Makes the folder beside a store.
+
+        Args:
+          store_path: the store's file.
+          limits: what counts as hung; see `Limits` for the default.
+          program: what all that is marked belongs to, for messages.
+        """
+        self._program = program
         self.folder = MarksFolder(store_path)
         self.limits = limits or Limits()
         self._mine = Marked(
@@ -81,7 +91,7 @@ class Marks:
 
     def __enter__(self) -> Marks:
         with self.folder.locked():
-            file = open(self.folder.path / f"{self._mine.name}.alive", "ab")
+            file = open_private(self.folder.path / f"{self._mine.name}.alive", "ab")
             self._files.enter_context(file)
             lock_file(file)
         # Somebody else's is left alone: pytest's, or one that the user asked for.
@@ -167,6 +177,7 @@ class Marks:
             since=utc_now(),
             limit_seconds=limit,
             deadline=None if limit is None else time.monotonic() + limit,
+            program=self._program,
         )
 
     def _write(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from cfp.errors import CacheError, compose
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.locks import lock_file
+from cfp.profiling.private import make_private_folder, open_private
 
 Doing = Literal["build", "wait", "run"]
 
@@ -36,6 +37,7 @@ class Mark:
       deadline: when it counts as hung, as of `time.monotonic`, which the processes
         of a machine share.
       overdue: that moment has passed.
+      program: whose it is, by the name of the user's function; "" if nobody's.
     """
 
     parts: Parts
@@ -45,6 +47,7 @@ class Mark:
     limit_seconds: float | None
     deadline: float | None
     overdue: bool = False
+    program: str = ""
 
     @property
     def key(self) -> ProfileKey:
@@ -77,10 +80,12 @@ class Suspicion:
     Attributes:
       deaths: how many.
       since: when the last of them had begun with it: ISO 8601, UTC.
+      what: what it is, and what was done to it, in words.
     """
 
     deaths: int
     since: str
+    what: str = ""
 
 
 class MarksFolder:
@@ -92,8 +97,8 @@ class MarksFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lets one process at a time begin, claim or tidy up."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "lock", "ab") as file:
+        make_private_folder(self.path)
+        with open_private(self.path / "lock", "ab") as file:
             lock_file(file)
             yield
 
@@ -172,7 +177,8 @@ def write_whole(path: Path, data: Any) -> None:
     """
     unfinished = path.with_name(f"{path.name}.new")
     try:
-        unfinished.write_text(json.dumps(data))
+        with open_private(unfinished, "w") as file:
+            file.write(json.dumps(data))
         unfinished.replace(path)
     except OSError as error:
         raise CacheError(

@@ -16,19 +16,13 @@ printed in the order in which they run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import jax
-
-from cfp.errors import CompilerError, compose
 from cfp.profiling.hlo_text import Instruction, Module, elements, modules_in
 
 # A value of an instruction: its name, and where in its result if that is a tuple.
 _Path = tuple[int, ...]
 _Value = tuple[str, _Path]
-
-_OFF = "xla_disable_hlo_passes"
 
 _SAME_MEMORY = ("bitcast", "optimization-barrier", "opt-barrier")
 _PARTS = (*_SAME_MEMORY, "get-tuple-element")
@@ -48,42 +42,9 @@ _BRANCHES = re.compile(
 )
 
 
-def compile_right(
-    lowered: jax.stages.Lowered, options: Mapping[str, Any]
-) -> tuple[jax.stages.Compiled, str]:
-    """Compiles a program so that it computes what it says.
-
-    Where XLA's rematerialization would have it read what is overwritten by then, it is
-    compiled without that, and needs more memory.
-
-    Args:
-        lowered: what to compile.
-        options: compiler options.
-
-    Returns:
-        The compiled program and its text, if there is one.
-
-    Raises:
-        CompilerError: it is wrong nevertheless.
-    """
-    compiled = lowered.compile(compiler_options=dict(options) or None)
-    text = compiled.as_text() or ""
-    if read_after_overwritten(text) is None:
-        return compiled, text
-    off = filter(None, [options.get(_OFF), "rematerialization"])
-    without = {**options, _OFF: ",".join(off)}
-    compiled = lowered.compile(compiler_options=without)
-    text = compiled.as_text() or ""
-    if (found := read_after_overwritten(text)) is not None:
-        raise CompilerError(
-            compose(
-                "XLA compiled a program that computes something else than it should.",
-                expected="values that are read before others are written there",
-                got=found,
-                attempt="another version of jaxlib, or a plan with more memory",
-            )
-        )
-    return compiled, text
+def has_rematerialized(hlo_text: str) -> bool:
+    """Whether the compiler computes something again, by the names that it gives."""
+    return ".remat" in hlo_text
 
 
 def read_after_overwritten(hlo_text: str) -> str | None:
@@ -93,7 +54,7 @@ def read_after_overwritten(hlo_text: str) -> str | None:
         hlo_text: of a compiled program. One in which nothing was rematerialized is as
             the compiler means it to be.
     """
-    if ".remat" not in hlo_text:
+    if not has_rematerialized(hlo_text):
         return None
     for module in modules_in(hlo_text):
         program = _Program(module)
@@ -353,6 +314,8 @@ def _index(one: Instruction) -> int:
 
 def _pairs(pattern: re.Pattern[str], text: str) -> Iterator[tuple[_Path, int, _Path]]:
     listed = pattern.search(text)
+    if listed is None and f"{pattern.pattern.partition('=')[0]}=" in text:
+        raise ValueError(f"aliases that cannot be read: {text[:200]}")
     for out, number, inner in _PAIR.findall(listed[1] if listed else ""):
         yield _path(out), int(number), _path(inner)
 

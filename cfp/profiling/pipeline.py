@@ -54,6 +54,7 @@ def run_tasks(
     agreement: Agreement | None = None,
     limits: Limits | None = None,
     reference: Task | None = None,
+    program: str = "",
 ) -> ProfileSummary:
     """Measures what the store does not know.
 
@@ -75,13 +76,14 @@ def run_tasks(
       limits: what counts as hung.
       reference: runs before the first task, after some more and after the last; a
         record keeps what it took before and after.
+      program: what the tasks belong to, for messages.
     """
     by_key: dict[str, Task] = {}
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
-    bury(store)
-    with Marks(store.path, limits) as marks:
+    bury(store, about=by_key)
+    with Marks(store.path, limits, program) as marks:
         agreement = agreement or Agreement(alone=True)
         state = _State(
             tasks=by_key,

@@ -31,6 +31,11 @@ _LINK_BYTES_PER_MS = 150e6
 _FLOPS_PER_MS = {"float32": 100e9, "bfloat16": 400e9}
 _MEMORY_BYTES_PER_MS = 2e9
 _DEFAULT_SIZES = (1 << 14, 1 << 20, 1 << 28)
+# Of `Rates.of_virtual_devices`: four of them on two cores, November 2026.
+_VIRTUAL_LATENCY_MS = 0.05
+_VIRTUAL_LINK_BYTES_PER_MS = 3e6
+_VIRTUAL_FLOPS_PER_MS = {"float32": 45e6, "bfloat16": 30e6}
+_VIRTUAL_MEMORY_BYTES_PER_MS = 9e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +62,50 @@ class Rates:
         Args:
           mesh: a mesh, or the names and sizes of its axes.
         """
+        return cls._alike(
+            mesh, _LATENCY_MS, _LINK_BYTES_PER_MS, _FLOPS_PER_MS, _MEMORY_BYTES_PER_MS
+        )
+
+    @classmethod
+    def of_virtual_devices(cls, mesh: Mesh | Iterable[tuple[str, int]]) -> Rates:
+        """About what the virtual devices of one CPU do; measures nothing.
+
+        Args:
+          mesh: a mesh, or the names and sizes of its axes.
+        """
+        return cls._alike(
+            mesh,
+            _VIRTUAL_LATENCY_MS,
+            _VIRTUAL_LINK_BYTES_PER_MS,
+            _VIRTUAL_FLOPS_PER_MS,
+            _VIRTUAL_MEMORY_BYTES_PER_MS,
+        )
+
+    @classmethod
+    def _alike(
+        cls,
+        mesh: Mesh | Iterable[tuple[str, int]],
+        latency_ms: float,
+        link_bytes_per_ms: float,
+        flops_per_ms: Mapping[str, float],
+        memory_bytes_per_ms: float,
+    ) -> Rates:
+        """Rates of devices whose links are all alike, by rings of neighbours."""
         axes = tuple(mesh.shape.items() if isinstance(mesh, Mesh) else mesh)
         sizes = dict(axes)
         curves = {}
         for kind in KINDS:
             for group in axis_groups(axes):
                 ways = prod(sizes[name] for name in group)
-                share = sent_share(kind, ways) / _LINK_BYTES_PER_MS
+                share = sent_share(kind, ways) / link_bytes_per_ms
                 curves[kind, group] = tuple(
-                    (size, _LATENCY_MS + size * share) for size in _DEFAULT_SIZES
+                    (size, latency_ms + size * share) for size in _DEFAULT_SIZES
                 )
         return cls(
             mesh=axes,
             curves=curves,
-            matmul_flops_per_ms=dict(_FLOPS_PER_MS),
-            memory_bytes_per_ms=_MEMORY_BYTES_PER_MS,
+            matmul_flops_per_ms=dict(flops_per_ms),
+            memory_bytes_per_ms=memory_bytes_per_ms,
         )
 
     def collective_ms(self, kind: str, axes: tuple[str, ...], size: float) -> float:

@@ -16,6 +16,8 @@ from cfp.profiling.timing import interquartile_range
 
 Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
+# More bytes than anything has, and few enough for a float.
+_MOST_COUNT = 2**100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,10 @@ class ProfileRecord(CompiledBytes):
         Raises:
           ValueError: on a missing or unknown field, or one of the wrong type.
         """
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
         if isinstance(data, dict):
             # Records from before there were these say nothing of them.
             data.setdefault("reference_ms", [])
@@ -215,14 +220,16 @@ def _string(data: dict[str, Any], name: str) -> str:
 def _count(data: dict[str, Any], name: str) -> int:
     value = data[name]
     # bool is an int to isinstance, and no count to us.
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}")
+    if type(value) is not int or not 0 <= value <= _MOST_COUNT:
+        raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r:.60}")
     return value
 
 
 def _number(value: Any, name: str) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{name}: expected a number, got {value!r}")
+    if type(value) is not float and not (
+        type(value) is int and abs(value) <= _MOST_COUNT
+    ):
+        raise ValueError(f"{name}: expected a number, got {value!r:.60}")
     return float(value)
 
 
@@ -233,7 +240,7 @@ def _numbers(data: dict[str, Any], name: str) -> tuple[float, ...]:
 def _list(data: dict[str, Any], name: str) -> list[Any]:
     value = data[name]
     if not isinstance(value, list):
-        raise ValueError(f"{name}: expected a list, got {value!r}")
+        raise ValueError(f"{name}: expected a list, got {value!r:.60}")
     return value
 
 

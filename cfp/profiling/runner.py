@@ -163,6 +163,7 @@ def profile(
             agreement=Agreement.of(mesh),
             limits=limits,
             reference=reference,
+            program=program.name,
         )
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from cfp.errors import CacheError, compose
+from cfp.profiling.exported import read_export
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.private import close_to_others
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store_file import OpenFile, is_damage, open_sound
 
@@ -65,6 +67,15 @@ def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
     return Path(folder if folder is not None else default_cache_dir()) / STORE_NAME
 
 
+def _own_store() -> Path | None:
+    """The store in the folder that cfp named itself; None if the user named one."""
+    if os.environ.get("CFP_CACHE_DIR"):
+        return None
+    with contextlib.suppress(CacheError):
+        return store_path()
+    return None
+
+
 class ProfileStore:
     """Records by key, in one file.
 
@@ -91,6 +102,8 @@ class ProfileStore:
         self._lock = threading.RLock()
         self._file: OpenFile | None = None
         with self._explained():
+            if self.path == _own_store():
+                close_to_others(self.path.parent)
             self._file = open_sound(self.path, self._busy_seconds)
 
     def __enter__(self) -> "ProfileStore":
@@ -240,26 +253,10 @@ class ProfileStore:
           How many were new, or better than what was here.
 
         Raises:
-          CacheError: if a line is not a record, or its key not that of its parts.
+          CacheError: if a line is not a record, or asks for what no record may; see
+            `cfp.profiling.exported`.
         """
-        records: list[ProfileRecord] = []
-        try:
-            with Path(path).open(encoding="utf-8") as file:
-                for line in file:
-                    record = ProfileRecord.from_json(line)
-                    if ProfileKey(record.parts).digest != record.key:
-                        raise ValueError("the key is not that of the parts")
-                    records.append(record)
-        except (OSError, ValueError) as error:
-            raise CacheError(
-                compose(
-                    f"Nothing was merged from {path}.",
-                    expected="a file that ProfileStore.export of this version wrote",
-                    got=f"{error}, after {len(records)} good lines",
-                    attempt="export it again with the same version of cfp",
-                )
-            ) from error
-        return self.put_all(records)
+        return self.put_all(read_export(path))
 
     def _do(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         with self._lock, self._explained():

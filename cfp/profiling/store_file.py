@@ -10,6 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cfp.profiling.locks import lock_file
+from cfp.profiling.private import (
+    make_private,
+    make_private_folder,
+    open_private,
+)
 
 SCHEMA_VERSION = 1
 
@@ -62,7 +67,7 @@ def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> Op
     Raises:
       OSError, sqlite3.Error: if the file cannot be made, read or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     with _only_opener(path):
         try:
             connection = _connect(path, busy_seconds, thorough)
@@ -99,6 +104,8 @@ def _connect(path: Path, busy_seconds: float, thorough: bool) -> sqlite3.Connect
       _DamagedError: if it was not a sound store; it has been set aside.
       sqlite3.Error: if it cannot be opened at all.
     """
+    # SQLite gives its logs the mode of the file.
+    make_private(path)
     connection = sqlite3.connect(
         path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
     )
@@ -158,7 +165,7 @@ def _only_opener(path: Path) -> Iterator[None]:
     Two that find it damaged would otherwise both set it aside, the second one
     the fresh file of the first. Where there are no file locks that risk is taken.
     """
-    with open(path.with_name(f"{path.name}.lock"), "ab") as file:
+    with open_private(path.with_name(f"{path.name}.lock"), "ab") as file:
         lock_file(file)
         yield
 

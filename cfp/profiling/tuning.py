@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.private import make_private_folder
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.store import ProfileStore
@@ -61,17 +62,19 @@ def tune_kernels(
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
         return 0
-    bury(store)
+    bury(store, about={job.key.digest for job in jobs})
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
         k for k, record in known.items() if not is_to_retry(record, retry_failures)
     }
     learnt = environment.learnt_dir
-    learnt.mkdir(parents=True, exist_ok=True)
+    make_private_folder(learnt.parent)
+    make_private_folder(learnt)
     done = {file.name for file in learnt.iterdir()}
     wanted = {job.key.digest: job for job in jobs}
     todo = [job for key, job in wanted.items() if key not in fatal | done]
-    with environment.compilation_cache(platform), Marks(store.path, limits) as marks:
+    marks = Marks(store.path, limits, program.name)
+    with environment.compilation_cache(platform), marks:
         # Of several builds nobody knows which one a process died of.
         suspects = marks.folder.suspects().keys() & wanted.keys()
         alone = bool(suspects) or not Agreement.of(mesh).alone

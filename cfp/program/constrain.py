@@ -98,14 +98,16 @@ class _Inserter:
         slots = {use: self._slot(*use) for use in constraints.uses}
         for value_id, spec in constraints.values.items():
             value = self._values[value_id]
-            made = self._constraint(value, spec)
+            made = self._constraint(value, spec, _location(value))
             value.replace_all_uses_except(made.result, made.operation)
             self._values[value_id] = made.result
         for use, spec in constraints.uses.items():
             owner, index, value_id = slots[use]
             key = (value_id, spec)
             if key not in self._resharded:
-                made = self._constraint(self._values[value_id], spec)
+                # What is resharded for one reader has the reader's place.
+                value = self._values[value_id]
+                made = self._constraint(value, spec, owner.location)
                 self._resharded[key] = made.result
             owner.operands[index] = self._resharded[key]
 
@@ -123,14 +125,16 @@ class _Inserter:
         *_, last = region.blocks[0].operations
         return last.operation, place % len(record.results), record.yields[place]
 
-    def _constraint(self, value: ir.Value, spec: Spec) -> sdy.ShardingConstraintOp:
+    def _constraint(
+        self, value: ir.Value, spec: Spec, location: ir.Location
+    ) -> sdy.ShardingConstraintOp:
         owner = value.owner
         if isinstance(owner, ir.Block):
             point = ir.InsertionPoint.at_block_begin(owner)
         else:
             point = ir.InsertionPoint.after(owner)
         with point:
-            return sdy.ShardingConstraintOp(value, self._attribute(spec))
+            return sdy.ShardingConstraintOp(value, self._attribute(spec), loc=location)
 
     def _attribute(self, spec: Spec) -> ir.Attribute:
         if spec not in self._attributes:
@@ -140,6 +144,14 @@ class _Inserter:
             text = f"#sdy.sharding<@{self._mesh_name}, [{dims}]>"
             self._attributes[spec] = ir.Attribute.parse(text)
         return self._attributes[spec]
+
+
+def _location(value: ir.Value) -> ir.Location:
+    """Where in the user's code a value is made; an argument is made nowhere."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return ir.Location.unknown()
+    return owner.operation.location
 
 
 def _mesh_symbol(module: ir.Module, mesh: Mesh) -> str:

@@ -73,7 +73,9 @@ def lower_part(
         source = ir.Module.parse(cut.program.text)
         constrain(source, cut.program, mesh, cut.translated(constraints))
         _transplant(module, source, cut.program, cut.part)
-        _silence_callbacks(shardy.main_function(module))
+        for function in shardy.functions(module.operation):
+            _silence_callbacks(function)
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
     return lowered
 
 
@@ -187,9 +189,7 @@ def _silence_callbacks(function: ir.Operation) -> None:
     it ends the process.
     """
     for op in list(shardy.walk(function)):
-        if op.name != "stablehlo.custom_call":
-            continue
-        if "callback" not in ir.StringAttr(op.attributes["call_target_name"]).value:
+        if not shardy.calls_host(op):
             continue
         with ir.InsertionPoint(op):
             for result in op.results:

@@ -69,7 +69,10 @@ class Op:
         source: ``file:line`` of the user's code, or "".
         parent: id of the loop or branch op it stands in, or -1.
         repeat: how often it runs in one step (the product of trip counts).
-        attributes: its attributes as text, for comparing ops.
+        attributes: its attributes as text, for telling ops of equal results.
+        structure: the same without the values of constants, but for those that say how
+            often a loop runs or which place is read or written: for telling ops of
+            equal costs.
         shardings: for a region that the user sharded by hand, how it takes each
             operand and then how it gives each result; () for all other ops.
     """
@@ -84,6 +87,7 @@ class Op:
     parent: int
     repeat: int
     attributes: str
+    structure: str
     yields: tuple[int, ...] = ()
     entries: tuple[int, ...] = ()
     body: tuple[int, ...] = ()
@@ -112,7 +116,12 @@ class Program:
         alias: for each argument the index of the output that reuses its memory
             (a donated argument), or None.
         text: the normalised module, parseable, with locations.
-        fingerprint: sha256 over the module without names and shardings.
+        fingerprint: sha256 over the structure of all functions, without shardings and
+            without the values of constants, but for those that shape what it does: what
+            plans depend on. See `cfp.program.structure`.
+        content: sha256 over all functions, the values of all constants included: what
+            compiled programs depend on.
+        name: the module's, by that of the user's function.
         erased_constraints: sharding constraints of the user's own that were removed.
     """
 
@@ -125,6 +134,8 @@ class Program:
     alias: tuple[int | None, ...]
     text: bytes
     fingerprint: str
+    content: str = ""
+    name: str = "step"
     erased_constraints: int = 0
 
     @cached_property

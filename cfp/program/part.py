@@ -32,7 +32,8 @@ class Numbered:
     """A part's ops and values, numbered from its own start.
 
     Attributes:
-        digest: the same for parts of any programs that compute the same.
+        digest: the same for parts of any programs that have the same structure, as
+            `cfp.program.structure` has it.
         values, ops: their numbers, by id.
     """
 
@@ -60,7 +61,7 @@ def numbered(program: Program, part: Part) -> Numbered:
             for v in (*op.operands, *op.yields)
         ]
         types = [str(program.values[v]) for v in (*op.operands, *op.results)]
-        digest.update(repr((op.name, op.attributes, reads, types)).encode())
+        digest.update(repr((op.name, op.structure, reads, types)).encode())
     found = Numbered(digest.hexdigest(), values, ops)
     program.parts[part] = found
     return found

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path, PurePath
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -16,13 +17,15 @@ from cfp.program import shardy
 from cfp.program.corrections import correct_rule
 from cfp.program.graph import Op, Program, Spec, Value
 from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
+from cfp.program.structure import fingerprints, shaping_constants, stands_for
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _SHARDING = re.compile(r"<@\w+, \[(.*?)\]")
 _BRACED = re.compile(r"\{(.*?)\}")
 _QUOTED = re.compile(r'"(\w+)"')
+_INSTALLED = {"site-packages", "dist-packages"}
+_HERE = str(Path(__file__).parent)  # what calls the step
 _MAX_ATTRIBUTE_CHARS = 400
-_MAX_PRINTED_ELEMENTS = 1024
 
 
 def read_program(
@@ -45,11 +48,12 @@ def read_program(
         erased_constraints: for :attr:`Program.erased_constraints`.
     """
     function = shardy.main_function(module)
-    print_ = fingerprint(module)
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)
+    text = buffer.getvalue()
+    prints = fingerprints(text, module.context)
     shardy.add_rules(module)
-    reader = _Reader()
+    reader = _Reader(_Blanks(shaping_constants(function), prints.functions))
     reader.read_function(function)
     for op in reader.ruled:
         del op.attributes[shardy.RULE]
@@ -61,35 +65,32 @@ def read_program(
         arg_names=tuple(arg_names),
         output_names=tuple(output_names),
         alias=tuple(alias),
-        text=buffer.getvalue(),
-        fingerprint=print_,
+        text=text,
+        fingerprint=prints.structure,
+        content=prints.exact,
+        name=ir.StringAttr(module.operation.attributes["sym_name"]).value,
         erased_constraints=erased_constraints,
     )
 
 
-def fingerprint(module: ir.Module) -> str:
-    """A digest of the main function, blind to names, locations and shardings."""
-    function = shardy.main_function(module)
-    saved = {
-        name: function.attributes[name]
-        for name in ("arg_attrs", "res_attrs")
-        if name in function.attributes
-    }
-    for name in saved:
-        del function.attributes[name]
-    # Large constants are data like the arguments, and may be gigabytes as text.
-    text: Any = function.get_asm(
-        enable_debug_info=False, large_elements_limit=_MAX_PRINTED_ELEMENTS
-    )
-    for name, attribute in saved.items():
-        function.attributes[name] = attribute
-    return hashlib.sha256(text.encode()).hexdigest()
+@dataclass(frozen=True, slots=True)
+class _Blanks:
+    """What the structure of an op leaves out, and what it adds.
+
+    Attributes:
+        kept: the constants whose values are structure.
+        functions: digests of what composites stand for, by name.
+    """
+
+    kept: Set[ir.Operation]
+    functions: Mapping[str, str]
 
 
 class _Reader:
     """One reading; collects values and ops in execution order."""
 
-    def __init__(self) -> None:
+    def __init__(self, blanks: _Blanks) -> None:
+        self._blanks = blanks
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.ruled: list[ir.Operation] = []
@@ -147,6 +148,8 @@ class _Reader:
                 self.ops[i] = replace(self.ops[i], parent=index)
         results = [self._new_value(r, producer=index) for r in op.results]
         self._note_constant(op, results)
+        attributes = _attributes(op, index)
+        alike = not op.regions and op.name not in _WITH_STRUCTURE
         self.ops.append(
             Op(
                 id=index,
@@ -158,7 +161,8 @@ class _Reader:
                 source=_source(op.location) if op.name in _NAMED_SOURCE else "",
                 parent=parent,
                 repeat=repeat,
-                attributes=_attributes(op, index),
+                attributes=attributes,
+                structure=attributes if alike else _attributes(op, index, self._blanks),
                 yields=tuple(yields),
                 entries=tuple(entries),
                 body=body,
@@ -255,10 +259,13 @@ def _constant(op: ir.Operation, index: int) -> str:
         value: Any = op.attributes["value"]
     except TypeError:  # the bindings know no attribute class for complex numbers
         return str(op.get_asm(use_local_scope=True)).partition(" = ")[2]
-    is_long = prod(value.type.shape) > _MAX_PRINTED_ELEMENTS and not value.is_splat
+    is_long = prod(value.type.shape) > shardy.MOST_SMALL_ELEMENTS and not value.is_splat
     # What is not printed counts as different from everything else.
     return f"constant #{index}" if is_long else str(value)
 
+
+# Besides ops with regions, those whose structure is not all that their attributes say.
+_WITH_STRUCTURE = frozenset({"stablehlo.constant", "stablehlo.composite"})
 
 # Source lines are wanted where a person is told about an op; reading one costs more
 # than the rest of the op, so elementwise ops go without.
@@ -272,28 +279,43 @@ _NAMED_SOURCE = frozenset(
 
 
 def _source(location: ir.Location) -> str:
-    for path, line in _SOURCE.findall(str(location)):
-        if not path.startswith("<") and path.endswith(".py"):
-            return f"{path}:{line}"
+    """``path:line`` of the innermost call in the user's own files, if there is one."""
+    calls = [
+        (path, line)
+        for path, line in _SOURCE.findall(str(location))
+        if path.endswith(".py") and not path.startswith(("<", _HERE))
+    ]
+    own = [call for call in calls if not _INSTALLED & {*PurePath(call[0]).parts}]
+    for path, line in own or calls:
+        return f"{path}:{line}"
     return ""
 
 
-def _attributes(op: ir.Operation, index: int) -> str:
+def _attributes(op: ir.Operation, index: int, blanks: _Blanks | None = None) -> str:
     # The ops of a loop or branch are read one by one.
-    return "" if op.name in shardy.REGION_OPS else _text(op, index, {})
+    return "" if op.name in shardy.REGION_OPS else _text(op, index, {}, blanks)
 
 
-def _text(op: ir.Operation, index: int, names: dict[ir.Value, str]) -> str:
+def _text(
+    op: ir.Operation,
+    index: int,
+    names: dict[ir.Value, str],
+    blanks: _Blanks | None = None,
+) -> str:
     """What an op does to its operands, as text.
 
     Args:
         op: the op.
         index: its id, which tells it from all others that are not known to be equal.
         names: those of values that its regions may read; theirs are added.
+        blanks: to tell the structure alone.
     """
     if op.name == "stablehlo.constant":
-        return _constant(op, index)
+        is_blank = blanks is not None and op not in blanks.kept
+        return "" if is_blank else _constant(op, index)
     parts = []
+    if blanks is not None and (name := stands_for(op)):
+        parts.append(f"function={blanks.functions[name]}")
     for name in op.attributes:
         if name != shardy.RULE:
             text = str(op.attributes[name])
@@ -307,7 +329,7 @@ def _text(op: ir.Operation, index: int, names: dict[ir.Value, str]) -> str:
                 inside = opview.operation
                 # Nobody looks up what a value from outside is.
                 reads = [names.get(v, f"outside #{index}") for v in inside.operands]
-                what = "; ".join((",".join(reads), _text(inside, index, names)))
+                what = "; ".join((",".join(reads), _text(inside, index, names, blanks)))
                 made = _named(inside.results, names)
                 inner.append(f"{made}={inside.name}({what})")
             parts.append(f"body={' '.join(inner)}")

@@ -61,7 +61,7 @@ def recomputable(
     """
     mine = set(ops)
     backward = tuple(op for op in sorted(mine) if op >= turn)
-    forward = {op for op in mine if op < turn and _repeatable(program, op)}
+    forward = {op for op in mine if op < turn and repeatable(program, op)}
     reads = {v for op in backward for v in program.ops[op].operands}
     made = {v for op in forward for v in program.ops[op].results}
     if not made & reads:
@@ -90,7 +90,7 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
     return found
 
 
-def _repeatable(program: Program, op_id: int) -> bool:
+def repeatable(program: Program, op_id: int) -> bool:
     """Whether an op gives the same again: no loop, no call, no random state."""
     op = program.ops[op_id]
     return not op.has_regions and op.kind not in _NOT_REPEATABLE

@@ -7,27 +7,37 @@ the same order after :func:`normalise`; plans rely on it to name ops by number.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
+from typing import Any
 
 from jax.extend.mlir import ir, passmanager
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
+_STRIP = "builtin.module(strip-debuginfo)"
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 RULE = "sdy.sharding_rule"
+PIPELINES = (_INLINE, _STRIP, _RULES)
 
 # Regions of these ops are programs of their own; regions of all other ops (reduce,
 # scatter, sort, ...) hold scalar code that belongs to the op.
 REGION_OPS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
 
+# Constants with more elements are tables, which may be gigabytes.
+MOST_SMALL_ELEMENTS = 1024
+
 
 def main_function(module: ir.Module) -> ir.Operation:
     """The module's public function."""
-    for op in module.body.operations:
-        if (
-            op.operation.name == "func.func"
-            and ir.StringAttr(op.attributes["sym_name"]).value == "main"
-        ):
-            return op.operation
+    for op in functions(module.operation):
+        if ir.StringAttr(op.attributes["sym_name"]).value == "main":
+            return op
     raise ValueError("the module has no function named main")
+
+
+def functions(module: ir.Operation) -> list[ir.Operation]:
+    """A module's functions: the main one, and those that composites stand for."""
+    every = (op.operation for op in module.regions[0].blocks[0].operations)
+    return [op for op in every if op.name == "func.func"]
 
 
 def argument_count(module: ir.Module) -> int:
@@ -48,6 +58,13 @@ def walk(function: ir.Operation) -> Iterator[ir.Operation]:
     """Every op below a function, inner before outer, in execution order."""
     for block in function.regions[0].blocks:
         yield from _descend(block)
+
+
+def calls_host(op: ir.Operation) -> bool:
+    """Whether an op calls a function of the host."""
+    if op.name != "stablehlo.custom_call":
+        return False
+    return "callback" in ir.StringAttr(op.attributes["call_target_name"]).value
 
 
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
@@ -72,6 +89,14 @@ def location_name(location: ir.Location) -> str:
     return getattr(location, "name_str", None) or ""
 
 
+def without_locations(text: bytes, context: ir.Context) -> ir.Module:
+    """A module from its text, but for what says where it comes from."""
+    with context, ir.Location.unknown():
+        module = ir.Module.parse(text)
+        passmanager.PassManager.parse(_STRIP).run(module.operation)
+    return module
+
+
 def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
@@ -93,7 +118,46 @@ def normalise(module: ir.Module) -> int:
                 _forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
+        for each in functions(module.operation):
+            _separate_constants(each)
     return erased
+
+
+def _separate_constants(function: ir.Operation) -> None:
+    """Gives every use of a small constant a copy of its own, before what reads it.
+
+    Inlining merges constants of equal values. A learning rate that happens to equal an
+    epsilon would make another program of a step than one that does not.
+    """
+    merged: dict[ir.Operation, None] = {}
+    for op in list(walk(function)):
+        for index, operand in enumerate(op.operands):
+            owner = operand.owner
+            if isinstance(owner, ir.Block) or not _is_small_constant(owner.operation):
+                continue
+            constant = owner.operation
+            merged[constant] = None
+            before = op.operation
+            while before.parent != constant.parent:
+                assert before.parent is not None, "a value is read inside its region"
+                before = before.parent.operation
+            with ir.InsertionPoint(before):
+                op.operands[index] = constant.clone().results[0]
+    for constant in merged:
+        constant.erase()
+
+
+def _is_small_constant(op: ir.Operation) -> bool:
+    """Whether an op is a constant that takes no memory to speak of."""
+    if op.name != "stablehlo.constant":
+        return False
+    if prod(op.results[0].type.shape) <= MOST_SMALL_ELEMENTS:
+        return True
+    try:
+        value: Any = op.attributes["value"]
+    except TypeError:  # the bindings know no attribute class for complex numbers
+        return False
+    return isinstance(value, ir.DenseElementsAttr) and value.is_splat
 
 
 def _sink_constants(op: ir.Operation) -> None:
@@ -153,3 +217,15 @@ def add_rules(module: ir.Module) -> None:
     """Writes Shardy's sharding rule on every op that has one."""
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_RULES).run(module.operation)
+
+
+def missing_pipelines() -> dict[str, str]:
+    """The pipelines that this jaxlib does not have, with what it says about each."""
+    missing = {}
+    with ir.Context():
+        for pipeline in PIPELINES:
+            try:
+                passmanager.PassManager.parse(pipeline)
+            except ValueError as error:
+                missing[pipeline] = str(error)
+    return missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from cfp.errors import PlanMismatch, StepNotTraceable
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
+# What a step knows of itself once it is traced, whoever gives memory away.
+_TRACED = ("flat_fn", "traced")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class FlatStep:
             )
         return leaves
 
+    def giving(self, donated: Sequence[bool]) -> FlatStep:
+        """The same step, as it was traced, with other leaves' memory given away."""
+        other = replace(self, donated=tuple(donated))
+        kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}
+        vars(other).update(kept)
+        return other
+
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
         """``fn`` as a function of flat leaves, under its own name."""
@@ -90,8 +99,19 @@ class FlatStep:
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
                 f"{type(error).__name__}: {error}\n"
                 "The step must be a function that jax.jit accepts; arguments that are "
-                "not arrays belong in static_argnums."
+                "not arrays belong in static_argnums or static_argnames, also where "
+                "the step is wrapped in jax.jit, which keeps its own to itself."
             ) from error
+
+    @property
+    def gives_unasked(self) -> bool:
+        """Whether a jax.jit around the step gives memory away, and nobody else does.
+
+        Inside of another program it cannot.
+        """
+        wrapped = isinstance(self.fn, jax.stages.Wrapped)
+        calls = self.traced.jaxpr.eqns if wrapped and not any(self.donated) else ()
+        return any(any(call.params.get("donated_invars", ())) for call in calls)
 
 
 def flatten_step(
@@ -131,16 +151,22 @@ def flatten_step(
     for key, value in static.items():
         _check_hashable(key, value)
     donate = _chosen(parameters, len(args), donate_argnums, donate_argnames)
-    absent = [
-        number
-        for number in _sequence(donate_argnums, int)
-        if not _chosen(parameters, len(args), number, ()) & passed.keys()
-    ]
-    if absent:
-        raise StepNotTraceable(
-            f"donate_argnums names positions {absent}, but the call has {len(args)} "
-            "positional arguments."
-        )
+    # What has a default may be left out, if it is static.
+    known = passed.keys() | set(range(len(parameters)))
+    for option, numbers, there in (
+        ("static_argnums", static_argnums, known),
+        ("donate_argnums", donate_argnums, passed.keys()),
+    ):
+        absent = [
+            number
+            for number in _sequence(numbers, int)
+            if not _chosen(parameters, len(args), number, ()) & there
+        ]
+        if absent:
+            raise StepNotTraceable(
+                f"{option} names positions {absent}, but the call has {len(args)} "
+                "positional arguments."
+            )
     positions = [i for i in range(len(args)) if i not in static]
     flat, in_tree = tree_flatten_with_path(_dynamic(args, kwargs, static))
     avals, arg_names, donated = [], [], []

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.mlir import ir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
+from cfp.program.callbacks import Alarm, guarded
 from cfp.program.graph import Program
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
+
+# What programs for devices that are not there are lowered for.
+_PLATFORM_OF_DESCRIBED = "cuda"
 
 
 def planning_mesh(mesh: Mesh) -> Mesh:
@@ -48,24 +58,36 @@ _ORDERED = (
 
 @dataclass(frozen=True)
 class Lowering:
-    """A lowered and normalised step, ready to be annotated and compiled."""
+    """A lowered and normalised step, ready to be annotated and compiled.
+
+    Attributes:
+        alarm: has what functions of the host raise while the step runs.
+    """
 
     lowered: jax.stages.Lowered
     module: ir.Module
     out_tree: Any
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     erased_constraints: int
+    alarm: Alarm = field(default_factory=Alarm)
 
     @property
     def text(self) -> str:
         """The module as StableHLO text; large constants are left out."""
         return str(self.module.operation.get_asm(large_elements_limit=16))
 
+    @property
+    def calls_host(self) -> bool:
+        """Whether it calls functions of the host while it runs."""
+        functions = shardy.functions(self.module.operation)
+        return any(shardy.calls_host(op) for f in functions for op in shardy.walk(f))
+
 
 def lower_step(
     step: FlatStep,
     in_shardings: Sequence[NamedSharding],
     out_shardings: Any,
+    jaxpr: ClosedJaxpr | None = None,
 ) -> Lowering:
     """Lowers a step with these shardings and normalises the module in place.
 
@@ -73,6 +95,7 @@ def lower_step(
         step: the step.
         in_shardings: one for each argument leaf.
         out_shardings: one for all outputs, or a sequence with one for each leaf.
+        jaxpr: what stands for the step; as it was traced, if not given.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function, or not lower it for several
@@ -81,7 +104,8 @@ def lower_step(
     out_avals, out_tree = tree_flatten(step.traced.out_info)
     if isinstance(out_shardings, list | tuple):
         out_shardings = tree_unflatten(out_tree, list(out_shardings))
-    run = jaxpr_as_fun(step.traced.jaxpr)
+    alarm = Alarm()
+    run = jaxpr_as_fun(guarded(jaxpr or step.traced.jaxpr, alarm))
 
     # A function of its own: JAX keeps what it lowered for a function it has seen, and
     # hands out the same module again, with the constraints of an earlier plan in it.
@@ -97,7 +121,11 @@ def lower_step(
         keep_unused=True,
     )
     try:
-        lowered = jitted.lower(*step.avals)
+        if in_shardings and isinstance(in_shardings[0].mesh, AbstractMesh):
+            traced = jitted.trace(*step.avals)
+            lowered = traced.lower(lowering_platforms=(_PLATFORM_OF_DESCRIBED,))
+        else:
+            lowered = jitted.lower(*step.avals)
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
         advice = (
@@ -112,14 +140,14 @@ def lower_step(
     if shardy.argument_count(module) > len(step.avals):  # tokens that keep the order
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     erased = shardy.normalise(module)
-    return Lowering(lowered, module, out_tree, tuple(out_avals), erased)
+    return Lowering(lowered, module, out_tree, tuple(out_avals), erased, alarm)
 
 
-def trace(step: FlatStep, mesh: Mesh) -> tuple[Program, Lowering]:
+def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:
     """Lowers a step for a mesh, all replicated, and reads its program.
 
     Nothing is allocated. The mesh is needed because some ops lower differently for
-    several devices.
+    several devices. One of no devices can be lowered for, and not compiled.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function.

@@ -27,6 +27,9 @@ from cfp.program.trace import Lowering, lower_step
 
 # An element type, also at the end of a shape.
 _NARROW = re.compile(r"(?:\b|\dx)(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
+# Types of arrays, as they stand in tensor<8x4xf32> and complex<f32>.
+_DOUBLE = re.compile(r"[<x]f64>")
+_SINGLE = re.compile(r"[<x](?:f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)>")
 
 # What these compute is fixed by more than types: by code outside of the program, by a
 # function that others call, too, by bits, or by how a number is written.
@@ -43,11 +46,13 @@ class Widened:
         step: the same on wider arguments; its results are wider, too.
         lowering: of it.
         narrow: what still computes in less.
+        double: whether it computes in float64 throughout.
     """
 
     step: FlatStep
     lowering: Lowering
     narrow: tuple[str, ...]
+    double: bool
 
 
 def widened(
@@ -73,7 +78,9 @@ def widened(
     wide = _wide_step(step)
     outer = lower_step(wide, in_shardings, list(out_shardings))
     _replace_body(outer.module, lowering.module)
-    return Widened(wide, outer, narrow)
+    text = lowering.text
+    double = bool(_DOUBLE.search(text)) and not _SINGLE.search(text)
+    return Widened(wide, outer, narrow, double)
 
 
 def wide_dtype(dtype: Any) -> Any:

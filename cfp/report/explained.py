@@ -80,14 +80,14 @@ def _unmeasured(best_ms: float, gap: float) -> str:
         return "What choices that were not measured would take is not known."
     least_ms = (1.0 - gap) * best_ms
     text = (
-        "No choice that was not measured can bring the step below "
-        f"{least_ms:.3f} ms, by lower bounds that all measurements agree with"
+        "By estimated bounds, with which all measurements agree, no choice that was "
+        f"not measured brings the step below {least_ms:.3f} ms"
     )
     if gap <= 0.0:
         return f"{text}: none is faster."
     return (
-        f"{text} (gap {gap:.1%}). Most take longer than their bound; cfp profile "
-        "--gap 0.05 measures on, up to --per-kind choices of each kind."
+        f"{text} (gap {gap:.1%}). Most take longer than their bound, a few less; "
+        "cfp profile --gap 0.05 measures on, up to --per-kind choices of each kind."
     )
 
 

@@ -20,6 +20,7 @@ from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.describe import block_collectives, op_text
 from cfp.planner_parts import Profiles
+from cfp.report.console import literal_console
 from cfp.report.tables import PLAIN_WIDTH, gap_text
 from cfp.units import format_bytes
 
@@ -259,4 +260,6 @@ def console_and_border(console: Console) -> tuple[Console, box.Box]:
     """The console as it is if it is a terminal; else wide, and with ASCII lines."""
     if console.is_terminal:
         return console, box.ROUNDED
-    return Console(file=console.file, width=PLAIN_WIDTH, color_system=None), box.ASCII
+    return literal_console(
+        file=console.file, width=PLAIN_WIDTH, color_system=None
+    ), box.ASCII

@@ -6,10 +6,9 @@ import io
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from cfp.errors import CfpError
 from cfp.plan import Plan
+from cfp.report.console import literal_console
 from cfp.report.tables import plan_view
 
 _WIDTH = 150
@@ -17,7 +16,7 @@ _WIDTH = 150
 
 def picture(plan: Plan) -> str:
     """A plan's tables as an SVG picture."""
-    console = Console(
+    console = literal_console(
         record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True
     )
     console.print(plan_view(plan))

@@ -1,15 +1,20 @@
 """Writes a results page from saved plans: ``python -m cfp.report.results``.
 
-Every figure on the page comes out of the plans' JSON, which lies beside it.
+Every figure on the page comes out of the plans' JSON, which lies beside it. A page
+shows what was measured, which does not depend on the version of cfp that reads it: so
+plans of every format are read here, also those that can no longer be applied.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cfp.plan import Plan
-from cfp.plan_parts import RaceRow
+from cfp.errors import CfpError, compose
 from cfp.report.tables import scale_text
 
 _SHOWN = (
@@ -26,7 +31,73 @@ _SHOWN = (
 )
 
 
-def page(title: str, command: str, date: str, plans: dict[str, Plan]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a page shows of a saved plan, whatever its format.
+
+    Attributes:
+        mesh_axes: names and sizes.
+        environment: what was measured depends on these.
+        winner: the name of the candidate that the plan is.
+        measured_ms: its time, or None.
+        race: the candidates, as `RaceRow` has them.
+        rows: the blocks, as `PlanRow` has them.
+        search: what planning took.
+    """
+
+    mesh_axes: tuple[tuple[str, int], ...]
+    environment: Mapping[str, str]
+    winner: str
+    measured_ms: float | None
+    race: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]
+    search: Mapping[str, float]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Saved:
+        """Reads parsed JSON of any format.
+
+        Raises:
+            CfpError: it is not of a plan.
+        """
+        try:
+            return cls(
+                mesh_axes=tuple((name, size) for name, size in data["mesh_axes"]),
+                environment=data["environment"],
+                winner=data["winner"],
+                measured_ms=data.get("measured_ms"),
+                race=[dict(row) for row in data["race"]],
+                rows=[dict(row) for row in data["rows"]],
+                search=data["search"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CfpError(
+                compose(
+                    "This is not a saved plan.",
+                    expected="JSON that cfp plan -o wrote, by any version",
+                    got=f"{type(error).__name__}: {error}",
+                    attempt="name the file of a plan",
+                )
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Saved:
+        """Reads a file; see `from_json`."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise CfpError(
+                compose(
+                    f"Cannot read {path}.",
+                    expected="a file with JSON that cfp plan -o wrote",
+                    got=str(error),
+                    attempt="name the file of a plan",
+                )
+            ) from error
+        return cls.from_json(data)
+
+
+def page(title: str, command: str, date: str, plans: Mapping[str, Saved]) -> str:
     """A results page in Markdown.
 
     Args:
@@ -37,43 +108,50 @@ def page(title: str, command: str, date: str, plans: dict[str, Plan]) -> str:
     """
     parts = [f"# {title}", "", f"Measured on {date} with", "", f"    {command}", ""]
     for name, plan in plans.items():
-        parts += [f"## {name}", "", *_environment(plan), "", *_race(plan), ""]
-        parts += [*_blocks(plan), "", _effort(plan), ""]
+        parts += section(name, plan)
     return "\n".join(parts)
 
 
-def _environment(plan: Plan) -> list[str]:
+def section(name: str, plan: Saved) -> list[str]:
+    """What a page shows of one plan: lines of Markdown."""
+    head = [f"## {name}", "", *_environment(plan), ""]
+    return [*head, *_race(plan), "", *_blocks(plan), "", _effort(plan), ""]
+
+
+def _environment(plan: Saved) -> list[str]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh_axes)
     shown = {"mesh": mesh, **plan.environment}
     wanted = ("mesh", *_SHOWN)
     return [f"- {key}: {shown[key]}" for key in wanted if shown.get(key)]
 
 
-def _race(plan: Plan) -> list[str]:
+def _race(plan: Saved) -> list[str]:
     lines = [
-        "| plan | measured ms | samples from, to | predicted ms | memory GiB |",
+        "| plan | measured ms | samples from, to (count) | predicted ms | memory GiB |",
         "| --- | --- | --- | --- | --- |",
     ]
 
-    def order(row: RaceRow) -> float:
-        return row.time_ms if row.time_ms is not None else float("inf")
+    def order(row: Mapping[str, Any]) -> float:
+        return row["time_ms"] if row["time_ms"] is not None else float("inf")
 
     for row in sorted(plan.race, key=order):
-        name = f"**{row.name}**" if row.name == plan.winner else row.name
-        if row.time_ms is None:
-            measured, spread = row.note, "-"
+        name = f"**{row['name']}**" if row["name"] == plan.winner else row["name"]
+        if row["time_ms"] is None:
+            measured, spread = row["note"], "-"
         else:
-            measured = f"{row.time_ms:.2f}"
-            spread = f"{min(row.samples_ms):.2f} to {max(row.samples_ms):.2f}"
-        predicted = "-" if row.predicted_ms is None else f"{row.predicted_ms:.2f}"
-        memory = f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-"
+            samples = row["samples_ms"]
+            measured = f"{row['time_ms']:.2f}"
+            spread = f"{min(samples):.2f} to {max(samples):.2f} ({len(samples)})"
+        known = row["predicted_ms"]
+        predicted = "-" if known is None else f"{known:.2f}"
+        memory = f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "-"
         lines.append(f"| {name} | {measured} | {spread} | {predicted} | {memory} |")
-    if scaled := scale_text(plan):
+    if scaled := scale_text(plan.search, plan.measured_ms):
         lines += ["", scaled]
     return lines
 
 
-def _blocks(plan: Plan) -> list[str]:
+def _blocks(plan: Saved) -> list[str]:
     """One line for each different block of the plan."""
     lines = [
         "| block | sharded | parameters | collectives |",
@@ -81,17 +159,16 @@ def _blocks(plan: Plan) -> list[str]:
     ]
     seen = set()
     for row in plan.rows:
-        place = row.name.rsplit("/", 2)[-2:]
-        key = (row.kind, row.op, tuple(place), row.sharded)
+        place = row["name"].rsplit("/", 2)[-2:]
+        key = (row["kind"], row["op"], tuple(place), row["sharded"])
         if key not in seen:
             seen.add(key)
-            lines.append(
-                f"| {row.name} | {row.sharded} | {row.storage} | {row.collectives} |"
-            )
+            cells = (row["name"], row["sharded"], row["storage"], row["collectives"])
+            lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def _effort(plan: Plan) -> str:
+def _effort(plan: Saved) -> str:
     search = plan.search
     return (
         f"Planning: {search.get('strategies_measured', 0):.0f} strategies measured, "
@@ -115,9 +192,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     plans = {}
-    for item in args.plans:
-        name, _, path = item.rpartition("=")
-        plans[name] = Plan.load(path)
+    try:
+        for item in args.plans:
+            name, _, path = item.rpartition("=")
+            plans[name] = Saved.load(path)
+    except CfpError as error:
+        parser.error(str(error))
     args.out.write_text(page(args.title, args.command, args.date, plans))
 
 

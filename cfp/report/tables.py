@@ -24,8 +24,11 @@ from cfp.plan_text import (
     common_prefix,
     headline,
     merged_name,
+    remarks,
     span_text,
 )
+from cfp.plan_words import gap_text, scale_text, summary_line
+from cfp.report.console import literal_console
 from cfp.units import format_bytes
 
 PLAIN_WIDTH = 160
@@ -96,7 +99,9 @@ def _segment_time(row: PlanRow, count: int) -> str:
 
 def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
     """The finalists, the fastest first; the winner is marked."""
-    table = Table(box=border, title="Race", title_justify="left", pad_edge=False)
+    ran = any(row.samples_ms for row in plan.race) or plan.rung != "estimated"
+    title = "Race" if ran else "Estimates"
+    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("plan", no_wrap=True)
     for heading in ("predicted ms", "measured ms", "memory"):
@@ -116,18 +121,6 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
     return table
 
 
-def scale_text(plan: Plan) -> str:
-    """Of which part of the step the times of the race are, if not of all of it."""
-    if "segments_raced" not in plan.search:
-        return ""
-    raced, total = plan.search["segments_raced"], plan.search["segments"]
-    whole = "-" if plan.measured_ms is None else f"{plan.measured_ms:.1f} ms"
-    return (
-        f"Timed with {raced:.0f} of {total:.0f} segments, since the others repeat "
-        f"these, and scaled to all.\nThe winner, timed whole: {whole}."
-    )
-
-
 def _same_as(row: RaceRow, race: Sequence[RaceRow]) -> str:
     """Finalists that came out as one program were run once, and share its samples."""
     others = [
@@ -144,49 +137,6 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-# --------------------------------------------------------------------------- lines
-
-
-def summary_line(plan: Plan) -> str:
-    """What was measured and how long each pass took; "" if nothing was."""
-    search = plan.search
-    parts = []
-    if "strategies_measured" in search:
-        counts = (
-            f"{search['strategies_measured']:.0f} strategies measured, "
-            f"{search.get('strategies_cached', 0):.0f} from the cache"
-        )
-        if search.get("strategies_failed"):
-            counts += f", {search['strategies_failed']:.0f} failed"
-        parts.append(counts)
-    seconds = [
-        f"{name.removesuffix('_seconds')} {value:.1f} s"
-        for name, value in search.items()
-        if name.endswith("_seconds")
-    ]
-    if seconds:
-        cached = ", from the cache" if search.get("race_cached") else ""
-        parts.append(", ".join(seconds) + cached)
-    return "; ".join(parts)
-
-
-def gap_text(gap: float) -> str:
-    """What measuring more could gain at most, as :mod:`cfp.search.guided` has it.
-
-    Args:
-        gap: the share of the step's predicted time that a choice that was not measured
-            could save by its lower bound; 1 if no plan was known to compare with.
-    """
-    if gap >= 1.0:
-        return "What measuring more could gain is not known."
-    if gap <= 0.0:
-        return "Nothing left to measure can be faster (gap 0.0%)."
-    return (
-        f"What was not measured could save {gap:.1%} of the step at most, by lower "
-        f"bounds (gap {gap:.1%})."
-    )
-
-
 # ----------------------------------------------------------------------- the whole
 
 
@@ -197,15 +147,14 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         parts += [blocks_table(plan, border=border), Text()]
     if plan.race:
         parts.append(race_table(plan, border=border))
-        if scaled := scale_text(plan):
+        if scaled := scale_text(plan.search, plan.measured_ms):
             parts.append(Text(scaled))
         hidden = len(plan.race) - len(best_variants(plan))
         if hidden:
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())
-    line = summary_line(plan)
-    if line:
-        parts.append(Text(line))
+    told = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
+    parts += [Text(line) for line in told if line]
     if "gap" in plan.search:
         parts.append(Text(gap_text(plan.search["gap"])))
     return Group(*parts)
@@ -213,7 +162,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
 
 def plan_text(plan: Plan, width: int = PLAIN_WIDTH) -> str:
     """Everything as plain ASCII text, for files and pipes."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = literal_console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
         console.print(plan_view(plan, border=box.ASCII))
     lines = [line.rstrip() for line in captured.get().splitlines()]

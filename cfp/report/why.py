@@ -51,7 +51,7 @@ class Misses:
 
 def find_misses(planner: Planner) -> Misses:
     """Looks everything up that the profile pass would, and measures nothing."""
-    mesh, store = planner.mesh, planner.store
+    mesh, store = planner.ground.devices, planner.store
     probes = rate_keys(mesh)
     answered = store.get_many([key.digest for key in probes.values()])
     rates_known = len(answered) == len(probes)

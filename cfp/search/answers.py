@@ -85,7 +85,12 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
     record = store.get(asked.digest)
     if record is None:
         return None
-    known = json.loads(record.choice)
+    try:
+        known = json.loads(record.choice)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(known, list) or not all(isinstance(one, str) for one in known):
+        return None  # Records may come from elsewhere.
     return Answer(tuple(known), record.time_ms, record.created)
 
 

@@ -68,6 +68,10 @@ class Costs:
             if can_recompute(frame, segments[index])
         }
 
+    def can_rematerialize(self, kind: int) -> bool:
+        """Whether segments of a kind can compute their forward pass again."""
+        return kind in self._recomputable
+
     def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
         key = (kind, *candidate.key)
@@ -92,7 +96,7 @@ class Costs:
         for segment in analysis.segments:
             plain = segment_candidate(analysis, segment.index, choice)
             own = again = self.least_bytes(segment.kind, plain)
-            if segment.kind in self._recomputable:
+            if self.can_rematerialize(segment.kind):
                 again = self.least_bytes(segment.kind, replace(plain, remat=True))
             state += own.state_bytes
             peak = max(peak, kept + own.residual_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cfp.profiling.record import ProfileRecord
+from cfp.search.problem import Option
 from cfp.search.wanted import Wanted
 
 
@@ -43,6 +44,8 @@ class Explored:
         gap: the share of the best plan's predicted time that an unmeasured choice
             could save at most; 1 if no measured plan fits in memory.
         tight: whether memory decides, so that forward passes may be computed again.
+        estimated: for each kind of segment its options by estimates, where nothing is
+            to be measured.
     """
 
     wanted: list[Wanted]
@@ -51,3 +54,4 @@ class Explored:
     rounds: int
     gap: float
     tight: bool
+    estimated: tuple[tuple[Option, ...], ...] = ()

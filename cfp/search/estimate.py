@@ -33,6 +33,7 @@ class SegmentEstimate:
         edge_ms: for each pair of blocks (positions in the segment, the first not
             behind the second) a matrix over their strategies. Pairs of a block with
             itself hold what moves between a block and its twin in the next segment.
+        own_edge_ms: the same without what moves between the segment and its twin.
         parts_ms: like ``node_ms``, what these are the sums of: ``[strategy][part]``,
             contractions, other ops, and what moves.
         node_bytes: like ``node_ms``, bytes of state on each device.
@@ -44,6 +45,7 @@ class SegmentEstimate:
     strategies: tuple[tuple[Strategy, ...], ...]
     node_ms: Mapping[Storage, Sequence[np.ndarray]]
     edge_ms: Mapping[tuple[int, int], np.ndarray]
+    own_edge_ms: Mapping[tuple[int, int], np.ndarray]
     parts_ms: Mapping[Storage, Sequence[np.ndarray]]
     node_bytes: Mapping[Storage, Sequence[np.ndarray]]
     numbers: tuple[Mapping[Strategy, int], ...]
@@ -63,6 +65,10 @@ class SegmentEstimate:
             (row[pick] for row, pick in zip(nodes, picks, strict=True)), np.zeros(3)
         )
         return found + np.array([0.0, 0.0, self._edges(picks)])
+
+    def without_twin(self) -> SegmentEstimate:
+        """The estimate of the segment by itself, whatever follows it."""
+        return replace(self, edge_ms=self.own_edge_ms)
 
     def at_price(self, price: float) -> SegmentEstimate:
         """The estimate with state at a price, in ms for a byte."""
@@ -88,6 +94,7 @@ class SegmentEstimate:
             node_ms={mode: _sums(blocks) for mode, blocks in parts.items()},
             parts_ms=parts,
             edge_ms={pair: m * weights[2] for pair, m in self.edge_ms.items()},
+            own_edge_ms={pair: m * weights[2] for pair, m in self.own_edge_ms.items()},
         )
 
     def _picks(self, candidate: Candidate) -> list[int]:
@@ -138,14 +145,16 @@ class Estimator:
                 ]
                 parts[mode].append(np.array(rows))
                 node_bytes[mode].append(np.array([s.held_bytes for s in state]))
-        edges = self._edges(terms)
+        edges = own_edges = self._edges(terms)
         if twin is not None:
+            edges = dict(own_edges)
             self._add_twin_edges(edges, segment, twin, strategies, terms)
         return SegmentEstimate(
             segment,
             strategies,
             {mode: _sums(blocks) for mode, blocks in parts.items()},
             edges,
+            own_edges,
             parts,
             node_bytes,
             tuple(numbers),

@@ -30,7 +30,6 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.effort import Effort, Explored
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.ilp import leanest
-from cfp.search.measure import can_recompute
 from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution
@@ -286,7 +285,8 @@ class _View:
             lean = self._measured[kind][pick].candidate
             again = replace(lean, remat=True)
             is_new = again.key not in self._asked[kind]
-            if is_new and self._can_recompute(kind) and self._may_ask(kind, again):
+            able = is_new and self.costs.can_rematerialize(kind)
+            if able and self._may_ask(kind, again):
                 found += self._wanted(kind, again)
         return found
 
@@ -330,7 +330,7 @@ class _View:
             lean = self._first_unasked(kind, weighed.at_price(self._price))
             fresh = list({c.key: c for c in (*fresh, *lean)}.values())
         found = [self._option(kind, c, weighed.total_ms(c)) for c in fresh]
-        if not self.tight or not self._can_recompute(kind):
+        if not self.tight or not self.costs.can_rematerialize(kind):
             return found
         again = [
             *((o.candidate, o.time_ms) for o in (*self._measured[kind], *found)),
@@ -347,10 +347,6 @@ class _View:
         """A lower bound on the times of a kind's candidates."""
         weights = MARGIN * fit_weights(*self._times[kind])
         return self.estimates.kinds[kind].weighed(weights)
-
-    def _can_recompute(self, kind: int) -> bool:
-        index = self.analysis.representatives[kind]
-        return can_recompute(self.analysis.frame, self.analysis.segments[index])
 
     def _first_unasked(self, kind: int, estimate: SegmentEstimate) -> list[Candidate]:
         """The best by an estimate of what was not asked for yet."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import pulp
 
 from cfp.search.problem import Problem, Solution, solution
+from cfp.search.quiet import quiet_solver
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
@@ -38,7 +39,8 @@ def solve_ilp(problem: Problem) -> Solution | None:
         for i, peak in enumerate(_peaks(problem, x)):
             model.addConstraint(peak <= room, f"fit_{i}")
     model.setObjective(pulp.lpSum(cost))
-    model.solve(pulp.HiGHS(msg=False, gapRel=0.0))
+    with quiet_solver():
+        model.solve(pulp.HiGHS(msg=False, gapRel=0.0))
     status = pulp.LpStatus[model.status]
     assert status in ("Optimal", "Infeasible"), status
     if status == "Infeasible":
@@ -64,7 +66,8 @@ def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
     for i, peak in enumerate(_peaks(problem, x)):
         model.addConstraint(peak <= most, f"fit_{i}")
     model.setObjective(most)
-    model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
+    with quiet_solver():
+        model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
     assert pulp.LpStatus[model.status] in ("Optimal", "Not Solved"), "a choice exists"
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
     return solution(problem, picks)

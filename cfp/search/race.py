@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,6 +22,7 @@ from cfp.profiling.threads import default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.search.answers import keep_race, of_one_race
 from cfp.search.finalist import Finalist, RaceResult
+from cfp.search.spread import is_tie
 
 # What one finalist gets in a turn: a look at first, which tells who is far behind,
 # then more. Turns are short, so that a drift of the clocks meets all alike.
@@ -47,8 +50,9 @@ _TURN_MS_ELSEWHERE = 500.0
 # after every turn.
 _HOPE_AT_FIRST = 1.08
 _HOPE = 1.04
-# How many more turns there may be until the fastest is one who took part in the last
-# two: then most of its samples are of the same time as those of the others.
+# How many more turns there may be until the fastest took part in the last two, so that
+# most of its samples are of the same time as those of the others, and until it is clear
+# that it is faster than the next one.
 _MORE_ROUNDS = 3
 
 
@@ -60,6 +64,7 @@ def race(
     *,
     budget_bytes: int | None = None,
     rounds: int = 3,
+    end: float = math.inf,
     programs: dict[str, Built] | None = None,
     retry_failures: bool | datetime = False,
     progress: Callable[[str], None] | None = None,
@@ -82,6 +87,8 @@ def race(
         store: where records are kept.
         budget_bytes: who needs more memory is not run and cannot win.
         rounds: how many turns there are; a few more where it takes them to tell.
+        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
+            program is, and no other turn begins.
         programs: compiled programs by the names of finalists: used, and added to.
         retry_failures: run again what failed before, or before a moment.
         progress: told what is being done.
@@ -91,7 +98,7 @@ def race(
         One result for each finalist, in their order.
     """
     jobs = {f.job.key.digest: f.job for f in finalists}
-    bury(store)
+    bury(store, about=jobs)
 
     def still_good(found: Mapping[str, ProfileRecord]) -> dict[str, ProfileRecord]:
         return {
@@ -118,14 +125,19 @@ def race(
         expected = {f.job.key.digest: f.predicted_ms or 0.0 for f in finalists}
         places = {f.job.key.digest: f.place or (program, mesh) for f in finalists}
         ratios = {f.job.key.digest: f.whole.time_ratio for f in finalists}
-        with Marks(store.path, limits) as marks:
+        with Marks(store.path, limits, program.name) as marks:
             built = {} if programs is None else programs
-            names = {f.job.key.digest: f.name for f in finalists}
+            names = defaultdict(list)
+            for finalist in finalists:
+                names[finalist.job.key.digest].append(finalist.name)
             turns = _Turns(places, mesh, again, expected, marks, names, built, ratios)
-            records = {**out, **turns.run(store, budget_bytes, rounds, progress)}
+            ran = turns.run(store, budget_bytes, rounds, progress, end)
+            records = {**out, **ran}
     if records is not raced:
         ran = {digest: r for digest, r in records.items() if digest not in out}
         keep_race(jobs, budget_bytes, ran, store)
+    late = {d: _late(job) for d, job in jobs.items() if d not in records}
+    records = {**records, **late}
     results = []
     for finalist in finalists:
         record = records[finalist.job.key.digest]
@@ -141,6 +153,15 @@ def race(
             )
         )
     return results
+
+
+def _late(job: Job) -> ProfileRecord:
+    """What a race says of a program for which there was no time; it is not stored."""
+    reason = "not compiled, since the time for planning was over"
+    key = job.key
+    return ProfileRecord(
+        key=key.digest, parts=key.parts, status="timeout", reason=reason
+    )
 
 
 def _fits(record: ProfileRecord, budget_bytes: int | None) -> bool:
@@ -195,16 +216,16 @@ def first_that_fits(
         needs on each device, or None if there is none.
     """
     refused = []
-    bury(store)
     for finalist in finalists:
         job = finalist.job
+        bury(store, about={job.key.digest})
         outcome: Built | ProfileRecord | None = store.get(job.key.digest)
         if (
             outcome is None
             or is_to_retry(outcome, retry_failures)
             or _fits_by_now(outcome, budget_bytes)
         ):
-            with Marks(store.path, limits) as marks:
+            with Marks(store.path, limits, program.name) as marks:
                 place = {job.key.digest: (program, mesh)}
                 turns = _Turns(place, mesh, {job.key.digest: job}, {}, marks)
                 [(_, outcome)] = turns._built(store, progress or (lambda _: None))
@@ -240,7 +261,7 @@ class _Turns:
     jobs: Mapping[str, Job]
     expected_ms: Mapping[str, float]
     marks: Marks
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     programs: dict[str, Built] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)
 
@@ -250,11 +271,12 @@ class _Turns:
         budget_bytes: int | None,
         rounds: int,
         progress: Callable[[str], None] | None,
+        end: float,
     ) -> dict[str, ProfileRecord]:
         tell = progress or (lambda _: None)
         records: dict[str, ProfileRecord] = {}
         ready: dict[str, Built] = {}
-        for digest, outcome in self._built(store, tell):
+        for digest, outcome in self._built(store, tell, end):
             if isinstance(outcome, ProfileRecord):
                 records[digest] = outcome
             elif budget_bytes is not None and outcome.peak_bytes > budget_bytes:
@@ -274,10 +296,13 @@ class _Turns:
                 tell(f"timing {self.jobs[digest].label}, turn {turn + 1} of {of}")
                 found = self._time(digest, ready[digest], timing)
                 records[digest] = _join(records.get(digest), found)
-            times = {d: self.ratios.get(d, 1.0) * records[d].time_ms for d in ready}
+            times = {d: self._time_of(records)(d) for d in ready}
             best = min((times[d] for d in order), default=0.0)
             steady = min((times[d] for d in order if d in before), default=0.0)
-            if turn + 1 >= rounds and steady == min(times.values(), default=0.0):
+            if time.monotonic() > end:
+                break
+            settled = steady == min(times.values(), default=0.0)
+            if turn + 1 >= rounds and settled and not self._is_close(order, records):
                 break
             hope = _HOPE if turn else _HOPE_AT_FIRST
             before = order
@@ -290,8 +315,27 @@ class _Turns:
         _keep(list(records.values()), store)
         return records
 
+    def _is_close(
+        self, order: Sequence[str], records: Mapping[str, ProfileRecord]
+    ) -> bool:
+        """Whether more turns may tell which of the two fastest is faster."""
+        able = sorted((d for d in order if records[d].ok), key=self._time_of(records))
+        if len(able) < 2 or self.mesh.devices.flat[0].platform == "cpu":
+            return False  # Virtual devices are there to try things out.
+        one, two = (
+            [self.ratios.get(d, 1.0) * ms for ms in records[d].samples_ms]
+            for d in able[:2]
+        )
+        return is_tie(one, two)
+
+    def _time_of(self, records: Mapping[str, ProfileRecord]) -> Callable[[str], float]:
+        return lambda digest: self.ratios.get(digest, 1.0) * records[digest].time_ms
+
     def _built(
-        self, store: ProfileStore, tell: Callable[[str], None]
+        self,
+        store: ProfileStore,
+        tell: Callable[[str], None],
+        end: float = math.inf,
     ) -> Iterator[tuple[str, Built | ProfileRecord]]:
         environment = BuildEnvironment.beside(store.path)
         platform = self.mesh.devices.flat[0].platform
@@ -306,18 +350,23 @@ class _Turns:
                 digest: pool.submit(with_settings(self._build), job, environment)
                 for digest, job in self.jobs.items()
             }
+            is_enough = False
             for digest, pending in builds.items():
+                if is_enough and time.monotonic() > end and pending.cancel():
+                    continue
                 tell(f"compiling {self.jobs[digest].label}")
-                yield digest, pending.result()
+                outcome = pending.result()
+                is_enough |= isinstance(outcome, Built)
+                yield digest, outcome
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
-        name = self.names.get(job.key.digest, "")
-        if name in self.programs:
+        names = self.names.get(job.key.digest, ())
+        for name in self.programs.keys() & names:
             return replace(self.programs[name], key=job.key)
         with self.marks.doing(job.key, job.label, "build"):
             outcome = build(*self.places[job.key.digest], job, environment)
         if isinstance(outcome, Built):
-            self.programs[name] = outcome
+            self.programs.update(dict.fromkeys(names, outcome))
         return outcome
 
     def _time(self, digest: str, built: Built, timing: TimingOptions) -> ProfileRecord:

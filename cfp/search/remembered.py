@@ -15,6 +15,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
 from cfp.profiling.builder import Job
+from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.search.measure import Told
@@ -99,14 +100,17 @@ def _read(
         )
         storage = tuple(map(Storage, data["storage"]))
         remat, extent = tuple(data["remat"]), Told(data["extent"])
-        told = {str(name): str(value) for name, value in data["options"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
+        told = dict(data["options"])
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
+    # Records may come from elsewhere.
     if (
         len(blocks) == len(options)
         and len(storage) == len(analysis.frame.groups)
         and all(block in those for block, those in zip(blocks, options, strict=True))
+        and all(type(place) is int for place in remat)
         and all(place in range(len(analysis.segments)) for place in remat)
+        and refused_option(told) is None
     ):
         return Choice(blocks, storage, remat), extent, told
     return None

@@ -7,11 +7,11 @@ and behind these. The same goes for its memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from cfp.analysis.abridge import Abridged, abridge
+from cfp.analysis.abridge import Abridged, abridge, treatments
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.search.costs import fixed_bytes
@@ -25,29 +25,19 @@ _WORTH_IT = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """An abridged program, and what it says.
+    """Abridged programs, and what they say of the whole one, by choice.
 
     Attributes:
-        analysis: of the whole program.
-        abridged: what is left of it.
-        problem: what the profiles say about the whole program.
-        short: what they say about what is left.
-        usual: what follows for the whole program under a choice that the profiles do
-            not know all of.
+        programs: what is left. Choices that treat the same layers alike share one.
+        wholes: what it says.
     """
 
-    analysis: Analysis
-    abridged: Abridged
-    problem: Problem
-    short: Problem
-    usual: Whole
+    programs: Mapping[Choice, Abridged]
+    wholes: Mapping[Choice, Whole]
 
     def whole(self, choice: Choice) -> Whole:
         """What the abridged program says about the whole one, under a choice."""
-        picks = picks_of(self.analysis, self.problem, choice)
-        if picks is None:
-            return self.usual
-        return _whole(self.problem, self.short, self.abridged.segments, picks)
+        return self.wholes[choice]
 
 
 def shorten(
@@ -59,31 +49,45 @@ def shorten(
         analysis: of the program.
         problem: what the profiles say.
         choices: what is to be raced.
-        kept: how many repeats of a stretch of segments stay.
+        kept: how many repeats of a stretch of segments stay that are treated alike.
 
     Returns:
-        None if the program cannot be abridged, or not by enough, or one of the choices
-        treats repeats differently, or the profiles know none of the choices.
+        None if the program cannot be abridged, or not by enough, for one of the
+        choices, or the profiles know neither it nor one that treats the same layers
+        alike.
     """
-    abridged = abridge(analysis, kept)
-    if abridged is None or not all(abridged.stands_for(analysis, c) for c in choices):
+    programs: dict[Choice, Abridged] = {}
+    wholes: dict[Choice, Whole] = {}
+    alike: dict[tuple[int, ...], list[Choice]] = {}
+    for choice in choices:
+        alike.setdefault(treatments(analysis, choice), []).append(choice)
+    if not alike:
         return None
-    if len(abridged.segments) > _WORTH_IT * len(analysis.segments):
-        return None
-    known = [p for c in choices if (p := picks_of(analysis, problem, c)) is not None]
-    if not known:
-        return None
-    short = replace(
-        problem,
-        kinds=tuple(problem.kinds[i] for i in abridged.segments),
-        fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
-    )
-    found = [_whole(problem, short, abridged.segments, picks) for picks in known]
-    usual = Whole(
-        time_ratio=mean(one.time_ratio for one in found),
-        bytes_ratio=mean(one.bytes_ratio for one in found),
-    )
-    return Shortened(analysis, abridged, problem, short, usual)
+    for kinds, group in alike.items():
+        abridged = abridge(analysis, kinds, kept)
+        if abridged is None:
+            return None
+        if len(abridged.segments) > _WORTH_IT * len(analysis.segments):
+            return None
+        short = replace(
+            problem,
+            kinds=tuple(problem.kinds[i] for i in abridged.segments),
+            fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
+        )
+        known = {
+            choice: _whole(problem, short, abridged.segments, picks)
+            for choice in group
+            if (picks := picks_of(analysis, problem, choice)) is not None
+        }
+        if not known:
+            return None
+        usual = Whole(
+            time_ratio=mean(one.time_ratio for one in known.values()),
+            bytes_ratio=mean(one.bytes_ratio for one in known.values()),
+        )
+        programs |= dict.fromkeys(group, abridged)
+        wholes |= dict.fromkeys(group, usual) | known
+    return Shortened(programs, wholes)
 
 
 def _whole(

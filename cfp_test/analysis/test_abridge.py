@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from cfp.analysis.abridge import abridge, find_stretches
+from cfp.analysis.abridge import abridge, find_stretches, treatments
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.presets import presets
@@ -289,6 +289,10 @@ def layers_left(analysis, abridged, weight):
     return sum(1 for v in abridged.part.inputs if re.fullmatch(weight, named[v]))
 
 
+def by_kind(analysis):
+    return [segment.kind for segment in analysis.segments]
+
+
 def by_name(preset):
     return lambda analysis: presets(analysis.frame)[preset]
 
@@ -301,20 +305,25 @@ def all_again(analysis):
     return replace(presets(frame)["fully_sharded"], remat=tuple(again))
 
 
+def half_again(analysis):
+    """The same in the first half of the layers."""
+    choice = all_again(analysis)
+    return replace(choice, remat=choice.remat[: len(choice.remat) // 2])
+
+
 def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
     """The abridged deep program and the shallow one compute and send the same."""
     long = make(layers)
-    abridged = abridge(long, KEPT)
+    chosen = choose(long)
+    abridged = abridge(long, treatments(long, chosen), KEPT)
     assert abridged is not None
     assert all(long.frame.program.ops[op].parent < 0 for op in abridged.part.ops)
     left = layers_left(long, abridged, weight)
     assert 0 < left < layers - 4
     short = make(left)
-    chosen = [choose(analysis) for analysis in (short, long)]
-    assert abridged.stands_for(long, chosen[1])
     jobs = [
         whole_job(a.frame, a.segments, choice, (), "", extent, abridged=what)
-        for a, choice, what in zip((short, long), chosen, (None, abridged), strict=True)
+        for a, choice, what in ((short, choose(short), None), (long, chosen, abridged))
     ]
     (expected, whole), (found, less) = (
         run(a, mesh, job) for a, job in zip((short, long), jobs, strict=True)
@@ -349,12 +358,20 @@ def test_what_is_left_computes_what_a_shallow_model_does(
     check_like(make, 13, WEIGHT, by_name(preset), mesh, extent)
 
 
-@pytest.mark.parametrize("loss", [plain, with_side_losses, conditioned])
-def test_what_is_left_can_be_computed_again(mesh, loss):
+@pytest.mark.parametrize(
+    ("loss", "choose"),
+    [
+        (plain, all_again),
+        (with_side_losses, all_again),
+        (conditioned, all_again),
+        (plain, half_again),
+    ],
+)
+def test_what_is_left_can_be_computed_again(mesh, loss, choose):
     def make(layers):
         return analysed(*stack_of(loss, layers, ADAM), mesh)
 
-    check_like(make, 13, WEIGHT, all_again, mesh)
+    check_like(make, 15, WEIGHT, choose, mesh)
 
 
 def test_results_that_depend_on_nothing_stay(mesh):
@@ -409,7 +426,7 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make
         return whole_job(analysis.frame, *how, abridged=abridged)
 
     long = analysed(*make(13), mesh)
-    abridged = abridge(long, KEPT)
+    abridged = abridge(long, by_kind(long), KEPT)
     assert abridged is not None
     names = outputs_of(long, abridged.part)
     left = max(Counter(LAYER.sub("", n) for n in names if LAYER.search(n)).values())
@@ -428,8 +445,8 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make
 
 def test_what_reads_all_layers_is_not_abridged(mesh):
     analysis = analysed(*stack_of(with_all_outputs, 13, ADAM), mesh)
-    assert find_stretches([s.kind for s in analysis.segments], KEPT)
-    assert abridge(analysis, KEPT) is None
+    assert find_stretches(by_kind(analysis), KEPT)
+    assert abridge(analysis, by_kind(analysis), KEPT) is None
 
 
 def test_stacked_state_is_not_abridged(mesh):
@@ -450,8 +467,8 @@ def test_stacked_state_is_not_abridged(mesh):
         return params, rows * 0.9
 
     analysis = analysed(step, ((params, jnp.ones((13, WIDTH))), x), mesh)
-    assert find_stretches([s.kind for s in analysis.segments], KEPT)
-    assert abridge(analysis, KEPT) is None
+    assert find_stretches(by_kind(analysis), KEPT)
+    assert abridge(analysis, by_kind(analysis), KEPT) is None
 
 
 def with_weights_used_again(params, x):
@@ -485,31 +502,49 @@ def with_weights_twice(layers):
 def test_what_would_lose_its_use_is_not_abridged(mesh, make):
     """It would not be computed then, though its segment stays."""
     analysis = analysed(*make(13), mesh)
-    assert find_stretches([s.kind for s in analysis.segments], KEPT)
-    assert abridge(analysis, KEPT) is None
+    assert find_stretches(by_kind(analysis), KEPT)
+    assert abridge(analysis, by_kind(analysis), KEPT) is None
 
 
 def test_few_repeats_stay(mesh):
-    assert abridge(analysed(*stack_of(plain, KEPT, ADAM), mesh), KEPT) is None
+    analysis = analysed(*stack_of(plain, KEPT, ADAM), mesh)
+    assert abridge(analysis, by_kind(analysis), KEPT) is None
 
 
-def test_repeats_that_are_treated_differently_are_not_left_out(mesh):
+def left_out(analysis, choice):
+    """The repeated segments that are left out under a choice."""
+    abridged = abridge(analysis, treatments(analysis, choice), KEPT)
+    stay = () if abridged is None else abridged.segments
+    every = [s.index for s in analysis.segments]
+    return [index for index in every if index not in stay] if stay else []
+
+
+def test_only_repeats_that_are_treated_alike_stand_for_each_other(mesh):
     analysis = analysed(*stack_of(plain, 13, ADAM), mesh)
-    abridged = abridge(analysis, KEPT)
     choice = presets(analysis.frame)["data_parallel"]
-    assert abridged.stands_for(analysis, choice)
-    gone = {s.index for s in analysis.segments} - {*abridged.segments}
-    around = {index for group in abridged.alike for index in group}
-    assert gone < around
-    for segment in analysis.segments:
-        other = replace(choice, remat=(segment.index,))
-        assert abridged.stands_for(analysis, other) == (segment.index not in around)
-        storage = list(choice.storage)
-        for group in segment.groups:
+    gone = left_out(analysis, choice)
+    stretch = [gone[0] - 2, gone[0] - 1, *gone, gone[-1] + 1, gone[-1] + 2]
+    assert len(stretch) == len(gone) + KEPT and gone == stretch[2:-2]
+    half = len(stretch) // 2
+    assert half > KEPT
+    for differs in (
+        {"remat": tuple(stretch[:half])},
+        {"storage": sharded_groups(analysis, choice, stretch[:half])},
+    ):
+        other = left_out(analysis, replace(choice, **differs))
+        runs = stretch[:half], stretch[half:]
+        assert other == [i for run in runs for i in run[2:-2]]
+    one = replace(choice, remat=(stretch[4],))
+    assert left_out(analysis, one) == stretch[7:-2]
+
+
+def sharded_groups(analysis, choice, indices):
+    """A choice's storage, with the groups of some segments sharded."""
+    storage = list(choice.storage)
+    for index in indices:
+        for group in analysis.segments[index].groups:
             storage[group] = Storage.SHARDED
-        other = replace(choice, storage=tuple(storage))
-        differs = segment.groups and segment.index in around
-        assert abridged.stands_for(analysis, other) == (not differs)
+    return tuple(storage)
 
 
 def test_repeats_that_are_pinned_differently_are_not_left_out(mesh):
@@ -517,16 +552,15 @@ def test_repeats_that_are_pinned_differently_are_not_left_out(mesh):
     names = free.frame.program.arg_names
     weights = [place for place, name in enumerate(names) if re.fullmatch(WEIGHT, name)]
     assert len(weights) == 13
-    abridged = abridge(free, KEPT)
-    inside = set(abridged.part.inputs)
-    args = free.frame.program.args
-    gone = [place for place in weights if args[place] not in inside]
-    for pinned, stands in [(weights, True), (gone, False), (gone[3:4], False)]:
+    choice = presets(free.frame)["data_parallel"]
+    gone = left_out(free, choice)
+    # By name they are of layers 0, 1, 10, 11, 12, 2, 3 and so on.
+    some, one = (weights[:6], [5, 6, 7]), (weights[3:4], [3, 4, 5, 6, 7, 8])
+    for pinned, left in ((weights, gone), some, one):
         pins = dict.fromkeys(pinned, ((), ("x",)))
         analysis = analyze(free.frame.program, tuple(mesh.shape.items()), pins)
-        choice = presets(analysis.frame)["data_parallel"]
-        found = abridge(analysis, KEPT)
-        assert found.stands_for(analysis, choice) == stands
+        found = left_out(analysis, presets(analysis.frame)["data_parallel"])
+        assert found == left
 
 
 @given(

@@ -96,7 +96,7 @@ def make_choice(
       options: compiler options, besides the decision's.
     """
     analysis, mesh = session.analysis, session.mesh
-    settings = PlannerSettings(race=False)
+    settings = PlannerSettings(measure=True, race=False)
     with Planner(analysis, mesh, workdir, settings=settings) as planner:
         # Without a race, a choice only becomes shardings.
         plan = planner.race(replace(decision, problem=None))

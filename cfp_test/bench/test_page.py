@@ -7,6 +7,7 @@ import sys
 from cfp_test.bench.page import page
 from cfp_test.bench.test_rows import ROWS, made
 from cfp_test.cli_runner import environment
+from cfp_test.waiting import GUARD_SECONDS
 
 
 def results():
@@ -50,7 +51,7 @@ def test_script_writes_page_and_plot(tmp_path):
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=GUARD_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stderr

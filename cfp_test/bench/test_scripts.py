@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cfp_test.cli_runner import ROOT, environment
+from cfp_test.waiting import GUARD_SECONDS
 
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIZES = "--hidden_size 32 --seq_len 16 --num_heads 4 --vocab_size 96 --quick"
@@ -23,7 +24,7 @@ def run(script: str, folder: Path, words: str, **variables: str) -> str:
         text=True,
         cwd=folder,
         env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -2,9 +2,7 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import jax
@@ -20,6 +18,7 @@ from cfp_test.bench.configs import SUITES, configs, small
 from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import rows_of
 from cfp_test.cli_runner import environment, run_one
+from cfp_test.waiting import end_of, running, until
 
 # What is compiled here runs a few times only.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -103,25 +102,18 @@ def test_bench_survives_who_ends_its_process(tmp_path):
     words += " --json out.json --workdir ."
     log = str(tmp_path / "log")
     variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log, "XLA_FLAGS": FAST}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cfp_test.faulty", *words.split()],
-        cwd=tmp_path,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     folder = MarksFolder(tmp_path / "profiles.sqlite")
-    deadline = time.monotonic() + 400
-    while process.poll() is None:
+
+    def at_llama() -> bool:
         with folder.locked():
             labels = [m.label for one in folder.living() for m in one.marks]
-        if "llama: planned, analysed" in labels:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+        return "llama: planned, analysed" in labels
+
+    command = [sys.executable, "-m", "cfp_test.faulty", *words.split()]
+    with running(command, tmp_path, environment(**variables)) as process:
+        until(at_llama, process)
+        process.send_signal(signal.SIGINT)
+        out, err = end_of(process)
     assert process.returncode == 130, err
     assert "Configurations finished: 1 and stand in out.json." in err
     assert "Traceback" not in err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cfp_test.cli_runner import environment
+from cfp_test.waiting import GUARD_SECONDS
 
 TESTS = Path(__file__).parent.parent
 SMALL = (
@@ -23,7 +24,7 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         env={**environment(), "PYTHON": sys.executable},
-        timeout=120,
+        timeout=GUARD_SECONDS,
         check=False,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cfp_test.cli_runner import environment
+from cfp_test.waiting import GUARD_SECONDS
 
 SCRIPT = Path(__file__).with_name("moe_test.sh")
 # What is compiled here runs a few times only.
@@ -28,7 +29,7 @@ def run(workdir: Path, *words: str, **variables: str) -> subprocess.CompletedPro
         text=True,
         cwd=workdir,
         env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=False,
     )
 

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import IO
 
@@ -18,8 +16,9 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.locks import lock_file
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, write_whole
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.store import ProfileStore
+from cfp_test.waiting import GUARD_SECONDS, until
 
 PID = 12345
 SINCE = "2026-01-02T03:04:05+00:00"
@@ -202,7 +201,7 @@ def test_several_builds_are_suspects(store, caplog):
     assert death.record is None
     assert store.records() == []
     assert suspected(store) == {"a": 1, "b": 1}
-    assert "compiling: task a, task b. Trying again" in caplog.text
+    assert "was compiling task a; compiling task b. Trying again" in caplog.text
     # One of them was measured since.
     store.put(
         ProfileRecord(
@@ -255,7 +254,7 @@ def test_what_was_measured_right_before_is_no_alibi(store):
         key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
     )
     store.put(record)
-    time.sleep(0.001)
+    until(lambda: utc_now() > record.created)
     with Marks(store.path) as marks, marks.doing(key, "task a", "run"):
         [alive] = marks.folder.living()
     leave(store, *alive.marks, words=ABORTED)
@@ -328,13 +327,6 @@ def test_two_processes_never_claim_the_same(store):
             until(lambda: other.claim(keys[1:3], 3) == keys[1:3])
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_what_takes_too_long_is_noted(store, caplog):
     limits = Limits(run_seconds=0.05)
     with Marks(store.path, limits) as marks:
@@ -390,7 +382,7 @@ def test_a_library_process_that_crashes_is_found_by_the_next(store):
             env={k: v for k, v in os.environ.items() if k != "PYTHONFAULTHANDLER"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=GUARD_SECONDS,
         )
 
     assert go("b").returncode == -signal.SIGABRT
@@ -407,3 +399,33 @@ def test_a_library_process_that_crashes_is_found_by_the_next(store):
 
 def test_the_kernels_count_can_be_read():
     assert deaths.oom_kills() >= 0
+
+
+def test_warnings_name_the_program_and_come_up_only_for_it(store, caplog):
+    """All programs of a user share a store."""
+    of_a = [mark("a", "build", program="train"), mark("b", "build", program="train")]
+    leave(store, *of_a, words=ABORTED)
+    bury(store, about={key_of("c").digest})
+    assert caplog.text == ""
+    bury(store, about={key_of("c").digest})
+    assert caplog.text == ""
+    bury(store, about={key_of("a").digest, key_of("c").digest})
+    assert "was compiling task a of train. Trying again" in caplog.text
+    assert "task b" not in caplog.text
+
+
+def test_what_is_left_out_is_told_where_it_would_have_been_measured(store, caplog):
+    leave(store, mark("a", program="train"), words=ABORTED)
+    bury(store, about={key_of("c").digest})
+    assert caplog.text == ""
+    assert failures(store) == [("a", "crashed", WORDS)]
+    leave(store, mark("b", program="train"), words=ABORTED)
+    bury(store, about={key_of("b").digest})
+    assert "task b of train is left out: crashed" in caplog.text
+
+
+def test_marks_know_their_program(store):
+    with Marks(store.path, program="train") as marks:
+        with marks.doing(key_of("a"), "task a", "run"), marks.folder.locked():
+            [living] = marks.folder.living()
+    assert [(m.label, m.program) for m in living.marks] == [("task a", "train")]

@@ -160,7 +160,8 @@ def fake_gpu(
         process_index=process_index,
         platform="gpu",
         device_kind=device_kind,
-        client=SimpleNamespace(platform_version="cuda 12090"),
+        local_hardware_id=number,
+        client=SimpleNamespace(platform_version="cuda 12090", process_index=lambda: 0),
     )
 
 

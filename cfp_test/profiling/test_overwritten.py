@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.errors import CompilerError
-from cfp.profiling.overwritten import compile_right, read_after_overwritten
+from cfp.profiling.compiled import compile_right, doubt
+from cfp.profiling.overwritten import read_after_overwritten
 
 GEMM = (
     "%{name} = (f32[8,4]{{1,0}}, s8[64]{{0}}) custom-call(%a, %b, %{onto}), "
@@ -404,3 +405,41 @@ def test_programs_that_were_compiled_here_are_fine():
     assert "while(" in text
     # As if the compiler had computed something again.
     assert read_after_overwritten(text + "\n// .remat") is None
+    assert doubt(text.replace("HloModule ", "HloModule a.remat.", 1)) is None
+
+
+AGAIN = program(
+    norm("n.remat", "x"),
+    GEMM.format(name="gemm", onto="x"),
+    "%out = f32[8,4]{1,0} get-tuple-element(%gemm), index=0",
+    before=NORM,
+)
+UNPROVED = {
+    "no text": "",
+    "no program in it": "// .remat",
+    "no schedule": AGAIN.replace("is_scheduled=true", "is_scheduled=false"),
+    "no header": AGAIN.partition("\n")[2],
+    "no entry": AGAIN.replace("ENTRY ", ""),
+    "a line that is no instruction": AGAIN.replace("  ROOT", "  what is this\n  ROOT"),
+    "an instruction without a kind": AGAIN.replace("get-tuple-element(", "("),
+    "a computation that is not named": AGAIN.replace("%norm (p: f32[8,4])", "odd"),
+    "an operand that is nowhere": AGAIN.replace("fusion(%x)", "fusion(%nowhere)"),
+    "aliases of another form": AGAIN.replace("{{0}: (2, {})}", "[0 -> 2]"),
+}
+
+
+@pytest.mark.parametrize("text", UNPROVED.values(), ids=UNPROVED)
+def test_what_cannot_be_read_counts_as_wrong(text):
+    assert doubt(AGAIN) is None
+    assert doubt(text) is not None
+    lowered = Lowered(text, RIGHT)
+    assert compile_right(lowered, {})[1] == RIGHT
+    assert lowered.options == [None, {"xla_disable_hlo_passes": "rematerialization"}]
+
+
+def test_constants_of_several_lines_can_be_read():
+    text = AGAIN.replace(
+        "  ROOT",
+        "  %c = s32[2,2]{1,0} constant({\n  { 1, -2 },\n  { 3, 4 }\n})\n  ROOT",
+    )
+    assert doubt(text) is None

@@ -1,6 +1,7 @@
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
 from cfp.profiling.threads import default_threads, overlaps
+from cfp_test.waiting import GUARD_SECONDS, until
 
 
 def key_of(name: str) -> ProfileKey:
@@ -37,8 +39,11 @@ class Workshop:
     unbuildable: set[str] = field(default_factory=set)
     crashing: set[str] = field(default_factory=set)
     raising: dict[str, BaseException] = field(default_factory=dict)
-    build_seconds: float = 0.0
-    run_seconds: float | None = None  # As long as building.
+    # What building and running begin with, by name.
+    on_build: dict[str, Callable[[], object]] = field(default_factory=dict)
+    on_run: dict[str, Callable[[], object]] = field(default_factory=dict)
+    # Of each, so that what should not happen meanwhile would be seen.
+    pause_seconds: float = 0.0
     built: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
     most_waiting: int = 0
@@ -63,7 +68,7 @@ class Workshop:
         with self.lock:
             self.building += 1
             self.overlapped |= self.running
-        time.sleep(self.build_seconds)
+        self.on_build.get(name, self._pause)()
         with self.lock:
             self.building -= 1
             self.overlapped |= self.running
@@ -88,14 +93,25 @@ class Workshop:
         with self.lock:
             self.running = True
             self.overlapped |= self.building > 0
-        pause = self.build_seconds if self.run_seconds is None else self.run_seconds
-        time.sleep(pause)
-        self.running = False
+        self.on_run.get(name, self._pause)()
+        with self.lock:
+            self.running = False
         self.ran.append(name)
         if name in self.crashing:
             return built.record("crashed", reason="boom", run_seconds=1.0)
         time_ms = self.times_ms.get(name, 1.0)
         return built.record("ok", samples_ms=[time_ms], run_seconds=2.0)
+
+    def _pause(self) -> None:
+        time.sleep(self.pause_seconds)
+
+    def ends(self) -> None:
+        """Waits until no thread builds any more."""
+        until(
+            lambda: (
+                not any(t.name.startswith("cfp-build") for t in threading.enumerate())
+            )
+        )
 
 
 @pytest.fixture
@@ -222,7 +238,7 @@ def test_a_good_record_is_never_replaced_by_a_failure(shop, store):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_builds_are_not_far_ahead(shop, store, threads):
     names = "abcdefghijklmnopqrst"
-    shop.build_seconds = 0.001
+    shop.pause_seconds = 0.001
     run_tasks(shop.tasks(names), store, threads=threads)
     assert shop.ran == list(names)
     # Those that wait, those that are built, and the one that runs.
@@ -230,14 +246,15 @@ def test_builds_are_not_far_ahead(shop, store, threads):
 
 
 def test_builds_and_runs_overlap(shop, store):
-    shop.build_seconds = 0.02
+    together = threading.Barrier(2, timeout=GUARD_SECONDS)
+    shop.on_run["a"] = shop.on_build["b"] = together.wait
     run_tasks(shop.tasks("abcdef"), store, threads=1)
     assert shop.overlapped
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
-    shop.build_seconds = 0.005
+    shop.pause_seconds = 0.005
     names = "abcdefghijklmnopqrst"
     summary = run_tasks(shop.tasks(names), store, threads=threads, overlap=False)
     assert not shop.overlapped
@@ -251,7 +268,7 @@ def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
 def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
     shop, store, threads, overlap
 ):
-    shop.build_seconds = 0.02
+    shop.pause_seconds = 0.02
     first, *others = shop.tasks("abc")
     names = [key_of(name).digest for name in "bcx"]
     waiting = replace(first, after=frozenset(names))
@@ -336,14 +353,15 @@ def test_there_is_no_best_before_the_first_good_record(shop, store):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("phase", ["build", "run", "done"])
 def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
-    shop.build_seconds = 0.02
+    stopped = threading.Event()
 
     def stop(event):
         if event.phase == phase and event.label == "task c":
+            stopped.set()
             raise KeyboardInterrupt
 
-    # Running is faster, so that builds are awaited.
-    shop.run_seconds = 0.0
+    if phase == "build":  # It is awaited.
+        shop.on_build["c"] = lambda: until(stopped.is_set)
 
     with pytest.raises(KeyboardInterrupt):
         run_tasks(shop.tasks("abcdef"), store, overlap=overlap, progress=stop)
@@ -356,31 +374,37 @@ def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
 
 
 def test_an_interrupt_starts_no_further_builds(shop, store):
-    shop.build_seconds = 0.05
+    over = threading.Event()
+    shop.on_build["b"] = lambda: until(over.is_set)
 
     def stop(event):
         if event.phase == "run":
+            until(lambda: shop.building > 0)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_tasks(shop.tasks("abcdefgh"), store, progress=stop)
-    time.sleep(0.3)
+    over.set()
+    shop.ends()
     # One was built, and one was being built.
-    assert len(shop.built) <= 2
+    assert shop.built == ["a", "b"]
 
 
 def test_an_interrupt_starts_no_builds_that_wait_for_others(shop, store):
-    shop.build_seconds = 0.05
+    over = threading.Event()
+    shop.on_build["a"] = lambda: until(over.is_set)
 
     def stop(event):
         if event.phase == "build":
+            until(lambda: shop.building > 0)
             raise KeyboardInterrupt
 
     first, second = shop.tasks("ab")
     waiting = replace(second, after=frozenset({first.key.digest}))
     with pytest.raises(KeyboardInterrupt):
         run_tasks([first, waiting], store, threads=2, overlap=False, progress=stop)
-    time.sleep(0.3)
+    over.set()
+    shop.ends()
     assert shop.built == ["a"]
 
 
@@ -396,9 +420,8 @@ def test_failures_to_build_are_kept_at_once(shop, store):
 
     def stop(event):
         if event.phase == "run" and event.label == "task a":
-            while len(shop.built) < 3:
-                time.sleep(0.001)
-            time.sleep(0.05)
+            failed = set(digests("bc"))
+            until(lambda: store.get_many(failed).keys() == failed)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from cfp_test.waiting import GUARD_SECONDS
+
 PROGRAM = textwrap.dedent("""\
     import sys
     from pathlib import Path
@@ -65,7 +67,7 @@ def test_two_processes_agree(tmp_path):
     ]
     results = []
     for process in processes:
-        out, errors = process.communicate(timeout=300)
+        out, errors = process.communicate(timeout=GUARD_SECONDS)
         assert process.returncode == 0, errors
         results += [line for line in out.splitlines() if line.startswith("RESULT")]
     assert len(results) == 2

@@ -9,6 +9,7 @@ from cfp.profiling import tuning
 from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.marks_folder import MarksFolder, Suspicion
 from cfp.profiling.tuning import tune_kernels
+from cfp_test.waiting import GUARD_SECONDS
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_as_many_as_there_are_devices_are_built_at_once(
     together = threading.Barrier(case.mesh.devices.size)
 
     def build(program, mesh, job, environment):
-        together.wait(timeout=60)
+        together.wait(timeout=GUARD_SECONDS)
         with lock:
             seen.append((mesh.devices.flat[0].id, bool(jax.config.jax_enable_x64)))
         assert {d.id for d in mesh.devices.flat} == devices

@@ -194,3 +194,14 @@ def test_tracing_allocates_nothing():
         warnings.simplefilter("error")
         program, _ = trace(flatten_step(lambda x: x @ x, (huge,)), MESH)
     assert [op.kind for op in program.ops] == ["dot_general"]
+
+
+def test_positions_that_a_step_has_no_argument_for_are_refused():
+    def step(s, x, scale=1.0):
+        return s + scale * x
+
+    for option in ("static_argnums", "donate_argnums"):
+        with pytest.raises(StepNotTraceable, match=rf"{option} names positions \[5\]"):
+            flatten_step(step, (X, X), **{option: 5})
+    # What is static may be left out, if it has a default.
+    assert flatten_step(step, (X, X), static_argnums=2).static == ()

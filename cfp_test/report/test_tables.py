@@ -36,7 +36,7 @@ def layers(kinds: list[int]) -> list[PlanRow]:
 
 def make_plan(rows: list[PlanRow], race: list[RaceRow]) -> Plan:
     return Plan(
-        fingerprint="0",
+        fingerprint="0" * 64,
         mesh_axes=(("x", 4),),
         arg_names=(),
         arg_types=(),
@@ -132,11 +132,11 @@ def test_the_table_of_a_known_plan():
 @pytest.mark.parametrize(
     ("gap", "told"),
     [
-        (0.0, "Nothing left to measure can be faster (gap 0.0%)."),
+        (0.0, "By estimated bounds nothing left to measure is faster (gap 0.0%)."),
         (
             0.508,
-            "What was not measured could save 50.8% of the step at most, by lower "
-            "bounds (gap 50.8%).",
+            "By estimated bounds what was not measured could save 50.8% of the step "
+            "(gap 50.8%).",
         ),
         (1.0, "What measuring more could gain is not known."),
     ],

@@ -24,7 +24,7 @@ def planner(tmp_path):
     step, args = stack_step()
     program, _ = trace(flatten_step(step, args, {}), mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
-    settings = PlannerSettings(per_kind=1, in_context=False)
+    settings = PlannerSettings(measure=True, per_kind=1, in_context=False)
     with Planner(analysis, mesh, tmp_path, settings=settings) as found:
         yield found
 

@@ -6,15 +6,16 @@ python cfp_test/scripts/curves_page.py NAME=FILE.json [NAME=FILE.json ...]
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cfp.profiling.rates import Rates
 from cfp.report.curves import curve_points, plot_curves
 
 
-def load(file: Path) -> Rates:
-    """The rates that a file tells of."""
-    data = json.loads(file.read_text())
+def rates_of(data: Mapping[str, Any]) -> Rates:
+    """The rates that `cfp profile curves --json` wrote."""
     curves: dict = {}
     for point in data["collectives"]:
         key = point["kind"], tuple(point["axes"])
@@ -29,6 +30,36 @@ def load(file: Path) -> Rates:
     )
 
 
+def section(name: str, rates: Rates, link: float | None) -> list[str]:
+    """What was measured over one kind of link, as Markdown.
+
+    Args:
+        name: of the links.
+        rates: what was measured.
+        link: GB/s that one device can send, or None.
+    """
+    matmul = ", ".join(
+        f"{dtype} {flops / 1e9:.0f}"
+        for dtype, flops in rates.matmul_flops_per_ms.items()
+    )
+    lines = [
+        f"## {name}",
+        "",
+        f"One device multiplies matrices at {matmul} TFLOP/s and moves "
+        f"{rates.memory_bytes_per_ms / 1e6:.0f} GB/s in its memory.",
+        "",
+        "| collective | axes | MiB | ms | GB/s sent | of the link |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for p in curve_points(rates):
+        share = f"{p.sent_gb_per_s / link:.0%}" if link else "-"
+        lines.append(
+            f"| {p.kind} | {','.join(p.axes)} | {p.size_bytes / 2**20:.2f} | "
+            f"{p.time_ms:.4f} | {p.sent_gb_per_s:.1f} | {share} |"
+        )
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", metavar="NAME=FILE")
@@ -38,7 +69,8 @@ def main() -> None:
     parser.add_argument("--link", type=float, help="GB/s that one device can send")
     options = parser.parse_args()
     named = [
-        (n, load(Path(f))) for n, _, f in (t.rpartition("=") for t in options.files)
+        (name, rates_of(json.loads(Path(file).read_text())))
+        for name, _, file in (text.rpartition("=") for text in options.files)
     ]
     plot_curves(named, options.plot, options.link)
     lines = [
@@ -54,26 +86,7 @@ def main() -> None:
         "",
     ]
     for name, rates in named:
-        matmul = ", ".join(
-            f"{dtype} {flops / 1e9:.0f}"
-            for dtype, flops in rates.matmul_flops_per_ms.items()
-        )
-        lines += [
-            f"## {name}",
-            "",
-            f"One device multiplies matrices at {matmul} TFLOP/s and moves "
-            f"{rates.memory_bytes_per_ms / 1e6:.0f} GB/s in its memory.",
-            "",
-            "| collective | axes | MiB | ms | GB/s sent | of the link |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for p in curve_points(rates):
-            share = f"{p.sent_gb_per_s / options.link:.0%}" if options.link else "-"
-            lines.append(
-                f"| {p.kind} | {','.join(p.axes)} | {p.size_bytes / 2**20:.2f} | "
-                f"{p.time_ms:.4f} | {p.sent_gb_per_s:.1f} | {share} |"
-            )
-        lines.append("")
+        lines += section(name, rates, options.link)
     options.page.write_text("\n".join(lines))
 
 

@@ -4,8 +4,9 @@
         [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.1]
         [--compare 1.3] [--repeats 4] [--workdir DIR] [--log]
 
-Budgets are shares of what data parallelism needs. The first plan is made with an
-empty store unless ``--workdir`` has one. Every plan is made once more from what is
+Budgets are shares of what data parallelism needs, which another process finds out
+unless a plan without a budget does. The first plan is made with an empty store unless
+``--workdir`` has one. Every plan is made once more from what is
 stored by then: cold and warm. The times compared are those of the plan's own race, in
 which all take turns. Classics count with the compiler's default options, and in the
 faster of the ways to tell the compiler of them. ``--reach`` says who is raced, as the
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +34,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp import api, platform
-from cfp.cli.progress import progress_text
 from cfp.cli.session import open_target
 from cfp.entries import extent_name
 from cfp.errors import MemoryBudgetError
@@ -52,6 +53,7 @@ from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
+from cfp.report.progress import progress_text
 from cfp.search.finalist import RaceResult
 from cfp.search.measure import Told
 from cfp.search.race import race
@@ -196,7 +198,9 @@ def log(event: Progress | str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("target")
     parser.add_argument("--mesh")
     parser.add_argument("--devices", type=int)
@@ -209,7 +213,19 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--log", action="store_true")
+    parser.add_argument("--size-only", action="store_true", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
+    shares = options.budgets.split(",")
+    whole = None
+    if "none" not in shares and not options.size_only:
+        # What the compiler learns from it would help a cold plan of this process.
+        found = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--size-only"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        whole = int(found.stdout.splitlines()[-1])
     axes = platform.parse_mesh(options.devices, options.mesh)
     target, mesh = open_target(
         options.target, rest, axes=axes, platform_name=options.platform
@@ -222,7 +238,9 @@ def main() -> None:
         donate_argnums=target.donate,
     )
     with tempfile.TemporaryDirectory() as temporary:
-        workdir = options.workdir or Path(temporary)
+        workdir = Path(temporary)
+        if options.workdir and not options.size_only:
+            workdir = options.workdir
 
         def plan(
             budget: int | None, preset: str | None = None
@@ -270,10 +288,13 @@ def main() -> None:
                 tell(row)
             return made
 
-        shares = options.budgets.split(",")
-        free = tell_both("no budget", None) if "none" in shares else None
-        shares = [share for share in shares if share != "none"]
-        whole = needed_by("data_parallel", free)
+        if options.size_only:
+            print(plan(None, "data_parallel")[0].plan.peak_bytes)
+            return
+        if "none" in shares:
+            free = tell_both("no budget", None)
+            shares.remove("none")
+            whole = needed_by("data_parallel", free)
         if shares and whole is None:
             whole = plan(None, "data_parallel")[0].plan.peak_bytes
         for share in shares:

@@ -79,8 +79,11 @@ def test_what_was_compiled_comes_back(analysis, known):
 
 def test_options_of_the_compiler_come_back_too(known):
     keep, job, found = known
-    options = {"xla_an_option": "1"}
+    options = {"xla_backend_optimization_level": "1"}
     keep(job("data_parallel", Told.EVERYTHING, options), 10, 1.0)
+    # A record may come from elsewhere: options that may do harm are not followed.
+    harmful = {"xla_dump_to": "/tmp/anywhere"}
+    keep(job("tensor_parallel", Told.EVERYTHING, harmful), 10, 1.0)
     assert [(r.options, r.record.peak_bytes) for r in found()] == [(options, 10)]
 
 
@@ -140,7 +143,9 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
             mesh=mesh,
             memory_budget=budget,
             cache_dir=tmp_path,
-            settings=PlannerSettings(per_kind=3, in_context=False, **settings),
+            settings=PlannerSettings(
+                measure=True, per_kind=3, in_context=False, **settings
+            ),
         )
 
     free = plan(None)

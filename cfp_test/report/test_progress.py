@@ -2,14 +2,16 @@
 
 import io
 import math
-import time
+import threading
 from contextlib import redirect_stderr
+from types import SimpleNamespace
 
 import pytest
 
-from cfp.cli import progress as room
-from cfp.cli.progress import Display, PlainLines
 from cfp.profiling.runner import Progress
+from cfp.report import progress as room
+from cfp.report.progress import Display, PlainLines
+from cfp_test.waiting import until
 
 
 def measuring(done: int, seconds: float) -> Progress:
@@ -53,40 +55,57 @@ def test_the_same_kind_of_work_is_one_phase():
 
 @pytest.fixture(autouse=True)
 def looked_at_often(monkeypatch):
+    """And no time is over."""
     monkeypatch.setattr(room, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
-def at_once() -> PlainLines:
-    return PlainLines(silent_seconds=0.0)
+class Counted(PlainLines):
+    """Counts how often it was asked for a line."""
+
+    asked = 0
+
+    def due(self, event, seconds):
+        self.asked += 1
+        return super().due(event, seconds)
+
+
+def at_once() -> Counted:
+    return Counted(silent_seconds=0.0)
+
+
+def writers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "cfp-progress"]
 
 
 def test_without_a_terminal_lines_go_to_the_error_stream(capsys):
     stream = io.StringIO()
     with redirect_stderr(stream), Display(lines=at_once()) as display:
         display.tell("compiling planned")
-        deadline = time.monotonic() + 60
-        while "compiling planned\n" not in stream.getvalue():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    told = stream.getvalue()
-    with redirect_stderr(stream):
-        time.sleep(0.05)
-    assert stream.getvalue() == told
+        until(lambda: "compiling planned\n" in stream.getvalue())
+    assert not writers(), "nothing is left that could write"
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("how", [{"quiet": True, "lines": at_once()}, {}])
-def test_quiet_work_and_short_work_say_nothing(how):
+def test_quiet_work_says_nothing():
     stream = io.StringIO()
-    with redirect_stderr(stream), Display(**how) as display:
+    with redirect_stderr(stream), Display(quiet=True, lines=at_once()) as display:
         display.tell("compiling planned")
-        time.sleep(0.1)
+        assert not writers(), "there is nothing that could write"
+    assert stream.getvalue() == ""
+
+
+def test_short_work_says_nothing():
+    stream, lines = io.StringIO(), Counted()
+    with redirect_stderr(stream), Display(lines=lines) as display:
+        display.tell("compiling planned")
+        until(lambda: lines.asked > 2)
     assert stream.getvalue() == ""
 
 
 def test_an_error_stream_that_nobody_reads_ends_no_work():
-    stream = io.StringIO()
+    stream, lines = io.StringIO(), at_once()
     stream.close()
-    with redirect_stderr(stream), Display(lines=at_once()) as display:
+    with redirect_stderr(stream), Display(lines=lines) as display:
         display.tell("compiling planned")
-        time.sleep(0.1)
+        until(lambda: lines.asked > 0 and not writers())

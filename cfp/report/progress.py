@@ -5,21 +5,24 @@ Where there is no terminal, as in the log of a batch job, plain lines now and th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from cfp.planner_parts import PlannerSettings
 from cfp.profiling.runner import Progress
+from cfp.report.console import literal_console
 
 # How often to see whether a plain line is due.
 _LOOK_SECONDS = 1.0
@@ -65,7 +68,7 @@ class Display:
     """
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
-        console = Console(stderr=True)
+        console = literal_console(stderr=True)
         self._live: Live | None = None
         self._lines: PlainLines | None = None
         self._over = threading.Event()
@@ -107,6 +110,11 @@ class Display:
         if self._lines is not None:
             self._writer.join()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a terminal to show a live line on."""
+        return self._live is not None
+
     def tell(self, event: Progress | str) -> None:
         """Takes note of an event."""
         self._event = event
@@ -135,6 +143,31 @@ class Display:
             cells += [Text(event), Text(_clock(time.monotonic() - self._started))]
         line.add_row(*cells)
         return line
+
+
+@contextlib.contextmanager
+def shown(
+    settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
+) -> Iterator[PlannerSettings]:
+    """Settings that show the progress of planning, unless they pass it on already.
+
+    On a terminal that is a live line. Elsewhere one line says what is being done and
+    how to silence it, and others follow now and then.
+
+    Args:
+        settings: the user's, or None for the defaults.
+        doing: what takes the time, for the first line.
+        silence: how to silence it.
+        quiet: whether to show nothing.
+    """
+    settings = settings or PlannerSettings()
+    if quiet or settings.progress is not None:
+        yield settings
+        return
+    with Display() as display:
+        if not display.is_live and sys.stderr is not None:
+            print(f"cfp: {doing}. {silence}", file=sys.stderr, flush=True)
+        yield replace(settings, progress=display.tell)
 
 
 def progress_text(event: Progress, clock: bool = True) -> str:

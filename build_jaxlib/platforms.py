@@ -1,0 +1,161 @@
+"""The platforms that a wheelhouse can be made for, and why not for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cfp.errors import TargetError, compose
+
+CONSTRAINTS = Path(__file__).parent / "constraints"
+PYTHONS = ("3.11", "3.12", "3.13")
+ARCHITECTURES = ("x86_64", "aarch64")
+# The newest manylinux that this can be asked for; the kernels of today's schedulers
+# have glibc 2.28 (RHEL 8) or newer.
+DEFAULT_GLIBC = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """What JAX runs on.
+
+    Attributes:
+        name: as on the command line.
+        extra: of the package jax that brings its plugin; empty for none.
+        architectures: of machines that all of its wheels are for.
+        glibc: the least minor version of glibc 2 that its wheels need.
+        why_not: why there are no wheels for other architectures.
+    """
+
+    name: str
+    extra: str
+    architectures: tuple[str, ...] = ARCHITECTURES
+    glibc: int = DEFAULT_GLIBC
+    why_not: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """What to install, as a line of requirements."""
+        return f"jax[{self.extra}]" if self.extra else "jax"
+
+    @property
+    def constraints(self) -> Path:
+        """The file with the versions that go together."""
+        return CONSTRAINTS / f"{self.name}.txt"
+
+
+ACCELERATORS = {
+    each.name: each
+    for each in (
+        Accelerator(name="cpu", extra=""),
+        Accelerator(name="cuda12", extra="cuda12"),
+        Accelerator(name="cuda13", extra="cuda13"),
+        Accelerator(
+            name="rocm",
+            extra="rocm7-local",
+            architectures=("x86_64",),
+            why_not="AMD builds its plugin for x86_64 only",
+        ),
+        Accelerator(
+            name="tpu",
+            extra="tpu",
+            architectures=("x86_64",),
+            glibc=31,
+            why_not="libtpu is built for x86_64 only",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """A kind of machine to install on.
+
+    Attributes:
+        accelerator: what JAX runs on there.
+        architecture: of its processors, as ``uname -m`` says it.
+        python: version of its interpreter: "3.12".
+        glibc: minor version of its glibc 2.
+    """
+
+    accelerator: Accelerator
+    architecture: str
+    python: str
+    glibc: int
+
+    @property
+    def name(self) -> str:
+        """Short, for folders."""
+        digits = self.python.replace(".", "")
+        return f"{self.accelerator.name}-{self.architecture}-py{digits}"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The platform tags of wheels that run there, newest first."""
+        older = range(self.glibc, 4, -1)
+        names = [f"manylinux_2_{minor}_{self.architecture}" for minor in older]
+        legacy = ("2014", "2010", "1") if self.architecture == "x86_64" else ("2014",)
+        names += [f"manylinux{name}_{self.architecture}" for name in legacy]
+        return (*names, f"linux_{self.architecture}")
+
+
+def platform_of(
+    accelerator: str, architecture: str, python: str, glibc: int | None = None
+) -> Platform:
+    """The platform of these names.
+
+    Args:
+        accelerator: one of `ACCELERATORS`.
+        architecture: as ``uname -m`` says it.
+        python: version of the interpreter: "3.12".
+        glibc: minor version of glibc 2; the least that the wheels need if None.
+
+    Raises:
+        TargetError: there are no wheels for it.
+    """
+    if architecture not in ARCHITECTURES:
+        raise TargetError(
+            compose(
+                "No wheelhouse can be made for this architecture.",
+                expected=" or ".join(ARCHITECTURES) + ", which jaxlib has wheels for",
+                got=architecture,
+                attempt="build jaxlib there, with --from_source; "
+                "docs/install/ppc64le.md says what is possible",
+            )
+        )
+    kind = ACCELERATORS[accelerator]
+    if architecture not in kind.architectures:
+        raise TargetError(
+            compose(
+                f"There are no wheels for {accelerator} on {architecture}: "
+                f"{kind.why_not}.",
+                expected=f"{accelerator} on {', '.join(kind.architectures)}",
+                got=architecture,
+                attempt=f"--accelerator cpu --architecture {architecture}",
+            )
+        )
+    if python not in PYTHONS:
+        raise TargetError(
+            compose(
+                "cfp does not run on this version of Python.",
+                expected=", ".join(PYTHONS),
+                got=python,
+                attempt=f"--python {PYTHONS[1]}",
+            )
+        )
+    if glibc is not None and glibc < kind.glibc:
+        raise TargetError(
+            compose(
+                f"The wheels for {accelerator} need a newer glibc.",
+                expected=f"2.{kind.glibc} or newer (ldd --version says which)",
+                got=f"2.{glibc}",
+                attempt="run in a container with a newer system "
+                "(docs/install/container.md)",
+            )
+        )
+    return Platform(
+        accelerator=kind,
+        architecture=architecture,
+        python=python,
+        glibc=glibc or kind.glibc,
+    )

@@ -1,0 +1,205 @@
+"""The commands that read plans and compiled programs: explain, diff, inspect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+
+from cfp import api
+from cfp.cli import options as o
+from cfp.cli.session import open_target
+from cfp.errors import CfpError, StepNotTraceable
+from cfp.plan import Plan
+from cfp.platform import parse_mesh
+from cfp.profiling.hlo_sites import collective_sites
+from cfp.report.differing import diff_data, diff_text
+from cfp.report.sites import sites_data, sites_text
+from cfp.report.told import explain_data, explain_text
+from cfp.targets import Target
+
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
+]
+
+
+@o.command
+def explain(
+    path: PlanFile,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            "--block",
+            metavar="NAME",
+            help="Only blocks with this in their names; * stands for anything.",
+        ),
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Say what a plan does to each block, why, and what the runner-up would cost.
+
+    Example: cfp explain plan.json --block layer_0
+    """
+    plan = Plan.load(path)
+    if as_json:
+        print(json.dumps(explain_data(plan, block), indent=1))
+    else:
+        print(explain_text(plan, block), end="")
+
+
+@o.command
+def diff(
+    first: PlanFile,
+    second: PlanFile,
+    as_json: o.Json = False,
+) -> None:
+    """Say in what two plans differ: times, memory, arguments, blocks, collectives.
+
+    Example: cfp diff before.json after.json
+    """
+    plans = Plan.load(first), Plan.load(second)
+    if as_json:
+        print(json.dumps(diff_data(*plans), indent=1))
+    else:
+        print(diff_text(*plans, (str(first), str(second))), end="")
+
+
+@o.command
+def report(
+    path: PlanFile,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where to write the page of HTML."
+        ),
+    ],
+) -> None:
+    """Write a plan as one page of HTML to look at: no network, no scripts.
+
+    Example: cfp report plan.json -o report.html
+    """
+    o.check_writable(output)
+    Plan.load(path).report(output)
+    print(f"Saved {output}")
+
+
+@o.command
+def export(
+    path: PlanFile,
+    python: Annotated[
+        Path,
+        typer.Option(
+            "--python",
+            metavar="FILE",
+            help="Write a Python module that runs the step with plain JAX.",
+        ),
+    ],
+) -> None:
+    """Write a plan as Python that needs JAX alone: shardings, sites, options.
+
+    The module says how every argument and result is sharded, and where in the step
+    constraints stand, by line. Its function shard compiles the step under all of it.
+
+    Example: cfp export plan.json --python sharded.py
+    """
+    o.check_writable(python, "--python")
+    Plan.load(path).export_python(python)
+    print(f"Saved {python}")
+
+
+@o.command
+def inspect(
+    ctx: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A step, as for cfp plan, or a file with the text of a compiled "
+            "program, of which the name ends in .txt or .hlo.",
+            show_default=False,
+        ),
+    ],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
+    ] = None,
+    preset: o.Preset = None,
+    devices: o.Devices = None,
+    mesh: o.MeshText = None,
+    platform: o.Platform = None,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    as_json: o.Json = False,
+) -> None:
+    """List a compiled step's collectives with their bytes and source lines.
+
+    The step is compiled under a plan, under a classic strategy, or, with neither, as
+    plain jax.jit does with the shardings that its arguments have. Nothing is run.
+
+    Example: cfp inspect gpt --layers 2 --preset zero1 --platform cpu --devices 4
+    """
+    if plan is not None and preset is not None:
+        raise CfpError("Give --plan plan.json or --preset NAME, not both.")
+    with o.only_json(as_json) as print_json:
+        if Path(target).suffix in (".txt", ".hlo"):
+            text = _read(Path(target))
+        else:
+            saved = Plan.load(plan) if plan is not None else None
+            axes = parse_mesh(devices, mesh) or (saved.mesh_axes if saved else None)
+            on_cpu = saved is not None and saved.environment.get("platform") == "cpu"
+            found, devices_mesh = open_target(
+                target,
+                ctx.args,
+                axes=axes,
+                platform_name=platform or ("cpu" if on_cpu else None),
+                donate=donate or (),
+                static=static or (),
+            )
+            if saved is None and preset is not None:
+                saved = api.plan(
+                    found.step,
+                    *found.args,
+                    mesh=devices_mesh,
+                    static_argnums=found.static,
+                    donate_argnums=found.donate,
+                    preset=preset,
+                    settings=o.settings(per_kind=1, quick=True, race=False),
+                )
+            if saved is not None:
+                used = saved.on(devices_mesh)
+                text = used.compile(found.step, *found.args).as_text()
+            else:
+                text = _plainly(found)
+        sites = collective_sites(text)
+        if as_json:
+            print_json(json.dumps(sites_data(sites), indent=1))
+        else:
+            print(sites_text(sites), end="")
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CfpError(f"Cannot read {path}: {error}.") from error
+    if "HloModule" not in text:
+        raise CfpError(
+            f"Expected the text of a compiled program in {path}, which begins with "
+            "HloModule. Write it with path.write_text(compiled.as_text())."
+        )
+    return text
+
+
+def _plainly(target: Target) -> str:
+    jitted = jax.jit(
+        target.step, static_argnums=target.static, donate_argnums=target.donate
+    )
+    try:
+        return jitted.lower(*target.args).compile().as_text() or ""
+    except Exception as error:
+        # Whatever the user's code raises while it is traced is the user's to mend.
+        raise StepNotTraceable(
+            f"JAX could not compile the step: {type(error).__name__}: {error}"
+        ) from error

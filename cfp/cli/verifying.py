@@ -1,0 +1,85 @@
+"""`cfp verify`: a plan from elsewhere, on the devices that it is for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cfp.cli import options as o
+from cfp.cli.finding import Output
+from cfp.cli.output import save
+from cfp.cli.session import analyse, open_target
+from cfp.plan import Plan
+from cfp.report.progress import Display
+from cfp.report.tables import print_plan
+from cfp.verify import check_devices, verified_data, verified_text
+from cfp.verify import verify as verify_plan
+
+
+@o.measuring
+def verify(
+    ctx: typer.Context,
+    path: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
+    ],
+    target: o.TargetText,
+    seconds: Annotated[
+        float, typer.Option(help="About how long it may take.", min=1)
+    ] = 60.0,
+    other_devices: Annotated[
+        bool,
+        typer.Option(
+            "--other-devices", help="Time it on devices of another kind all the same."
+        ),
+    ] = False,
+    platform: o.Platform = None,
+    workdir: o.Workdir = None,
+    output: Output = None,
+    as_json: o.Json = False,
+    donate: o.Donate = None,
+    static: o.Static = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Time a plan on its devices, with its predicted runners-up and the presets.
+
+    Says how far the prediction was off. The fastest is written with -o, measured.
+
+    Example: cfp verify plan.json gpt --layers 4 -o measured.json
+    """
+    o.check_writable(output)
+    with o.only_json(as_json) as print_json:
+        plan = Plan.load(path)
+        found, mesh = open_target(
+            target,
+            ctx.args,
+            axes=plan.mesh_axes,
+            platform_name=platform,
+            donate=donate or (),
+            static=static or (),
+        )
+        if not other_devices:
+            check_devices(plan, mesh)
+        session = analyse(found, mesh)
+        with Display(quiet) as display:
+            told = verify_plan(
+                plan,
+                session.analysis,
+                session.step,
+                session.lowering.out_tree,
+                mesh=session.mesh,
+                seconds=seconds,
+                cache_dir=workdir,
+                progress=display.tell,
+            )
+        save(told.best, output, say=not as_json)
+        if as_json:
+            print_json(json.dumps(verified_data(told), indent=1))
+            return
+        print_plan(replace(told.best, rows=()), Console())
+        for line in verified_text(told):
+            print(line)

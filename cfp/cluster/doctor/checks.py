@@ -1,0 +1,110 @@
+"""All checks, in the order in which they run, and how one depends on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from cfp.cluster.doctor import (
+    collectives,
+    devices,
+    driver,
+    files,
+    install,
+    limits,
+    programs,
+)
+from cfp.cluster.doctor.machine import Machine
+from cfp.cluster.doctor.result import Result, Status, absent, failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check and what it stands on.
+
+    Attributes:
+        name: as in its result.
+        run: does it.
+        needs: checks that must have passed; where one failed or was absent, this one is
+            absent, so that one fault is one FAIL.
+    """
+
+    name: str
+    run: Callable[[Machine], Result]
+    needs: tuple[str, ...] = ()
+
+
+CHECKS = (
+    Check(name="python", run=install.python),
+    Check(name="packages", run=install.packages),
+    Check(name="jaxlib", run=install.jaxlib),
+    Check(name="jax", run=install.jax, needs=("jaxlib",)),
+    Check(name="plugin", run=install.plugin),
+    Check(name="driver", run=driver.driver),
+    Check(name="home", run=files.home),
+    Check(name="cache", run=files.cache),
+    Check(name="locks", run=files.locks, needs=("cache",)),
+    Check(name="clock", run=files.clock, needs=("cache",)),
+    Check(name="scratch", run=files.scratch),
+    Check(name="shm", run=limits.shm),
+    Check(name="ulimit", run=limits.ulimit),
+    Check(name="memory", run=limits.memory),
+    Check(name="scheduler", run=limits.scheduler),
+    Check(name="busy", run=driver.busy, needs=("driver",)),
+    Check(name="clocks", run=driver.clocks, needs=("driver",)),
+    Check(name="links", run=driver.links, needs=("driver",)),
+    Check(name="device memory", run=devices.device_memory, needs=("driver",)),
+    Check(name="peers", run=devices.peers, needs=("driver",)),
+    Check(name="nccl", run=collectives.nccl, needs=("driver",)),
+    Check(name="devices", run=devices.devices, needs=("jax",)),
+    Check(name="all-reduce", run=collectives.xla, needs=("devices",)),
+    Check(name="shardy", run=programs.shardy, needs=("jax",)),
+    Check(name="graft", run=programs.graft, needs=("devices", "shardy")),
+    Check(name="cudnn", run=programs.cudnn, needs=("devices", "driver")),
+    Check(name="pallas", run=programs.pallas, needs=("devices", "driver")),
+    Check(name="tokamax", run=programs.tokamax, needs=("devices",)),
+    Check(name="mock topology", run=programs.mock, needs=("devices", "driver")),
+    Check(name="ray", run=collectives.ray),
+)
+
+
+def with_needs(names: Collection[str]) -> list[Check]:
+    """The checks of these names, and those that they need, in order."""
+    wanted = set(names)
+    for check in reversed(CHECKS):
+        if check.name in wanted:
+            wanted.update(check.needs)
+    return [check for check in CHECKS if check.name in wanted]
+
+
+def examine(machine: Machine, checks: Sequence[Check] = CHECKS) -> Iterator[Result]:
+    """Runs checks one after another, and yields what each found."""
+    found: dict[str, Result] = {}
+    for check in checks:
+        result = _missing_need(check, found) or _run(check, machine)
+        found[check.name] = result
+        yield result
+
+
+def _missing_need(check: Check, found: dict[str, Result]) -> Result | None:
+    for need in check.needs:
+        before = found.get(need)
+        if before is None or before.status is Status.PASS:
+            continue
+        if before.status is Status.FAIL:
+            return absent(check.name, f"not tried, as {need} failed")
+        return absent(check.name, before.reason)
+    return None
+
+
+def _run(check: Check, machine: Machine) -> Result:
+    try:
+        return check.run(machine)
+    except Exception as error:
+        # A machine can be broken in ways that nobody thought of. That is a finding,
+        # and the other checks go on.
+        return failed(
+            check.name,
+            f"the check itself broke: {type(error).__name__}: {error}",
+            "please report it, with what cfp doctor --json prints",
+        )

@@ -1,0 +1,16 @@
+"""Whether JAX can be imported at all."""
+
+from __future__ import annotations
+
+from cfp.cluster.doctor.probes.answer import answer
+
+
+def find() -> dict[str, str]:
+    """JAX's version, and the file that it comes from."""
+    import jax
+
+    return {"version": jax.__version__, "file": jax.__file__}
+
+
+if __name__ == "__main__":
+    answer(find)

@@ -1,0 +1,37 @@
+"""Whether jaxlib has the Shardy passes that cfp reads programs with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cfp.cluster.doctor.probes.answer import answer
+
+
+def find() -> dict[str, Any]:
+    """The pipelines that are missing; and whether the rules come out right."""
+    import jax
+    import jax.numpy as jnp
+
+    from cfp.program import shardy
+
+    missing = shardy.missing_pipelines()
+    rules = 0
+    if not missing:
+        shape = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+        lowered = jax.jit(lambda x: jnp.tanh(x @ x.T)).lower(shape)
+        module = lowered.compiler_ir("stablehlo")
+        assert module is not None, "JAX lowers to StableHLO"
+        shardy.normalise(module)
+        shardy.add_rules(module)
+        main = shardy.main_function(module)
+        rules = sum(shardy.RULE in op.attributes for op in shardy.walk(main))
+    return {
+        "needed": len(shardy.PIPELINES),
+        "missing": sorted(missing),
+        "reasons": sorted(missing.values()),
+        "rules": rules,
+    }
+
+
+if __name__ == "__main__":
+    answer(find)

@@ -1,0 +1,1 @@
+"""What a choice should take: times that are computed, not measured."""

@@ -1,0 +1,305 @@
+"""Clusters that are described, and not there: what a plan needs to know of them.
+
+A cluster is some hosts of equally many devices of one kind. Devices of a host talk over
+its links, hosts over the network. A mesh goes over all devices in order, host by host,
+so its last axes stay within a host for as long as they fit into one.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from cfp.devices.device_kind import (
+    DeviceKind,
+    Number,
+    count_of,
+    kind,
+    kind_from,
+    kinds,
+    number_of,
+)
+from cfp.errors import MeshError, TargetError, compose
+from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
+
+Axes = tuple[tuple[str, int], ...]
+
+# What JAX takes of a GPU's memory by default.
+_TAKEN_SHARE = 0.75
+# One message over a network of InfiniBand or RoCE, where a description says nothing.
+_NETWORK_LATENCY_US = Number(
+    value=5.0, basis="specified", source="about what network adapters are sold with"
+)
+_SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Some hosts of equally many devices.
+
+    Attributes:
+        text: as it was named.
+        kind: of all devices.
+        hosts: how many.
+        per_host: devices of each.
+    """
+
+    text: str
+    kind: DeviceKind
+    hosts: int
+    per_host: int
+
+    @property
+    def count(self) -> int:
+        """All devices."""
+        return self.hosts * self.per_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedMesh:
+    """A mesh of a cluster that is not there; stands for one where steps are planned.
+
+    Attributes:
+        cluster: the devices.
+        axes: names and sizes, in order; the last ones are neighbours.
+    """
+
+    cluster: Cluster
+    axes: Axes
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Sizes of the axes by name, like a mesh's."""
+        return dict(self.axes)
+
+    @property
+    def abstract(self) -> AbstractMesh:
+        """For JAX to lower programs for."""
+        names, sizes = zip(*self.axes, strict=True)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a device that programs may use."""
+        whole = self.cluster.kind.numbers["memory_gib"].value * 2**30
+        return int(_TAKEN_SHARE * whole)
+
+    @property
+    def crossing(self) -> tuple[str, ...]:
+        """Axes along which devices of different hosts stand."""
+        return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What plans and estimates depend on, as of devices that are there."""
+        return {
+            "described": self.cluster.text,
+            "platform": "gpu",
+            "device_kind": self.cluster.kind.device_kind,
+            "devices": str(self.cluster.count),
+            "hosts": str(self.cluster.hosts),
+            "crosses_hosts": ",".join(self.crossing),
+            "jax_version": jax.__version__,
+            "jaxlib_version": metadata.version("jaxlib"),
+        }
+
+    @property
+    def rates(self) -> Rates:
+        """What computing and talking take, by the description."""
+        known = self.cluster.kind
+        curves = {
+            (what, group): self._curve(what, group)
+            for what in known.link_curves[0]
+            for group in axis_groups(self.axes)
+        }
+        return Rates(
+            mesh=self.axes,
+            curves=curves,
+            matmul_flops_per_ms={
+                dtype: known.expected(f"{dtype}_tflop_per_s").value * 1e9
+                for dtype in ("float32", "bfloat16")
+            },
+            memory_bytes_per_ms=known.expected("memory_gb_per_s").value * 1e6,
+        )
+
+    def _within(self, group: Iterable[str]) -> int:
+        """How many of the devices of a group stand in one host, at most."""
+        strides, step = {}, 1
+        for name, size in reversed(self.axes):
+            strides[name] = step
+            step *= size
+        places = [0]
+        for name in group:
+            sizes = range(self.shape[name])
+            places = [p + i * strides[name] for p in places for i in sizes]
+        hosts = [place // self.cluster.per_host for place in places]
+        return max(hosts.count(host) for host in set(hosts))
+
+    def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
+        """The curve of one kind of collective over some axes."""
+        curves, ways, _ = self.cluster.kind.link_curves
+        known = curves[what]
+        size = prod(self.shape[name] for name in group)
+        near = self._within(group)
+        more = sent_share(what, size) / sent_share(what, ways)
+        floor = known[0][1]
+        inside = [(b, floor + (ms - floor) * more) for b, ms in known]
+        if near == size:
+            return tuple(inside)
+        far = size // near
+        # Each device of a host has an adapter. In a ring all of a host's are used for
+        # what passes from host to host; of an all-to-all each sends its own part.
+        numbers = self.cluster.kind.numbers
+        adapter = numbers["network_gb_per_s"].value * 1e6
+        link = numbers.get("link_gb_per_s")
+        if numbers["network_gb_per_s"].basis == "specified" and link is not None:
+            adapter *= _reached(what, known, ways, link.value * 1e6)
+        latency = numbers.get("network_latency_us", _NETWORK_LATENCY_US).value / 1e3
+        if what == "all-to-all":
+            share = (size - near) / size / size / adapter
+        else:
+            share = sent_share(what, size) / (near * adapter)
+        steps = (far - 1) * (2 if what == "all-reduce" else 1)
+        return tuple(
+            (b, max(ms, floor + b * share) + steps * latency) for b, ms in inside
+        )
+
+
+def _reached(what: str, known: Curve, ways: int, link_bytes_per_ms: float) -> float:
+    """The share of a link that large collectives use, at most all of it."""
+    largest, ms = known[-1]
+    sent = largest * sent_share(what, ways) / (ms - known[0][1])
+    return min(1.0, sent / link_bytes_per_ms)
+
+
+def described(text: str, **axes: int) -> DescribedMesh:
+    """A mesh of a cluster that is described, for :func:`cfp.plan`.
+
+    Args:
+        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), or a file:
+            ``cluster.toml``.
+        axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default one axis of the
+            devices of a host, and before it one of the hosts if there are several.
+
+    Raises:
+        TargetError: the description is no cluster, or lacks what is needed.
+        MeshError: the axes are not the cluster's devices.
+    """
+    return mesh_of(cluster_of(text), tuple(axes.items()) or None)
+
+
+def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
+    """A mesh of a cluster's devices.
+
+    Raises:
+        MeshError: the axes are not the cluster's devices.
+        TargetError: several hosts, and nothing is known of the network between them.
+    """
+    if axes is None:
+        sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1]
+        axes = tuple(zip("xy", sizes, strict=False))
+    count = prod(size for _, size in axes)
+    if count != cluster.count or count < 2 or any(size < 1 for _, size in axes):
+        raise MeshError(
+            compose(
+                "The mesh is not of the cluster's devices.",
+                expected=f"two devices or more, all {cluster.count} of {cluster.text}",
+                got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
+                attempt=f"--mesh x={cluster.count}"
+                if cluster.count > 1
+                else "--for 4xh200",
+            )
+        )
+    kind_name = cluster.kind.name
+    if cluster.hosts > 1 and "network_gb_per_s" not in cluster.kind.numbers:
+        raise TargetError(
+            compose(
+                f"Nothing is known of a network between hosts of {kind_name}.",
+                expected="network_gb_per_s, what one device sends to another host",
+                got=f"{cluster.hosts} hosts, and no such number",
+                attempt=f'a file: kind = "{kind_name}", hosts = '
+                f"{cluster.hosts}, devices_per_host = {cluster.per_host}, "
+                "network_gb_per_s = 25",
+            )
+        )
+    return DescribedMesh(cluster=cluster, axes=axes)
+
+
+def cluster_of(text: str) -> Cluster:
+    """Reads a description.
+
+    Raises:
+        TargetError: it is none.
+    """
+    if text.endswith(".toml"):
+        return _from_file(Path(text))
+    match = _SHORT.fullmatch(text.strip())
+    if match is None:
+        raise TargetError(
+            compose(
+                "The description of a cluster cannot be read.",
+                expected="4xh200, 2x8xh100 (hosts x devices of each x kind), or the "
+                "name of a .toml file; kinds are " + ", ".join(kinds()),
+                got=repr(text),
+                attempt="--for 4xh200",
+            )
+        )
+    hosts, per_host, name = int(match[1] or 1), int(match[2]), match[3]
+    found = kind(name)
+    for count in (hosts, per_host):
+        count_of(count, text)
+    return Cluster(text=text, kind=found, hosts=hosts, per_host=per_host)
+
+
+def _from_file(path: Path) -> Cluster:
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            compose(
+                f"The description {path} cannot be read.",
+                expected="a file in TOML",
+                got=f"{type(error).__name__}: {error}",
+                attempt="see docs/planning-ahead.md for one",
+            )
+        ) from error
+    where = str(path)
+    if "kind" in data:
+        found = kind(str(data["kind"]))
+        own = {
+            name: number_of(value, name, where)
+            for name, value in data.items()
+            if name.endswith(("_per_s", "_us", "_gib"))
+        }
+        # What is said here counts, also where the kind has it measured.
+        kept = {k: n for k, n in found.measured.items() if k not in own}
+        found = replace(found, numbers={**found.numbers, **own}, measured=kept)
+        if "link_gb_per_s" in own or "curves" in data:
+            curves = kind_from({**_as_data(found), **data}, found.name, where)
+            found = replace(
+                found,
+                curves=curves.curves,
+                curve_devices=curves.curve_devices,
+                curve_source=curves.curve_source,
+            )
+    else:
+        found = kind_from(data, path.stem, where)
+    per_host = count_of(data.get("devices_per_host", found.devices_per_host), where)
+    hosts = count_of(data.get("hosts", 1), where)
+    return Cluster(text=path.name, kind=found, hosts=hosts, per_host=per_host)
+
+
+def _as_data(known: DeviceKind) -> dict[str, Any]:
+    return {
+        name: {"value": one.value, "basis": one.basis, "source": one.source}
+        for name, one in known.numbers.items()
+    }

@@ -1,0 +1,79 @@
+"""One GPU plays one of N: programs for N devices are compiled and run by one.
+
+JAX can be given a topology that is not there. The one GPU is then process 0 of N, with
+a device each: programs are partitioned, tuned and scheduled for all N, and run, and
+their collectives do nothing. So a program's peak memory is that of N devices, to the
+byte, and its time is that of its computation alone. Its results are wrong.
+
+Nothing may wait for the other processes, which do not exist: no value is gathered from
+them, no barrier is met, and kernels are tuned by this process alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cfp.errors import DeviceError, MeshError, compose
+from cfp.profiling.processes import TOPOLOGY_SETTING, mocked_topology
+
+# Otherwise compiling waits for the kernels that the other processes should have tuned.
+OPTIONS: Mapping[str, str] = MappingProxyType({"xla_gpu_shard_autotuning": "False"})
+_FLAG = "--xla_gpu_shard_autotuning=false"
+
+
+def play_one_of(count: int) -> None:
+    """Has this process's one GPU play one of so many. Call it before JAX has devices.
+
+    Args:
+        count: devices of the cluster that is played, two or more.
+
+    Raises:
+        MeshError: there are fewer than two.
+    """
+    if count < 2:
+        raise MeshError(
+            compose(
+                "One GPU can only play one of several.",
+                expected="two devices or more",
+                got=str(count),
+                attempt="play_one_of(4)",
+            )
+        )
+    # As slices x hosts x devices of a host. The environment variable is not read.
+    jax.config.update(TOPOLOGY_SETTING, f"1x{count}x1")
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if _FLAG not in flags:
+        os.environ["XLA_FLAGS"] = " ".join([*flags, _FLAG])
+
+
+def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """The mesh of the devices that the GPU plays.
+
+    Args:
+        axes: names and sizes, whose product is what `play_one_of` was given.
+
+    Raises:
+        DeviceError: JAX had its devices before `play_one_of`, or there is no GPU.
+    """
+    devices = jax.devices()
+    names, sizes = zip(*axes, strict=True)
+    wanted = int(np.prod(sizes))
+    here = len(jax.local_devices())
+    if len(devices) != wanted or here != 1 or not mocked_topology():
+        raise DeviceError(
+            compose(
+                "This process does not play the devices that were asked for.",
+                expected=f"{wanted} devices, of which one is here",
+                got=f"{len(devices)} of platform {devices[0].platform}, of which "
+                f"{here} are here",
+                attempt="a machine with one GPU (or CUDA_VISIBLE_DEVICES=0), and "
+                "play_one_of before anything asks JAX for its devices",
+            )
+        )
+    return Mesh(np.array(devices).reshape(sizes), names)

@@ -1,0 +1,311 @@
+"""What an exported module does with its tables: this text becomes a part of it.
+
+It imports nothing but JAX, and reads the tables that stand before it in the module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_unflatten
+
+# The tables. In the module that is written they are filled.
+MESH: Mapping[str, int] = {}
+ARGUMENTS: Sequence[tuple[str, str, PartitionSpec, bool]] = ()
+RESULTS: Sequence[PartitionSpec] = ()
+STATIC: Sequence[int | str] = ()
+COMPILER_OPTIONS: Mapping[str, str] = {}
+EQUATIONS: tuple[int, str] = (0, "")
+SITES: Sequence[tuple[str, str, str, str, PartitionSpec]] = ()
+
+# ------------------------------------------------------------------------------ runtime
+
+
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of the plan, over given devices or the first that there are."""
+    kinds = (jax.sharding.AxisType.Auto,) * len(MESH)
+    shape, names = tuple(MESH.values()), tuple(MESH)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+def shard(
+    step: Callable[..., Any], *args: Any, mesh: Mesh | None = None, **kwargs: Any
+) -> Callable[..., Any]:
+    """Compiles the step, sharded, and returns it as a function like the step.
+
+    Args:
+        step: the step that was planned.
+        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s.
+        mesh: the devices; :func:`make_mesh`, if not given.
+
+    Raises:
+        ValueError: the arguments or the step are not those that were planned.
+    """
+    mesh = _own_mesh(make_mesh() if mesh is None else mesh)
+    static, leaves, tree = _flatten(step, args, kwargs)
+
+    def flat(*leaves: Any) -> Any:
+        dynamic, named = tree_unflatten(tree, leaves)
+        given = list(dynamic)
+        for key, value in sorted(static.items(), key=str):
+            if isinstance(key, int):
+                given.insert(key, value)
+            else:
+                named[key] = value
+        return step(*given, **named)
+
+    flat.__name__ = flat.__qualname__ = getattr(step, "__name__", "step")
+    avals = [jax.typeof(x) if not hasattr(x, "shape") else x for x in leaves]
+    _check_arguments(avals)
+    traced = jax.jit(flat).trace(*avals)
+    run = jaxpr_as_fun(constrained(traced.jaxpr, mesh))
+    results = jax.tree.structure(traced.out_info)
+    ins = tuple(NamedSharding(mesh, spec) for _, _, spec, _ in ARGUMENTS)
+    outs = [NamedSharding(mesh, spec) for spec in RESULTS]
+    if len(outs) != results.num_leaves:
+        raise ValueError(
+            f"Planned for {len(outs)} results, the step has {results.num_leaves}."
+        )
+
+    def replay(*leaves: Any) -> Any:
+        return tree_unflatten(results, run(*leaves))
+
+    replay.__name__ = replay.__qualname__ = flat.__name__
+    compiled = (
+        jax.jit(
+            replay,
+            in_shardings=ins,
+            out_shardings=tree_unflatten(results, outs),
+            donate_argnums=tuple(i for i, row in enumerate(ARGUMENTS) if row[3]),
+            keep_unused=True,
+        )
+        .lower(*avals)
+        .compile(compiler_options=dict(COMPILER_OPTIONS) or None)
+    )
+
+    return Sharded(step, compiled, ins, static, tree)
+
+
+class Sharded(NamedTuple):
+    """The step, compiled, that is called like the function it came from.
+
+    Attributes:
+        step: that function.
+        compiled: the program over flat argument leaves.
+        shardings: of these leaves.
+        static: the arguments that are part of the program.
+        tree: the structure of all others.
+    """
+
+    step: Callable[..., Any]
+    compiled: jax.stages.Compiled
+    shardings: tuple[NamedSharding, ...]
+    static: Mapping[Any, Any]
+    tree: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; arguments go to their shardings where they are elsewhere."""
+        static, leaves, tree = _flatten(self.step, args, kwargs)
+        if static != self.static or tree != self.tree:
+            raise ValueError("The arguments are not those that it was compiled for.")
+        placed = [
+            leaf
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding
+            else jax.device_put(leaf, sharding)
+            for leaf, sharding in zip(leaves, self.shardings, strict=True)
+        ]
+        return self.compiled(*placed)
+
+
+def constrained(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+    """The step's jaxpr with the sharding constraints of the plan.
+
+    Sharding constraints that the step has of its own are left out: the plan decides.
+
+    Raises:
+        ValueError: it is not the jaxpr that was planned.
+    """
+    keys = [equation_key(eqn) for eqn in equations(closed.jaxpr)]
+    found = (len(keys), digest(keys))
+    if found != EQUATIONS:
+        raise ValueError(
+            f"The step is not the one that was planned: it has {found[0]} equations "
+            f"(digest {found[1]}), planned were {EQUATIONS[0]} ({EQUATIONS[1]}). The "
+            "function, its arguments' shapes or JAX's version changed: plan again."
+        )
+    wanted: dict[tuple[str, str, int], list[tuple[str, PartitionSpec]]] = {}
+    for primitive, kind, value, which, spec in SITES:
+        for number in numbers(which):
+            wanted.setdefault((primitive, kind, number), []).append((value, spec))
+    return closed.replace(jaxpr=_Rewriter(wanted, mesh).rewrite(closed.jaxpr))
+
+
+class _Rewriter:
+    """Goes through equations in order, and puts constraints behind and before them."""
+
+    def __init__(
+        self,
+        wanted: Mapping[tuple[str, str, int], list[tuple[str, PartitionSpec]]],
+        mesh: Mesh,
+    ) -> None:
+        self.wanted = wanted
+        self.mesh = mesh
+        self.seen: Counter[tuple[str, str]] = Counter()
+
+    def rewrite(
+        self, jaxpr: Jaxpr, body: Sequence[tuple[str, PartitionSpec]] = ()
+    ) -> Jaxpr:
+        now: dict[Var, Any] = {}  # what stands for a variable from here on
+        copies: dict[tuple[Var, PartitionSpec], Var] = {}
+        eqns: list[JaxprEqn] = []
+        for value, spec in body:
+            place, _, index = value.partition(" ")
+            if place == "entry":
+                var = jaxpr.invars[int(index)]
+                eqns.append(self._constraint(var, spec, jaxpr.eqns[0]))
+                now[var] = eqns[-1].outvars[0]
+
+        def read(var: Any) -> Any:
+            return var if isinstance(var, Literal) else now.get(var, var)
+
+        for eqn in jaxpr.eqns:
+            key = equation_key(eqn)
+            before = sum(equation_key(e) == key for e in inner_equations(eqn))
+            sites = self.wanted.get((*key, self.seen[key] + before), ())
+            params = dict(eqn.params)
+            for name in sorted(params):
+                params[name] = self._inside(params[name], sites)
+            self.seen[key] += 1
+            if eqn.primitive.name == "sharding_constraint":
+                now[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
+            invars = [read(var) for var in eqn.invars]
+            for value, spec in sites:
+                place, _, index = value.partition(" ")
+                if place == "in":
+                    var = invars[int(index)]
+                    if (var, spec) not in copies:
+                        eqns.append(self._constraint(var, spec, eqn))
+                        copies[var, spec] = eqns[-1].outvars[0]
+                    invars[int(index)] = copies[var, spec]
+            eqns.append(eqn.replace(invars=invars, params=params))
+            for value, spec in sites:
+                place, _, index = value.partition(" ")
+                if place == "out":
+                    var = eqn.outvars[int(index)]
+                    eqns.append(self._constraint(var, spec, eqn))
+                    now[var] = eqns[-1].outvars[0]
+        outvars = [read(var) for var in jaxpr.outvars]
+        for value, spec in body:
+            place, _, index = value.partition(" ")
+            if place == "yield":
+                var = outvars[int(index)]
+                eqns.append(self._constraint(var, spec, jaxpr.eqns[-1]))
+                outvars[int(index)] = eqns[-1].outvars[0]
+        return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+    def _inside(self, value: Any, body: Sequence[tuple[str, PartitionSpec]]) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.rewrite(value.jaxpr, body))
+        if isinstance(value, Jaxpr):
+            return self.rewrite(value, body)
+        if isinstance(value, tuple | list):
+            if any(isinstance(one, ClosedJaxpr | Jaxpr) for one in value):
+                return type(value)(self._inside(one, body) for one in value)
+        return value
+
+    def _constraint(self, var: Any, spec: PartitionSpec, eqn: JaxprEqn) -> JaxprEqn:
+        sharding = NamedSharding(self.mesh, spec)
+        shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+        made = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+            shape
+        )
+        [constraint] = made.eqns
+        return constraint.replace(
+            invars=[var], outvars=[Var(var.aval)], source_info=eqn.source_info
+        )
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, those inside of others before them, call by call."""
+    for eqn in jaxpr.eqns:
+        yield from inner_equations(eqn)
+        yield eqn
+
+
+def inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """All equations inside of one."""
+    for name in sorted(eqn.params):
+        value = eqn.params[name]
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, ClosedJaxpr | Jaxpr):
+                yield from equations(one.jaxpr if isinstance(one, ClosedJaxpr) else one)
+
+
+def equation_key(eqn: JaxprEqn) -> tuple[str, str]:
+    """The primitive of an equation, and the type of its first result."""
+    return eqn.primitive.name, type_text(eqn.outvars[0].aval) if eqn.outvars else ""
+
+
+def type_text(aval: Any) -> str:
+    """A type as text: ``float32[8,16]``."""
+    shape = ",".join(map(str, getattr(aval, "shape", ())))
+    return f"{getattr(aval, 'dtype', 'token')}[{shape}]"
+
+
+def digest(keys: Sequence[tuple[str, str]]) -> str:
+    """What tells one list of equations from another."""
+    text = "\n".join(f"{primitive} {kind}" for primitive, kind in keys)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers from ``0-3,8``."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _own_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes whose shardings the compiler may choose inside of the step."""
+    axes = {name: size for name, size in mesh.shape.items() if size > 1}
+    if axes != dict(MESH):
+        raise ValueError(f"Planned for a mesh {dict(MESH)}, got {axes}.")
+    kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def _flatten(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[Any, Any], list[Any], Any]:
+    """Static arguments, and the array leaves of all others with their structure."""
+    placed, named = list(args), dict(kwargs)
+    for one in [*inspect.signature(step).parameters.values()][len(placed) :]:
+        if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
+            break
+        placed.append(named.pop(one.name))
+    static = {i: a for i, a in enumerate(placed) if i in STATIC}
+    static |= {name: a for name, a in named.items() if name in STATIC}
+    dynamic = tuple(a for i, a in enumerate(placed) if i not in STATIC)
+    named = {name: a for name, a in named.items() if name not in STATIC}
+    leaves, tree = tree_flatten((dynamic, named))
+    return static, leaves, tree
+
+
+def _check_arguments(avals: Sequence[Any]) -> None:
+    if len(avals) != len(ARGUMENTS):
+        raise ValueError(
+            f"Planned for {len(ARGUMENTS)} argument leaves, got {len(avals)}."
+        )
+    for aval, (path, kind, _, _) in zip(avals, ARGUMENTS, strict=True):
+        if type_text(aval) != kind:
+            raise ValueError(f"{path}: planned for {kind}, got {type_text(aval)}.")

@@ -1,0 +1,112 @@
+"""Compiles programs so that they compute what they say.
+
+XLA's rematerialization may have a program read what it has overwritten by then
+(:mod:`cfp.profiling.overwritten`). A program in which something was rematerialized is
+used only if its text proves that this did not happen. All that cannot be read counts
+against it: such a program is compiled again without rematerialization, which needs
+more memory, and is right by the way it was made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from cfp.errors import CompilerError, compose
+from cfp.profiling.hlo_text import Module, modules_in
+from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
+
+_OFF = "xla_disable_hlo_passes"
+_PASS = "rematerialization"
+_SCHEDULED = "is_scheduled=true"
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
+    r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
+)
+_NAME = re.compile(r"[\w.-]+")
+
+
+def compile_right(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any]
+) -> tuple[jax.stages.Compiled, str]:
+    """Compiles a program so that it computes what it says.
+
+    Where that cannot be proved with XLA's rematerialization, it is compiled without,
+    and needs more memory.
+
+    Args:
+        lowered: what to compile.
+        options: compiler options.
+
+    Returns:
+        The compiled program and its text, if there is one.
+
+    Raises:
+        CompilerError: it is wrong nevertheless.
+    """
+    compiled = lowered.compile(compiler_options=dict(options) or None)
+    text = compiled.as_text() or ""
+    if doubt(text) is None:
+        return compiled, text
+    off = filter(None, [options.get(_OFF), _PASS])
+    without = {**options, _OFF: ",".join(off)}
+    compiled = lowered.compile(compiler_options=without)
+    text = compiled.as_text() or ""
+    if (found := _late(text)[0]) is not None:
+        raise CompilerError(
+            compose(
+                "XLA compiled a program that computes something else than it should.",
+                expected="values that are read before others are written there",
+                got=found,
+                attempt="another version of jaxlib, or a plan with more memory",
+            )
+        )
+    return compiled, text
+
+
+def doubt(hlo_text: str) -> str | None:
+    """Why a compiled program is not known to be right; None if it is.
+
+    Args:
+        hlo_text: the program; "" if it has no text.
+    """
+    if not hlo_text.strip():
+        return "it has no text"
+    if not has_rematerialized(hlo_text):
+        return None  # As the compiler means it to be.
+    modules = [
+        m for m in modules_in(hlo_text) if m.header or any(m.computations.values())
+    ]
+    for module in modules:
+        if not module.header or not module.entry:
+            return "instructions that belong to no program"
+        if _SCHEDULED not in module.header:
+            return "its text does not say in which order it runs"
+        if module.unread:
+            return f"a line that cannot be read: {module.unread[0].strip()[:100]}"
+        absent = _called(module) - module.computations.keys()
+        if absent:
+            return f"it runs what does not stand there: {min(absent)}"
+    if not modules:
+        return "there is no program in its text"
+    found, unreadable = _late(hlo_text)
+    return found or unreadable
+
+
+def _called(module: Module) -> set[str]:
+    """Names of the computations that a module's instructions refer to."""
+    every = [one for found in module.computations.values() for one in found]
+    texts = [text for one in every for text in _CALLS.findall(one.attributes)]
+    return {name for text in texts for name in _NAME.findall(text)}
+
+
+def _late(hlo_text: str) -> tuple[str | None, str | None]:
+    """What is read too late, if anything; and else why that cannot be told, if so."""
+    try:
+        return read_after_overwritten(hlo_text), None
+    except (AssertionError, LookupError, RecursionError, ValueError) as error:
+        # The text has a form that is not known here.
+        return None, f"its text cannot be followed ({type(error).__name__}: {error})"

@@ -1,0 +1,67 @@
+"""Files and folders that only their owner may read or write.
+
+What was measured decides what a compiler is asked for, and file names and programs of a
+user stand in it. So others on the same machine neither read the cache nor write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import IO, Any
+
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
+_OTHERS = 0o077
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder, and those above it, if it is missing; one that is there stays.
+
+    Those above have the usual mode, as has one that the user made.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Opens a file to write; if it is new only its owner may read it.
+
+    Raises:
+      OSError: it cannot be opened.
+    """
+    return open(path, mode, opener=_opener)
+
+
+def make_private(path: Path) -> None:
+    """Makes an empty file if there is none, and one that is there the owner's alone.
+
+    A file that is there is not opened: to close it would end the locks that this
+    process has on it, and SQLite relies on its own.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE))
+    except FileExistsError:
+        if path.is_file():
+            close_to_others(path)
+
+
+def close_to_others(path: Path) -> None:
+    """Makes a file or folder that cfp made, maybe long ago, the owner's alone.
+
+    Another user's, and one on a file system without modes, stay as they are.
+    """
+    with contextlib.suppress(OSError):
+        if (old := path.stat().st_mode & 0o777) & _OTHERS:
+            path.chmod(old & ~_OTHERS)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags, _FILE_MODE)

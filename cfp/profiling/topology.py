@@ -1,0 +1,102 @@
+"""How GPUs are linked, how much power they may take, and by which driver.
+
+Two GPUs over NVLink and two over PCIe are of one kind, and no time of a collective is
+the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+UNKNOWN = "unknown"
+
+_SECONDS = 30
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_QUERY = "index,uuid,power.limit,driver_version"
+
+Ask = Callable[..., str]
+
+
+@lru_cache(maxsize=16)
+def ask_driver(*words: str) -> str:
+    """What ``nvidia-smi`` answers; "" if there is none, or it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return _ESCAPES.sub("", done.stdout) if done.returncode == 0 else ""
+
+
+def gpu_parts(ordinals: Sequence[int | None], ask: Ask = ask_driver) -> dict[str, str]:
+    """The parts of a key that say what is between some GPUs of this host.
+
+    Args:
+        ordinals: of the mesh's devices in this process, in the mesh's order, as CUDA
+            counts those that it may see.
+        ask: asks the driver.
+
+    Returns:
+        ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
+        of the devices. What the driver does not say is "unknown".
+    """
+    gpus = _gpus(ask)
+    numbers = _visible([-1 if i is None else i for i in ordinals], gpus)
+    mine = [gpus.get(number, (UNKNOWN,) * 3) for number in numbers]
+    return {
+        "links": _links(numbers, ask),
+        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in mine)),
+        "driver": ", ".join(dict.fromkeys(driver for _, _, driver in mine)),
+    }
+
+
+def _gpus(ask: Ask) -> dict[int, tuple[str, str, str]]:
+    """All GPUs of the host by number: identifier, power limit, driver."""
+    found = {}
+    for line in ask(f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 4 and cells[0].isdigit():
+            found[int(cells[0])] = (cells[1], cells[2], cells[3])
+    return found
+
+
+def _visible(
+    ordinals: Sequence[int], gpus: dict[int, tuple[str, str, str]]
+) -> list[int]:
+    """The driver's numbers of GPUs that CUDA counts anew; -1 where it is not known."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return list(ordinals)
+    numbers = []
+    for name in (part.strip() for part in chosen.split(",")):
+        of_name = [
+            n for n, (uuid, _, _) in gpus.items() if name and uuid.startswith(name)
+        ]
+        numbers.append(int(name) if name.isdigit() else (of_name or [-1])[0])
+    return [numbers[i] if 0 <= i < len(numbers) else -1 for i in ordinals]
+
+
+def _links(numbers: Sequence[int], ask: Ask) -> str:
+    """What links each pair: ``NV18``, ``PIX``, ``SYS``; once if all are the same."""
+    if len(numbers) < 2:
+        return ""
+    lines = [line.split("\t") for line in ask("topo", "-m").splitlines()]
+    heads = next((line for line in lines if "GPU0" in map(str.strip, line)), [])
+    columns = {name.strip(): i for i, name in enumerate(heads)}
+    rows = {line[0].strip(): line for line in lines if len(line) > 1 and line != heads}
+
+    def link(a: int, b: int) -> str:
+        row, column = rows.get(f"GPU{a}", []), columns.get(f"GPU{b}", -1)
+        return row[column].strip() if 0 < column < len(row) else UNKNOWN
+
+    pairs = [link(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    return pairs[0] if len(set(pairs)) == 1 else ",".join(pairs)

@@ -1,0 +1,109 @@
+"""Functions of the host that a step calls, and what becomes of their exceptions.
+
+XLA runs a function of the host for one device, or for each. If it raises, that device
+stops, and the others wait for it in their next collective: on virtual CPU devices the
+process aborts after 40 seconds, and the exception is lost. So a planned step calls such
+functions through a guard: the exception is kept, the devices go on with zeros, and the
+exception is raised once they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from cfp.program.graph import Program
+
+_NAME, _RESULTS = "callback", "result_avals"
+
+
+def host_calls(program: Program) -> tuple[str, ...]:
+    """Where a program calls functions of the host: how, and ``file:line``."""
+    found = []
+    for op in program.ops:
+        if op.kind == "custom_call" and _NAME in op.attributes:
+            how = op.scope.rpartition("/")[2] or op.kind
+            found.append(f"{how} at {op.source}" if op.source else how)
+    return tuple(dict.fromkeys(found))
+
+
+class Alarm:
+    """The first exception that functions of the host have raised since it was taken.
+
+    They run in threads of the runtime's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._error: Exception | None = None
+
+    def take(self) -> Exception | None:
+        """The exception, if there was one; it is forgotten here."""
+        with self._lock:
+            error, self._error = self._error, None
+        return error
+
+    def guard(
+        self, function: Callable[..., Any], results: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """A function that calls another one, and returns zeros where that raises.
+
+        Args:
+            function: of flat arrays, as JAX keeps it.
+            results: shapes and types of the arrays that it returns.
+        """
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:  # whatever it is, it is raised again later
+                with self._lock:
+                    self._error = self._error or error
+                return tuple(np.zeros(one.shape, one.dtype) for one in results)
+
+        return guarded
+
+
+def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
+    """A traced step whose functions of the host raise nothing into the devices.
+
+    Args:
+        closed: what was traced.
+        alarm: told of what they raise.
+    """
+    found = _guarded(closed.jaxpr, alarm)
+    return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
+
+
+def _guarded(jaxpr: Jaxpr, alarm: Alarm) -> Jaxpr:
+    eqns = [_guarded_eqn(eqn, alarm) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _guarded_eqn(eqn: JaxprEqn, alarm: Alarm) -> JaxprEqn:
+    params = {name: _guarded_value(v, alarm) for name, v in eqn.params.items()}
+    called = params.get(_NAME)
+    if eqn.primitive.name.endswith(_NAME) and callable(called):
+        params[_NAME] = alarm.guard(called, params.get(_RESULTS, ()))
+    if all(params[name] is eqn.params[name] for name in params):
+        return eqn
+    return eqn.replace(params=params)
+
+
+def _guarded_value(value: Any, alarm: Alarm) -> Any:
+    """A parameter of an op, with the programs in it guarded; others as they are."""
+    if isinstance(value, ClosedJaxpr):
+        return guarded(value, alarm)
+    if isinstance(value, Jaxpr):
+        return _guarded(value, alarm)
+    if type(value) in (tuple, list):
+        new = [_guarded_value(one, alarm) for one in value]
+        if any(a is not b for a, b in zip(new, value, strict=True)):
+            return type(value)(new)
+    return value

@@ -1,0 +1,300 @@
+"""Finds the equations of a step's jaxpr that a program's ops come from.
+
+Constraints name ops of the lowered program. Whoever reads a plan, and JAX without cfp,
+knows equations: a primitive at a line of the user's code. Here every equation gets a
+mark in its name stack, the step is lowered once more, and the marks are read back from
+the locations of the ops. The program must come out as it did without marks.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.mlir import ir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.program import shardy
+from cfp.program.constrain import Constraints
+from cfp.program.graft import aval
+from cfp.program.graph import Op, Program, Spec
+from cfp.program.step import FlatStep
+from cfp.program.trace import lower_step, read_lowering
+
+_SUMMARY = re.compile(r"(.*\.py):(\d+)")  # path:line:column (function)
+_INSTALLED = {"site-packages", "dist-packages"}
+# What calls the step, and Python's own library.
+_NOT_OWN = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+_MARK = re.compile(r"cfp-eqn-(\d+)-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A value at an equation.
+
+    Attributes:
+        equation: its number: depth first, the equations inside of one before it.
+        value: "in" for what it reads, "out" for what it makes; "entry" for what a scan
+            gives its body, "yield" for what it takes of that.
+        index: which operand or result, of the equation or of the body.
+    """
+
+    equation: int
+    value: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where constraints belong in a jaxpr.
+
+    Attributes:
+        places: the sharding at each place, in the order of the equations.
+        lost: numbers of ops with a constraint that no equation shows: they stand
+            inside of what one equation is lowered to.
+        sources: for each equation the user's ``path:line``, or "".
+    """
+
+    places: Mapping[Place, Spec]
+    lost: tuple[int, ...]
+    sources: tuple[str, ...] = field(repr=False)
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, those inside of others before them; by call, not by jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+        yield eqn
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters, by the parameters' names."""
+    found = []
+    for name in sorted(eqn.params):
+        value = eqn.params[name]
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, ClosedJaxpr):
+                found.append(one.jaxpr)
+            elif isinstance(one, Jaxpr):
+                found.append(one)
+    return found
+
+
+def place(
+    step: FlatStep, mesh: Mesh, fingerprint: str, constraints: Constraints
+) -> Placed | None:
+    """Finds the equations that a plan's constraints belong to.
+
+    Args:
+        step: the step.
+        mesh: the devices.
+        fingerprint: of the program that the constraints were made for.
+        constraints: by the program's values and ops.
+
+    Returns:
+        The places; None if the marks changed the program.
+    """
+    closed = step.traced.jaxpr
+    every = list(equations(closed.jaxpr))
+    sources = tuple(_source(eqn) for eqn in every)
+    if not constraints.values and not constraints.uses:
+        return Placed(places={}, lost=(), sources=sources)
+    marked = closed.replace(jaxpr=_Marker().mark(closed.jaxpr))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    lowering = lower_step(step, [replicated] * len(step.avals), replicated, marked)
+    program = read_lowering(step, lowering)
+    if program.fingerprint != fingerprint:
+        return None
+    ops = shardy.program_ops(shardy.main_function(lowering.module))
+    finder = _Finder(program, every, [_innermost(op.location) for op in ops])
+    finder.enter(closed.jaxpr, program.args)
+    places: dict[Place, Spec] = {}
+    lost = []
+    for value, spec in constraints.values.items():
+        where = finder.made(value)
+        if where is None:
+            lost.append(program.values[value].producer)
+        else:
+            places[where] = spec
+    for (op, index), spec in constraints.uses.items():
+        readers = finder.read(op, index)
+        if not readers:
+            lost.append(op)
+        for where in readers:
+            places[where] = spec
+    ranked = sorted(
+        places.items(), key=lambda p: (p[0].equation, p[0].value, p[0].index)
+    )
+    return Placed(
+        places=dict(ranked),
+        lost=tuple(lost),
+        sources=sources,
+    )
+
+
+class _Marker:
+    """Writes each equation's number into its name stack."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def mark(self, jaxpr: Jaxpr) -> Jaxpr:
+        eqns = []
+        for eqn in jaxpr.eqns:
+            params = dict(eqn.params)
+            for name in sorted(params):
+                params[name] = self._inside(params[name])
+            stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{self.count}-")
+            self.count += 1
+            info = eqn.source_info.replace(name_stack=stack)
+            eqns.append(eqn.replace(params=params, source_info=info))
+        return jaxpr.replace(eqns=eqns)
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.mark(value.jaxpr))
+        if isinstance(value, Jaxpr):
+            return self.mark(value)
+        if isinstance(value, tuple | list):
+            if any(isinstance(one, ClosedJaxpr | Jaxpr) for one in value):
+                return type(value)(self._inside(one) for one in value)
+        return value
+
+
+def _innermost(location: ir.Location) -> int:
+    """The number of the innermost equation that a location names, or -1.
+
+    Equations inside of one have smaller numbers than it.
+    """
+    return min(map(int, _MARK.findall(str(location))), default=-1)
+
+
+class _Finder:
+    """Which of an equation's variables stand for which values of the program."""
+
+    def __init__(
+        self, program: Program, every: Sequence[JaxprEqn], marks: Sequence[int]
+    ) -> None:
+        self.program = program
+        self.marks = marks
+        self.ops: list[list[Op]] = [[] for _ in every]
+        for op, mark in zip(program.ops, marks, strict=True):
+            if mark >= 0:
+                self.ops[mark].append(op)
+        self.values: dict[Var, int] = {}
+        self.makers: dict[int, Place] = {}
+        self.readers: dict[tuple[int, int], list[Place]] = {}
+        self.number = 0
+
+    def made(self, value: int) -> Place | None:
+        """The equation that makes a value."""
+        return self.makers.get(value)
+
+    def read(self, op: int, index: int) -> list[Place]:
+        """The equation that reads a value where an op does."""
+        return self.readers.get((op, index), [])
+
+    def enter(self, jaxpr: Jaxpr, inputs: Sequence[int | None]) -> None:
+        """Goes through a jaxpr whose inputs stand for some values."""
+        for var, value in zip(jaxpr.invars, inputs, strict=True):
+            if value is not None:
+                self.values[var] = value
+        for eqn in jaxpr.eqns:
+            inner = inner_jaxprs(eqn)
+            if eqn.primitive.name == "scan":
+                self._slices(eqn, inner[0])
+            for one in inner:
+                # A call's inputs are its operands; a loop's are its own.
+                same = len(inner) == 1 and len(one.invars) == len(eqn.invars)
+                calls = same and eqn.primitive.name not in ("scan", "while")
+                given = [self._value(v) if calls else None for v in eqn.invars]
+                self.enter(one, given if calls else [None] * len(one.invars))
+                if calls:
+                    for var, out in zip(eqn.outvars, one.outvars, strict=False):
+                        value = self._value(out)
+                        if value is not None and isinstance(var, Var):
+                            self.values[var] = value
+            self._equation(eqn, self.number)
+            self.number += 1
+
+    def _value(self, var: Var | Literal) -> int | None:
+        return None if isinstance(var, Literal) else self.values.get(var)
+
+    def _equation(self, eqn: JaxprEqn, number: int) -> None:
+        ops = self.ops[number]
+        if not ops:
+            return
+        for index, value in self._results(eqn, ops):
+            self.values[eqn.outvars[index]] = value
+            self.makers[value] = Place(equation=number, value="out", index=index)
+        # What a body gives is read by the ops that put it into the loop's results.
+        loops = eqn.primitive.name == "scan"
+        given = inner_jaxprs(eqn)[0].outvars if loops else []
+        for op in ops:
+            alone = len(ops) == 1 and len(op.operands) == len(eqn.invars)
+            for index, value in enumerate(op.operands):
+                known = [i for i, v in enumerate(eqn.invars) if self._value(v) == value]
+                places = [
+                    Place(equation=number, value="in", index=i)
+                    for i in known or ([index] if alone else [])
+                ]
+                places += [
+                    Place(equation=number, value="yield", index=i)
+                    for i, var in enumerate(given)
+                    if self._value(var) == value
+                ]
+                if places:
+                    self.readers[op.id, index] = places
+
+    def _slices(self, eqn: JaxprEqn, body: Jaxpr) -> None:
+        """What each turn of a scan reads of arrays that it goes along.
+
+        The loop cuts a slice and takes off its dim, array by array.
+        """
+        number = self.number + sum(1 for _ in equations(body))
+        cuts = (
+            op
+            for op in self.ops[number]
+            if op.kind == "reshape"
+            and self.program.ops[op.id - 1].kind == "dynamic_slice"
+        )
+        first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        for index, var in enumerate(body.invars[first:], first):
+            cut = next(cuts, None)
+            shape: Any = var.aval
+            if cut is None or aval(self.program, cut.results[0]).shape != shape.shape:
+                return
+            [value] = cut.results
+            self.values[var] = value
+            self.makers[value] = Place(equation=number, value="entry", index=index)
+
+    def _results(self, eqn: JaxprEqn, ops: Sequence[Op]) -> list[tuple[int, int]]:
+        """An equation's results as (index, value); none if no op gives just these."""
+        avals: list[Any] = [var.aval for var in eqn.outvars]
+        wanted = [(one.shape, one.dtype) for one in avals]
+        for op in reversed(ops):
+            # A loop carries more than it gives, and gives the last of it.
+            results = op.results[-len(wanted) :]
+            have = [aval(self.program, v) for v in results]
+            if [(a.shape, a.dtype) for a in have] == wanted:
+                return list(enumerate(results))
+        return []
+
+
+def _source(eqn: JaxprEqn) -> str:
+    """``path:line`` of the innermost call in the user's own files, if there is one."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not frame.file_name.startswith(_NOT_OWN) and not _INSTALLED & {
+            *PurePath(frame.file_name).parts
+        }:
+            return f"{frame.file_name}:{frame.line_num}"
+    found = _SUMMARY.match(source_info_util.summarize(eqn.source_info))
+    return f"{found[1]}:{found[2]}" if found else ""

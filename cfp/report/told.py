@@ -1,0 +1,274 @@
+"""Why a plan does what it does to each block, as lines of text.
+
+Everything stands in the plan itself, so that a saved plan explains itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from textwrap import TextWrapper
+from typing import Any
+
+from cfp.errors import CfpError
+from cfp.plan import Plan
+from cfp.plan_figures import BlockFigures, OptionFigures
+from cfp.plan_parts import PlanRow
+from cfp.plan_text import (
+    STORAGE_WORDS,
+    Repeat,
+    best_variants,
+    collapse,
+    headline,
+    merged_name,
+    span_text,
+)
+from cfp.plan_words import (
+    elided,
+    known_how,
+    move_text,
+    runner_up,
+    tensor_text,
+    too_large_text,
+)
+from cfp.printable import printable
+from cfp.units import format_bytes
+
+WIDTH = 100
+_SAME_MS = 0.0005  # Less does not show.
+_NAMES_SHOWN = 12
+_WORDS_WIDTH = 300
+
+
+def explain_text(plan: Plan, block: str | None = None) -> str:
+    """Why the plan, or one of its blocks, in at most 100 columns.
+
+    Args:
+        plan: the plan.
+        block: part of a block's name, or a pattern with ``*``; all, if not given.
+
+    Raises:
+        CfpError: no block has such a name.
+    """
+    repeats = collapse(plan.rows)
+    wanted = _wanted(plan, block)
+    lines = list(_overall(plan)) if block is None else [headline(plan)]
+    for repeat in repeats:
+        if any(row.block in wanted for part in repeat.rows for row in part):
+            lines += ["", *_repeat_lines(plan, repeat, wanted)]
+    if not plan.rows:
+        lines.append("The plan has no blocks: the step has no contraction to shard.")
+    return "\n".join(wrapped(line) for line in lines) + "\n"
+
+
+def wrapped(line: str) -> str:
+    """A line in at most 100 columns; what follows is indented more than its start."""
+    text = printable(line)
+    indent = len(text) - len(text.lstrip()) + 2
+    wrap = TextWrapper(
+        width=WIDTH,
+        initial_indent=" " * (indent - 2),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+    return wrap.fill(text.lstrip())
+
+
+def _wanted(plan: Plan, block: str | None) -> set[int]:
+    if block is None:
+        return {row.block for row in plan.rows}
+    pattern = block if "*" in block else f"*{block}*"
+    found = {
+        row.block
+        for row in plan.rows
+        if row.name == block or fnmatch.fnmatchcase(row.name, pattern)
+    }
+    if not found:
+        names = [*dict.fromkeys(row.name for row in plan.rows)]
+        close = difflib.get_close_matches(block, names, _NAMES_SHOWN, 0.3) or names
+        shown = ", ".join(map(elided, close[:_NAMES_SHOWN]))
+        raise CfpError(
+            f"No block has {block!r} in its name. Blocks: {printable(shown)}"
+            f"{', ...' if len(names) > _NAMES_SHOWN else ''}."
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------- the plan
+
+
+def _overall(plan: Plan) -> Iterator[str]:
+    yield headline(plan)
+    ran = [row for row in best_variants(plan) if row.time_ms is not None]
+    others = [row for row in ran if row.name != plan.winner and not row.note]
+    if others:
+        own = next((row.time_ms for row in ran if row.name == plan.winner), None)
+        beside = "" if own is None else f", against {own:.3f} ms"
+        yield (
+            f"Why: it is the fastest of {len(ran)} programs that were timed. "
+            f"Runner-up: {others[0].name}, {others[0].time_ms:.3f} ms{beside}."
+        )
+    elif plan.predicted_ms is not None:
+        yield "Why: it is the best by prediction; no other program was timed."
+    yield from memory_lines(plan)
+
+
+def memory_lines(plan: Plan) -> Iterator[str]:
+    """What memory has to do with the plan."""
+    if plan.figures is None:
+        return
+    budget, peak = plan.figures.budget_bytes, plan.peak_bytes
+    if budget is None:
+        yield "Memory: there is no limit."
+    elif peak:
+        yield f"Memory: {format_bytes(peak)} of {format_bytes(budget)} on each device."
+    else:
+        yield f"Memory: at most {format_bytes(budget)} on each device."
+
+
+# ---------------------------------------------------------------------------- segments
+
+
+def _repeat_lines(plan: Plan, repeat: Repeat, wanted: set[int]) -> Iterator[str]:
+    first = repeat.rows[0]
+    for segment in dict.fromkeys(row.segment for row in first):
+        places = [i for i, row in enumerate(first) if row.segment == segment]
+        shown = [
+            place
+            for place in places
+            if any(part[place].block in wanted for part in repeat.rows)
+        ]
+        if not shown:
+            continue
+        members = [segment + i * repeat.period for i in range(repeat.count)]
+        yield _segment_title(plan, members, first[places[0]])
+        for place in shown:
+            yield from _block_lines(plan, [part[place] for part in repeat.rows])
+        yield from _choice_lines(plan, segment)
+
+
+def _segment_title(plan: Plan, members: list[int], row: PlanRow) -> str:
+    word = f"Segment {members[0]}" if len(members) == 1 else ""
+    title = word or f"Segments {span_text(members)} ({len(members)} alike)"
+    stored = f"parameters {STORAGE_WORDS.get(row.storage, row.storage)}"
+    time = (
+        ""
+        if row.segment_ms is None
+        else f"; {row.segment_ms:.3f} ms each, {known_how(plan)}"
+    )
+    return f"{title}: {stored}{time}"
+
+
+def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
+    # The middle of a run stands for it: the first and the last have other neighbours.
+    row = twins[len(twins) // 2]
+    figures = _figures_of(plan, row.block)
+    where = f"  at {figures.source}" if figures and figures.source else ""
+    yield f"  {elided(merged_name([twin.name for twin in twins]))}{where}"
+    yield f"    sharded: {row.sharded}"
+    if figures is None:
+        yield f"    then: {row.collectives}"
+        return
+    operands = " x ".join(map(tensor_text, figures.operands))
+    yield f"    tensors: {operands} -> {tensor_text(figures.result)}"
+    moves = ", ".join(map(move_text, figures.moves))
+    yield f"    collectives: {moves or 'none'}"
+
+
+def _figures_of(plan: Plan, block: int) -> BlockFigures | None:
+    blocks = plan.figures.blocks if plan.figures else ()
+    return next((found for found in blocks if found.block == block), None)
+
+
+def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
+    """Why a segment takes its strategy, and what the runner-up would cost."""
+    figures = plan.figures
+    if figures is None or not figures.kinds:
+        yield "  why: nothing else was measured; the strategy was asked for by name"
+        return
+    kind = figures.kinds[figures.segment_kinds[segment]]
+    taken = figures.taken(segment)
+    if taken is None:
+        yield "  why: it won the race; this strategy was not measured by itself"
+        return
+    others = [option for option in kind.options if option is not taken]
+    if not others:
+        yield "  why: it is the only strategy that was measured"
+        return
+    runner = runner_up(kind.options, taken, figures.budget_bytes)
+    fewer = taken.step_ms - runner.step_ms
+    if fewer > _SAME_MS:
+        why = "it won the race, though another strategy was predicted to be faster"
+    else:
+        why = f"predicted to be the fastest of {len(kind.options)} {known_how(plan)}"
+    yield f"  why: {why}: step {taken.step_ms:.3f} ms, {taken.name}"
+    yield (
+        f"  runner-up: {runner.name}: step {runner.step_ms:.3f} ms "
+        f"({_change(runner.step_ms, taken.step_ms)}), memory "
+        f"{format_bytes(runner.memory_bytes)} "
+        f"({_change(runner.memory_bytes, taken.memory_bytes)})"
+        f"{too_large_text(runner, figures.budget_bytes)}; "
+        f"{elided(runner.words, _WORDS_WIDTH)}"
+    )
+
+
+def _change(now: float, before: float) -> str:
+    if not before:
+        return "new"
+    share = now / before - 1.0
+    return "the same" if abs(share) < 0.0005 else f"{share:+.1%}"
+
+
+# -------------------------------------------------------------------------------- data
+
+
+def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
+    """The same as plain data."""
+    wanted = _wanted(plan, block)
+    figures = plan.figures
+    rows = []
+    for row in plan.rows:
+        if row.block not in wanted:
+            continue
+        drawn = _figures_of(plan, row.block)
+        taken = figures.taken(row.segment) if figures else None
+        runner = None
+        if figures and taken:
+            options = figures.kinds[figures.segment_kinds[row.segment]].options
+            if len(options) > 1:
+                runner = runner_up(options, taken, figures.budget_bytes)
+        rows.append(
+            {
+                "block": row.name,
+                "segment": row.segment,
+                "source": drawn.source if drawn else "",
+                "sharded": row.sharded,
+                "storage": row.storage,
+                "collectives": [
+                    {
+                        "kind": move.kind,
+                        "axes": move.axes,
+                        "count": move.count,
+                        "total_bytes": move.total_bytes,
+                        "time_ms": move.time_ms,
+                    }
+                    for move in (drawn.moves if drawn else ())
+                ],
+                "taken": _option_data(taken),
+                "runner_up": _option_data(runner),
+            }
+        )
+    return {"plan": plan.winner, "measured_ms": plan.measured_ms, "blocks": rows}
+
+
+def _option_data(option: OptionFigures | None) -> dict[str, Any] | None:
+    if option is None:
+        return None
+    return {
+        "name": option.name,
+        "in_words": option.words,
+        "segment_ms": option.segment_ms,
+        "step_ms": option.step_ms,
+        "memory_bytes": option.memory_bytes,
+    }

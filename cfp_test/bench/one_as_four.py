@@ -1,0 +1,302 @@
+"""Programs for N devices, compiled and run by one GPU that plays one of them.
+
+    python -m cfp_test.bench.one_as_four --devices 4 --out FOLDER [--seconds 280]
+        [--threads 12] [--first N] [--platform cpu --tiny]
+
+Builds the recorded programs (`cfp_test.bench.recorded`) for the mocked devices, and
+writes below FOLDER, for each: samples of its time, which is that of the computation
+alone; what it needs of memory; for some what each kernel takes (``one_as_N.json``); and
+the text of the compiled program, from which its schedule follows
+(``one_as_N_hlo.tar.gz``). Programs that are not reached within the seconds are left
+out, and so is one that hangs, with all behind it.
+
+On a CPU nothing is mocked: virtual devices run everything, to try the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import io
+import json
+import re
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cfp import platform
+from cfp.cli.session import Session, analyse
+from cfp.devices import mock
+from cfp.plan_parts import constraints_from_json, spec_from_json
+from cfp.presets import presets
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build
+from cfp.profiling.inputs import generator, input_kinds, make_inputs
+from cfp.profiling.key import ProfileKey, environment_parts
+from cfp.profiling.probe_build import build_probe
+from cfp.profiling.probes import LARGE, SMALL, probes
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import TimingOptions, execute, run
+from cfp.program.trace import planning_mesh
+from cfp.search.measure import whole_job
+from cfp.targets import resolve
+from cfp_test.bench.kernels import device_events
+from cfp_test.bench.recorded import OPTIONS, Case, cases, tiny_cases
+
+_RESULTS = Path(__file__).parents[2] / "docs" / "results"
+# As in races on GPUs: several steps in a row, after a warm-up.
+_TIMING = TimingOptions(
+    warmup_seconds=0.4, min_samples=4, max_samples=8, budget_seconds=1.2
+)
+_LONGEST_SECONDS = 60  # For one program. What hangs is ended, with all behind it.
+_TRACED_STEPS = 3
+_METADATA = re.compile(r", metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*\}")
+# Of each model these are built before the rest, which share most of their kernels: two
+# builds at once would tune the same ones, and get in each other's way.
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A case with what was built of it."""
+
+    case: Case
+    session: Session
+    job: Job
+    built: Built | ProfileRecord
+
+
+def job_of(case: Case, session: Session, options: dict[str, str]) -> Job:
+    """The whole program of a case, as races build it."""
+    frame, segments = session.analysis.frame, session.analysis.segments
+    known = presets(frame)
+    saved = case.preset.endswith(".json")
+    choice = known["data_parallel" if saved else case.preset]
+    job = whole_job(frame, segments, choice, (), case.name, case.level, options)
+    if not saved:
+        return job
+    plan = json.loads((_RESULTS / case.preset).read_text())
+    program = frame.program
+    if plan["fingerprint"] != program.fingerprint:
+        raise SystemExit(f"{case.preset} was made for another program")
+    argument = {v: i for i, v in enumerate(program.args)}
+    output = {v: i for i, v in enumerate(program.outputs)}
+    arguments, outputs = plan["arguments"], plan["output_specs"]
+    return replace(
+        job,
+        constraints=constraints_from_json(plan["constraints"], plan["recompute"]),
+        in_specs=tuple(
+            spec_from_json(arguments[argument[v]]["spec"]) for v in job.part.inputs
+        ),
+        out_specs=tuple(spec_from_json(outputs[output[v]]) for v in job.part.outputs),
+    )
+
+
+def build_all(
+    wanted: list[Case], mesh: Mesh, common: dict[str, str], threads: int, tuned: Path
+) -> list[Made]:
+    """Builds all cases, a few of each model before the rest."""
+    sessions: dict[str, Session] = {}
+    for case in wanted:
+        if case.target not in sessions:
+            words = case.target.split()
+            sessions[case.target] = analyse(resolve(words[0], words[1:]), mesh)
+    environment = BuildEnvironment(autotune_dir=tuned)
+
+    def make(case: Case) -> Made:
+        session = sessions[case.target]
+        job = job_of(case, session, {**common, **OPTIONS[case.options]})
+        program = session.analysis.frame.program
+        started = time.perf_counter()
+        built = build(program, session.mesh, job, environment)
+        if isinstance(built, Built):
+            for kind in input_kinds(program, job.part, job.in_specs):
+                generator(kind, session.mesh)
+        say(f"built {case.file}, {time.perf_counter() - started:.1f} s")
+        return Made(case, session, job, built)
+
+    seen: Counter[str] = Counter()
+    ahead: dict[str, list[Case]] = {}
+    rest = []
+    for case in wanted:
+        seen[case.target] += 1
+        if seen[case.target] <= _AHEAD:
+            ahead.setdefault(case.target, []).append(case)
+        else:
+            rest.append(case)
+    done: dict[Case, Made] = {}
+    with ThreadPoolExecutor(threads) as pool:
+        for chain in pool.map(lambda some: [make(one) for one in some], ahead.values()):
+            done |= {made.case: made for made in chain}
+        done |= dict(zip(rest, pool.map(make, rest), strict=True))
+    return [done[case] for case in wanted]
+
+
+def rates_of(mesh: Mesh) -> dict[str, float]:
+    """How fast the device multiplies and moves memory, in units a millisecond."""
+    sizes = SMALL if mesh.devices.flat[0].platform == "cpu" else LARGE
+    found = {}
+    for probe in probes(mesh, sizes):
+        parts = dict(probe.parts)
+        if parts["what"] in ("matmul", "memory"):
+            built = build_probe(ProfileKey(probe.parts), probe, mesh)
+            if isinstance(built, Built):
+                how = {"feedback": probe.feedback, "timing": _TIMING}
+                record = execute(built, probe.inputs, mesh, **how)
+                name = parts.get("dtype", parts["what"])
+                if record.ok:
+                    found[name] = probe.work * probe.count / record.time_ms
+    return found
+
+
+def row_of(made: Made) -> dict[str, Any]:
+    """What is known of a program before it runs."""
+    case, built = made.case, made.built
+    row: dict[str, Any] = {
+        **asdict(case),
+        "name": case.name,
+        "file": case.file,
+        "compiler_options": dict(made.job.options),
+    }
+    if not isinstance(built, Built):
+        return row | {"failure": f"{built.status}: {built.reason}"}
+    return row | {
+        "peak_bytes": built.peak_bytes,
+        "argument_bytes": built.argument_bytes,
+        "temp_bytes": built.temp_bytes,
+        "build_seconds": built.build_seconds,
+        "collectives": [asdict(one) for one in built.collectives],
+    }
+
+
+def kernels_of(made: Made) -> dict[str, tuple[float, float]]:
+    """What each kernel of a step takes: (milliseconds, executions), by op and name."""
+    built, job, session = made.built, made.job, made.session
+    assert isinstance(built, Built)
+    mesh = session.mesh
+    kinds = input_kinds(session.analysis.frame.program, job.part, job.in_specs)
+    inputs = make_inputs(kinds, mesh, [put for put, _ in job.feedback])
+    results: Any = ()
+    with tempfile.TemporaryDirectory() as folder:
+        for times in (2, _TRACED_STEPS):
+            if times == _TRACED_STEPS:
+                jax.profiler.start_trace(folder)
+            for _ in range(times):
+                results = ()
+                results = built.compiled(*inputs)
+                for put, got in job.feedback:
+                    inputs[put] = results[got]
+            jax.block_until_ready(results)
+        jax.profiler.stop_trace()
+        found: Counter[str] = Counter()
+        count: Counter[str] = Counter()
+        for file in sorted(Path(folder).rglob("*.xplane.pb")):
+            for _, name, (start, end) in device_events(file):
+                found[name] += (end - start) / 1e6 / _TRACED_STEPS
+                count[name] += 1
+    for array in jax.tree.leaves((inputs, results)):
+        if not array.is_deleted():
+            array.delete()
+    return {
+        name: (round(ms, 5), round(count[name] / _TRACED_STEPS, 2))
+        for name, ms in found.most_common()
+    }
+
+
+def say(text: str) -> None:
+    """Prints a line at once: what is killed has said how far it was."""
+    print(f"{time.perf_counter() - _STARTED:7.1f} s: {text}", flush=True)
+
+
+_STARTED = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=280)
+    parser.add_argument("--threads", type=int, default=12)
+    parser.add_argument("--platform", choices=platform.PLATFORMS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--first", type=int, help="only so many programs")
+    parser.add_argument("--tuned", type=Path, default=Path("/tmp/one_as_n_tuned"))
+    options = parser.parse_args()
+    axes = (("x", options.devices),)
+    if options.platform == "cpu":
+        platform.select("cpu", axes)
+        mesh, common = platform.make_mesh(axes), {}
+    else:
+        mock.play_one_of(options.devices)
+        mesh, common = mock.mocked_mesh(axes), dict(mock.OPTIONS)
+    mesh = planning_mesh(mesh)
+    wanted = (tiny_cases if options.tiny else cases)(options.devices)[: options.first]
+    faulthandler.dump_traceback_later(options.seconds + 60, exit=True)
+    say(f"{len(wanted)} programs, jax {jax.__version__}, {mesh.devices.flat[0]}")
+    all_made = build_all(wanted, mesh, common, options.threads, options.tuned)
+    say("all built")
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = options.out / f"one_as_{options.devices}"
+    with tarfile.open(f"{base}_hlo.tar.gz", "w:gz", compresslevel=6) as tar:
+        for made in all_made:
+            if isinstance(made.built, Built):
+                text = made.built.compiled.as_text() or ""
+                content = _METADATA.sub("", text).encode()
+                info = tarfile.TarInfo(f"{made.case.file}.txt")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    say("texts written")
+    rows = [row_of(made) for made in all_made]
+    page = {
+        "hardware": str(mesh.devices.flat[0].device_kind),
+        "environment": dict(environment_parts(list(mesh.devices.flat))),
+        "devices": options.devices,
+        "rates_per_ms": rates_of(mesh),
+        "rows": rows,
+    }
+
+    def write() -> None:
+        base.with_suffix(".json").write_text(json.dumps(page, indent=1) + "\n")
+
+    write()
+    say(f"a millisecond: {page['rates_per_ms']}")
+    for row, made in zip(rows, all_made, strict=True):
+        if not isinstance(made.built, Built):
+            say(f"{row['file']}: {row['failure'][:300]}")
+            continue
+        if time.perf_counter() - _STARTED > options.seconds:
+            say("the time is over")
+            break
+        faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True)
+        program = made.session.analysis.frame.program
+        record = run(made.built, made.job, program, made.session.mesh, timing=_TIMING)
+        row["samples_ms"] = list(record.samples_ms)
+        if not record.ok:
+            row["failure"] = f"{record.status}: {record.reason}"
+        say(
+            f"{row['file']}: {[round(ms, 2) for ms in record.samples_ms]} ms, "
+            f"{row['peak_bytes'] / 1e9:.3f} GB {row.get('failure', '')[:200]}"
+        )
+        write()
+    for row, made in zip(rows, all_made, strict=True):
+        if not made.case.trace or not row.get("samples_ms"):
+            continue
+        if time.perf_counter() - _STARTED > options.seconds:
+            break
+        faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True)
+        row["kernels"] = kernels_of(made)
+        write()
+    faulthandler.cancel_dump_traceback_later()
+    write()
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

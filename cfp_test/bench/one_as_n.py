@@ -1,0 +1,200 @@
+"""Whole steps predicted on one GPU beside those recorded on 2 and 4.
+
+    python -m cfp_test.bench.one_as_n fit     # the constants, from 2 H200 alone
+    python -m cfp_test.bench.one_as_n page    # the page and its picture
+
+Both read ``docs/results/one_as_four_h200_202611.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from cfp.cost.carried import carried_over, rates_from_page, without_launches
+from cfp.cost.step_time import Constants, StepTime, step_time
+from cfp.profiling.rates import Rates
+from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json
+
+PICTURE = RESULTS.parent / "pictures" / "one_as_four_h200_202611.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A program's step, recorded and predicted.
+
+    Attributes:
+        row: of the JSON.
+        links: between the devices.
+        recorded_ms: median of the races' medians.
+        predicted: on one GPU.
+    """
+
+    row: dict[str, Any]
+    links: str
+    recorded_ms: float
+    predicted: StepTime
+
+    @property
+    def error(self) -> float:
+        """Predicted over recorded, less one."""
+        return self.predicted.total_ms / self.recorded_ms - 1
+
+    @property
+    def model(self) -> str:
+        """Which kind of model it is."""
+        return {"gpt": "GPT", "moe": "MoE"}[self.row["target"].split()[0]]
+
+
+def link_rates(data: dict[str, Any]) -> dict[tuple[int, str], Rates]:
+    """What collectives take on 2 and 4 H200; products and memory as on the one."""
+    own = data["rates_per_ms"]["4"]
+    dtypes = {name: rate for name, rate in own.items() if name != "memory"}
+
+    def curves(file: str) -> Rates:
+        found = rates_from_page(json.loads((RESULTS / file).read_text()))
+        return replace(
+            found, matmul_flops_per_ms=dtypes, memory_bytes_per_ms=own["memory"]
+        )
+
+    two = curves("curves_h200x2_202611_nvlink.json")
+    latency = {kind: curve[0][1] for (kind, _), curve in two.curves.items()}
+
+    def launched(rates: Rates) -> Rates:
+        return replace(
+            rates,
+            curves={
+                (kind, group): without_launches(curve, latency[kind])
+                for (kind, group), curve in rates.curves.items()
+            },
+        )
+
+    return {
+        (2, "NVLink"): two,
+        (4, "NVLink"): carried_over(two, (("x", 4),)),
+        (4, "P2P off"): launched(curves("curves_h200x4_202611_p2p_off.json")),
+        (4, "NVLink, its own curves"): launched(
+            curves("curves_h200x4_202611_nvlink.json")
+        ),
+    }
+
+
+def pairs(
+    data: dict[str, Any],
+    rates: dict[tuple[int, str], Rates],
+    devices: int,
+    constants: Constants | None = None,
+    own_curves: bool = False,
+) -> list[Pair]:
+    """All programs that were recorded on so many devices."""
+    found = []
+    for row in data["programs"]:
+        for links, times in row["recorded_ms"].items():
+            if row["devices"] != devices:
+                continue
+            own = own_curves and links == "NVLink"
+            key = devices, f"{links}, its own curves" if own else links
+            predicted = step_time(
+                schedule_from_json(row),
+                rates[key],
+                computation_ms=statistics.median(row["alone_ms"]),
+                constants=constants,
+            )
+            ms = statistics.median(times)
+            found.append(
+                Pair(row=row, links=links, recorded_ms=ms, predicted=predicted)
+            )
+    return found
+
+
+def fit(data: dict[str, Any]) -> Constants:
+    """The constants with the least error on 2 H200: the mean, and 0.3 of the worst.
+
+    One constant after another is moved by ever smaller steps.
+    """
+    rates = link_rates(data)
+
+    def loss(constants: Constants) -> float:
+        errors = [abs(p.error) for p in pairs(data, rates, 2, constants)]
+        return statistics.fmean(errors) + 0.3 * max(errors)
+
+    best = Constants(sustained=0.95, beside=0.8, inside=1.0, launch_ms=0.01)
+    least = loss(best)
+    steps = {"sustained": 0.04, "beside": 0.16, "inside": 0.16, "launch_ms": 0.008}
+    names = tuple(steps)
+    for _ in range(7):
+        moved = True
+        while moved:
+            moved = False
+            for signs in product((-1, 0, 1), repeat=2):
+                for a in range(len(names)):
+                    pair = names[a], names[(a + 1) % len(names)]
+                    change = {
+                        name: round(
+                            max(0.0, getattr(best, name) + sign * steps[name]), 5
+                        )
+                        for name, sign in zip(pair, signs, strict=True)
+                    }
+                    tried = replace(best, **change)
+                    if not 0 < tried.beside <= 1 or tried.inside <= 0:
+                        continue
+                    value = loss(tried)
+                    if value < least - 1e-9:
+                        best, least, moved = tried, value, True
+        steps = {name: step / 2 for name, step in steps.items()}
+    return best
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, with mean ranks for ties."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [
+            sum(v < one for v in values) + (sum(v == one for v in values) - 1) / 2
+            for one in values
+        ]
+
+    return statistics.correlation(ranks(first), ranks(second))
+
+
+def groups(found: Iterable[Pair]) -> dict[str, list[Pair]]:
+    """By model and links."""
+    by_name: dict[str, list[Pair]] = {}
+    for one in found:
+        by_name.setdefault(f"{one.model}, {one.links}", []).append(one)
+    return by_name
+
+
+def summary(name: str, found: Sequence[Pair]) -> list[str]:
+    """A row of the table of groups."""
+    errors = [abs(one.error) for one in found]
+    rank = rank_correlation(
+        [one.predicted.total_ms for one in found], [one.recorded_ms for one in found]
+    )
+    return [
+        name,
+        str(len(found)),
+        f"{statistics.median(errors):.1%}",
+        f"{max(errors):.1%}",
+        f"{statistics.fmean(one.error for one in found):+.1%}",
+        f"{rank:.3f}",
+    ]
+
+
+def main() -> None:
+    data = json.loads(FILE.read_text())
+    if sys.argv[1] == "fit":
+        print(fit(data))
+        return
+    from cfp_test.bench import one_as_n_page
+
+    one_as_n_page.write(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The doctor as a command, and how it judges what devices answer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cfp.cluster.doctor import collectives, devices, driver, programs
+from cfp.cluster.doctor.checks import CHECKS, Check, examine, with_needs
+from cfp.cluster.doctor.machine import Machine, cache_dir
+from cfp.cluster.doctor.result import Result, Status, absent, failed, passed
+from cfp.cluster.doctor.table import row, summary
+from cfp.cluster.doctor.versions import installed, parse, requirements
+from cfp.profiling.store import default_cache_dir
+from cfp_test.cli_runner import ROOT, environment, run_one
+from cfp_test.cluster.sick import fake_module, machine, with_gpus
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-15\t0
+GPU1\tNV18\t X \tPHB\t0-15\t0
+GPU2\tSYS\tPHB\t X \t16-31\t1
+
+Legend:
+  SYS  = Connection traversing PCIe
+"""
+NVLINK = "GPU 0: NVIDIA H200\n" + "\n".join(
+    f"\t Link {index}: 26.562 GB/s" for index in range(18)
+)
+
+
+# ------------------------------------------------------------------------ the command
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The doctor where no package is installed at all."""
+    home = tmp_path_factory.mktemp("home")
+    variables = environment(HOME=str(home), XDG_CACHE_HOME="")
+    # -S: without the folder that packages are installed in.
+    return subprocess.run(
+        [sys.executable, "-S", "-m", "cfp", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_without_any_package_it_says_what_is_missing(bare):
+    assert bare.returncode == 1
+    assert bare.stderr == ""
+    found = {check["name"]: check for check in json.loads(bare.stdout)["checks"]}
+    assert [check.name for check in CHECKS] == list(found)
+    assert found["jaxlib"]["status"] == found["packages"]["status"] == "FAIL"
+    assert "pip install 'jax>=" in found["jaxlib"]["remedy"]
+    for name in ("jax", "devices", "shardy", "graft", "all-reduce"):
+        assert found[name]["status"] == "ABSENT"
+        assert "jaxlib failed" in found[name]["reason"]
+    assert found["cache"]["status"] == found["locks"]["status"] == "PASS"
+
+
+def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
+    names = ("graft", "all-reduce", "locks")
+    words = [word for name in names for word in ("--only", name)]
+    flags = "--xla_force_host_platform_device_count=2"
+    done = run_one(
+        "doctor",
+        "--json",
+        *words,
+        folder=tmp_path,
+        XLA_FLAGS=flags,
+        JAX_PLATFORMS="cpu",
+    )
+    document = json.loads(done.out)
+    found = {check["name"]: check for check in document["checks"]}
+    assert {n: found[n]["status"] for n in names} == dict.fromkeys(names, "PASS"), found
+    assert (done.code, document["ok"]) == (0, True)
+    assert found["graft"]["numbers"]["devices"] == 2
+    assert found["all-reduce"]["reason"].startswith("2 virtual devices")
+    assert str(tmp_path) in found["locks"]["reason"]
+
+
+def test_the_list_names_every_check(tmp_path):
+    done = run_one("doctor", "--list", folder=tmp_path)
+    assert done.code == 0
+    assert [line[:16].strip() for line in done.out.splitlines()] == [
+        check.name for check in CHECKS
+    ]
+
+
+def test_an_unknown_check_is_refused(tmp_path):
+    done = run_one("doctor", "--only", "appetite", folder=tmp_path)
+    assert done.code == 2
+    assert "invalid choice: 'appetite'" in done.err
+
+
+def test_the_package_loads_without_jax():
+    code = (
+        "import sys, cfp, cfp.cluster.doctor.command\n"
+        "heavy = {'jax', 'numpy', 'typer', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import cfp.plan\n"
+        "assert cfp.plan is cfp.api.plan and isinstance(cfp.plan.__name__, str)\n"
+        "assert set(cfp.__all__) <= set(dir(cfp))\n"
+        "assert all(getattr(cfp, name) is not None for name in cfp.__all__)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+# ------------------------------------------------------------------------- the checks
+
+
+def test_what_needs_a_failed_check_is_not_tried():
+    def run(_):
+        raise AssertionError("it was tried")
+
+    chain = [
+        Check(name="a", run=lambda _: failed("a", "broken", "mend it")),
+        Check(name="b", run=run, needs=("a",)),
+        Check(name="c", run=lambda _: absent("c", "no such thing")),
+        Check(name="d", run=run, needs=("c",)),
+        Check(name="e", run=lambda _: passed("e", "fine")),
+        Check(name="f", run=run),
+    ]
+    results = list(examine(Machine.here(), chain))
+    said = [(r.status.value, r.reason) for r in results]
+    assert said[:5] == [
+        ("FAIL", "broken"),
+        ("ABSENT", "not tried, as a failed"),
+        ("ABSENT", "no such thing"),
+        ("ABSENT", "no such thing"),
+        ("PASS", "fine"),
+    ]
+    assert said[5] == ("FAIL", "the check itself broke: AssertionError: it was tried")
+    assert summary(results) == "1 PASS, 2 FAIL, 3 ABSENT: a, f"
+
+
+def test_names_bring_what_they_need():
+    assert [c.name for c in with_needs(["graft"])] == [
+        "jaxlib",
+        "jax",
+        "devices",
+        "shardy",
+        "graft",
+    ]
+    order = [check.name for check in CHECKS]
+    for index, check in enumerate(CHECKS):
+        assert all(need in order[:index] for need in check.needs)
+
+
+def test_a_failure_has_a_remedy():
+    with pytest.raises(ValueError, match="without a remedy"):
+        Result(name="a", status=Status.FAIL, reason="broken")
+
+
+def test_a_row_fits_the_console():
+    text = row(failed("a", "word " * 40, "do " * 40), 80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.startswith("a             FAIL   word")
+    assert "\n" + " " * 21 + "-> do" in text
+
+
+def test_the_cache_is_where_the_planner_has_it(monkeypatch):
+    for variables in (
+        {"CFP_CACHE_DIR": "/a/b"},
+        {"CFP_CACHE_DIR": "~/c"},
+        {"XDG_CACHE_HOME": "/x"},
+        {"XDG_CACHE_HOME": "relative"},
+        {},
+    ):
+        for name in ("CFP_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        here = Machine.here()
+        assert here.cache == default_cache_dir()
+        assert cache_dir(os.environ, here.home) == default_cache_dir()
+
+
+def test_requirements_are_those_of_the_project():
+    here = Machine.here()
+    by_name = {each.name: each for each in requirements(here)}
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'"jax{by_name["jax"].versions}"' in text
+    for each in by_name.values():
+        version = installed(here, each.name)
+        assert version is not None
+        assert each.allows(version), each
+
+
+@pytest.mark.parametrize(
+    ("line", "yes", "no"),
+    [
+        ("jax[cuda13]>=0.10.2,<0.13", ["0.10.2", "0.12.0.1"], ["0.9", "0.13", "1"]),
+        ("pulp (<4,>=3.3)", ["3.3", "3.10.1"], ["4.0", "3.2.9"]),
+        ("a~=1.4.2", ["1.4.2", "1.4.9"], ["1.5", "1.4.1"]),
+        ("a==2; python_version>'3'", ["2.0.0"], ["2.0.1"]),
+        ("a!=1.0", ["1.1"], ["1.0"]),
+        ("rich", ["0", "15.0"], []),
+    ],
+)
+def test_versions_that_will_do(line, yes, no):
+    requirement = parse(line)
+    assert [v for v in yes if not requirement.allows(v)] == []
+    assert [v for v in no if requirement.allows(v)] == []
+
+
+# ------------------------------------------------------- what devices answer, judged
+
+
+def test_links_are_counted_once_for_each_pair(tmp_path):
+    assert driver.link_kinds(TOPOLOGY) == {"NV18": 1, "PHB": 1, "SYS": 1}
+    assert driver.link_kinds("no GPU here") == {}
+    assert driver.nvlink_gb_per_s(NVLINK) == pytest.approx(478.1, abs=0.1)
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    show = f"/bin/cat {tmp_path / 'topology'}"
+    result = driver.links(with_gpus(tmp_path, count=3, topo=show))
+    assert result.status is Status.PASS
+    assert result.reason == "NV18 (1 pairs), PHB (1 pairs), SYS (1 pairs)"
+
+
+CUPY = """
+import sys, types
+class Device:
+    def __init__(self, index): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+class runtime:
+    getDeviceCount = staticmethod(lambda: 2)
+    memGetInfo = staticmethod(lambda: {memory})
+    deviceCanAccessPeer = staticmethod(lambda a, b: {peers})
+cuda = types.SimpleNamespace(Device=Device, runtime=runtime)
+"""
+
+
+@pytest.mark.parametrize(
+    ("memory", "status", "words"),
+    [
+        ("(139 << 30, 140 << 30)", "PASS", "139.0 of 140.0 GiB free (CuPy)"),
+        ("(30 << 30, 140 << 30)", "FAIL", "JAX takes 75%"),
+    ],
+)
+def test_free_memory_is_asked_of_cuda(memory, status, words, tmp_path):
+    made = with_cupy(tmp_path, CUPY.format(memory=memory, peers=True))
+    result = devices.device_memory(made)
+    assert result.status == status
+    assert words in result.reason
+
+
+def test_without_cupy_free_memory_is_what_the_driver_says(tmp_path):
+    result = devices.device_memory(with_gpus(tmp_path))
+    assert result.status is Status.PASS
+    assert "nvidia-smi, as CuPy is not installed" in result.reason
+
+
+@pytest.mark.parametrize(("able", "status"), [("True", "PASS"), ("a < b", "FAIL")])
+def test_peers_of_nvlink_reach_each_other(able, status, tmp_path):
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    text = CUPY.format(memory="None", peers=able)
+    show = f"/bin/cat {tmp_path / 'topology'}"
+    assert devices.peers(with_cupy(tmp_path, text, topo=show)).status == status
+
+
+def with_cupy(folder, text: str, **fields):
+    fake_module(folder, "cupy", text)
+    environ = {"PYTHONPATH": str(folder), "PATH": str(folder / "bin")}
+    packages = {"cupy-cuda13x": "14.2.0"}
+    return with_gpus(folder, count=2, packages=packages, environ=environ, **fields)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        ({"right": False, "median_ms": 1.0}, "FAIL", "the sum is wrong"),
+        # 268 MB to and from each of two devices, in a ring: each sends 268 MB.
+        (
+            {"right": True, "median_ms": 0.8},
+            "PASS",
+            "336 GB/s, 70% of the NVLink's 478",
+        ),
+        ({"right": True, "median_ms": 9.0}, "FAIL", "30 GB/s, 6% of the NVLink's 478"),
+    ],
+)
+def test_an_all_reduce_is_held_against_the_link(answer, status, words, tmp_path):
+    (tmp_path / "links").write_text(NVLINK)
+    data = {"devices": 2, "bytes": 256 << 20, "version": 22809, **answer}
+    text = f"print('cfp-doctor: ' + {json.dumps(json.dumps(data))})\nraise SystemExit"
+    made = with_cupy(tmp_path, text, nvlink=f"/bin/cat {tmp_path / 'links'}")
+    result = collectives.nccl(made)
+    assert result.status == status
+    assert words in result.reason
+
+
+def test_one_device_has_no_link(tmp_path):
+    data = {"devices": 1, "bytes": 1, "right": True, "median_ms": 1.0, "version": 2}
+    text = f"print('cfp-doctor: ' + {json.dumps(json.dumps(data))})\nraise SystemExit"
+    result = collectives.nccl(with_cupy(tmp_path, text))
+    assert result.status is Status.PASS
+    assert "no link is used" in result.reason
+
+
+ON_GPUS = (
+    driver.driver,
+    devices.device_memory,
+    devices.peers,
+    collectives.nccl,
+    programs.cudnn,
+    programs.pallas,
+    programs.mock,
+)
+
+
+@pytest.mark.parametrize("run", ON_GPUS, ids=lambda run: run.__name__)
+def test_without_a_gpu_its_checks_are_absent(run, tmp_path):
+    result = run(machine(tmp_path))
+    assert result.status is Status.ABSENT
+    assert "no NVIDIA GPU" in result.reason

@@ -1,0 +1,136 @@
+"""Predicted steps: what adds up, what hides, and what the records say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cfp.cost.carried import carried_over, without_launches
+from cfp.cost.schedule import Computed, Schedule, Sent
+from cfp.cost.step_time import Constants, step_time
+from cfp.profiling.rates import Rates, sent_share
+from cfp_test.bench.one_as_n import groups, link_rates, pairs, rank_correlation
+from cfp_test.bench.one_as_n_data import FILE
+
+_RATES = Rates(
+    mesh=(("x", 4), ("y", 2)),
+    curves={
+        (kind, group): ((1000, 1.0), (10_000, 10.0))
+        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+        for group in (("x",), ("y",), ("x", "y"))
+    },
+    matmul_flops_per_ms={"float32": 1e9, "bfloat16": 1e9},
+    memory_bytes_per_ms=1e9,
+)
+_PLAIN = Constants(sustained=1.0, beside=1.0, inside=1.0, launch_ms=0.0)
+
+
+def _product(ms: float) -> Computed:
+    return Computed(flops=ms * 1e9, moved_bytes=0.0, kernels=0)
+
+
+def _gather(start: int, done: int, size: int = 1000) -> Sent:
+    return Sent(kind="all-gather", bytes=size, group_size=2, start=start, done=done)
+
+
+def test_without_overlap_all_times_add_up():
+    schedule = Schedule((_product(2.0), _product(3.0)), (_gather(1, 1, 4000),))
+    found = step_time(schedule, _RATES, constants=_PLAIN)
+    assert found.total_ms == pytest.approx(2 + 3 + 4)
+    assert (found.exposed_ms, found.hidden_ms) == (pytest.approx(4.0), 0)
+
+
+def test_what_is_computed_meanwhile_hides_a_collective():
+    schedule = Schedule((_product(2.0), _product(3.0)), (_gather(0, 1, 3000),))
+    found = step_time(schedule, _RATES, constants=_PLAIN)
+    assert found.total_ms == pytest.approx(6.0)
+    assert (found.hidden_ms, found.exposed_ms) == (pytest.approx(2), pytest.approx(1))
+
+
+def test_what_is_not_waited_for_delays_what_starts_behind_it():
+    sent = (_gather(0, 2, 5000), _gather(1, 1, 1000))
+    schedule = Schedule((_product(2.0), _product(3.0)), sent)
+    found = step_time(schedule, _RATES, constants=_PLAIN)
+    assert found.total_ms == pytest.approx(2 + 3 + 1 + 3)
+
+
+def test_at_half_speed_nothing_is_gained_by_overlap():
+    overlapped = Schedule((_product(2.0), _product(3.0)), (_gather(0, 2, 4000),))
+    behind = Schedule((_product(2.0), _product(3.0)), (_gather(2, 2, 4000),))
+    half = Constants(sustained=1.0, beside=0.5, inside=1.0, launch_ms=0.0)
+    both = [step_time(one, _RATES, constants=half) for one in (overlapped, behind)]
+    assert both[0].total_ms == pytest.approx(both[1].total_ms)
+
+
+def test_a_measured_computation_is_kept_where_products_are_slow_enough():
+    parts = (_product(4.0), Computed(flops=0.0, moved_bytes=2e9, kernels=0))
+    schedule = Schedule(parts, ())
+    for measured, expected in ((9.0, 9.0), (6.0, 6.0), (5.0, 6.0)):
+        found = step_time(
+            schedule, _RATES, computation_ms=measured, constants=_PLAIN
+        ).total_ms
+        assert found == pytest.approx(expected)
+
+
+def test_an_all_reduce_takes_no_longer_than_its_two_halves():
+    slow = dict(_RATES.curves)
+    slow["all-reduce", ("y",)] = ((1000, 50.0), (10_000, 500.0))
+    rates = replace(_RATES, curves=slow)
+    one = Sent(kind="all-reduce", bytes=1000, group_size=2, start=0, done=0)
+    found = step_time(Schedule((_product(1.0),), (one,)), rates, constants=_PLAIN)
+    assert found.total_ms == pytest.approx(3.0)
+
+
+def test_curves_carried_over_to_more_devices_grow_by_what_each_sends():
+    two = Rates.default((("x", 2),))
+    four = carried_over(two, (("x", 4),))
+    size = 1 << 28
+    for kind in ("all-reduce", "all-gather", "all-to-all"):
+        floor = two.curves[kind, ("x",)][0][1]
+        before = two.collective_ms(kind, ("x",), size) - floor
+        after = four.collective_ms(kind, ("x",), size) - floor
+        assert after / before == pytest.approx(
+            sent_share(kind, 4) / sent_share(kind, 2)
+        )
+
+
+def test_small_sizes_without_launches_follow_the_bandwidth():
+    curve = ((1 << 16, 0.14), (1 << 22, 0.14), (1 << 25, 0.16), (1 << 28, 1.0))
+    found = dict(without_launches(curve, 0.02))
+    assert (found[1 << 25], found[1 << 28]) == (0.16, 1.0)
+    assert found[1 << 22] == pytest.approx(0.02 + 0.16 / 8)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    data = json.loads(FILE.read_text())
+    return data, link_rates(data)
+
+
+def test_recorded_steps_of_four_devices_are_predicted_from_one(recorded):
+    data, rates = recorded
+    found = groups(pairs(data, rates, 4))
+    assert set(found) == {
+        f"{model}, {links}"
+        for model in ("GPT", "MoE")
+        for links in ("NVLink", "P2P off")
+    }
+    assert sum(map(len, found.values())) >= 40
+    for name, group in found.items():
+        errors = sorted(abs(one.error) for one in group)
+        assert errors[-1] < (0.06 if "NVLink" in name else 0.17), name
+        ranks = rank_correlation(
+            [one.predicted.total_ms for one in group],
+            [one.recorded_ms for one in group],
+        )
+        assert ranks > 0.84, name
+
+
+def test_programs_need_on_one_device_what_they_need_on_four(recorded):
+    data, _ = recorded
+    for row in data["programs"]:
+        if row["recorded_bytes"] and "analytical" not in row["name"]:
+            nearest = min(abs(row["peak_bytes"] / b - 1) for b in row["recorded_bytes"])
+            assert nearest < 0.01, row["name"]

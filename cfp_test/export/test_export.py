@@ -1,0 +1,292 @@
+"""Plans as Python modules: the same program, and numbers, without cfp."""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp.errors import PlanFileError, PlanMismatch
+from cfp.export.module import python_module, spec_code
+from cfp.export.runtime import numbers
+from cfp.export.sites import ranges
+from cfp.models.registry import build
+from cfp.plan import Plan
+from cfp.plan_sites import Site, Sites
+from cfp.profiling.hlo import collectives_in
+from cfp.program.recompute import Recompute
+from cfp_test.checking import make_mesh
+from cfp_test.cli_runner import ROOT, environment
+from cfp_test.reported import HOSTILE
+
+WIDTH = 16
+SETTINGS = cfp.PlannerSettings(race=False)
+
+# A step in a file of its own: a process without cfp imports it, too.
+STEP = f"""
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+WIDTH = {WIDTH}
+
+
+@jax.jit
+def hidden(x):
+    return jnp.where(x > 0, x, 0.1 * x)
+
+
+def loss(params, x, power):
+    for layer in params["layers"]:
+        with jax.named_scope("layer"):
+            x = hidden(x @ layer["up"]) @ layer["down"]
+    def body(h, w):
+        return jnp.tanh(h @ w), h.mean()
+    x, means = jax.lax.scan(body, x, params["stack"])
+    return (x**power).mean() + means.sum()
+
+
+def step(params, x, power):
+    value, grads = jax.value_and_grad(loss)(params, x, power)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments(make):
+    layer = {{"up": make(WIDTH, 4 * WIDTH), "down": make(4 * WIDTH, WIDTH)}}
+    params = {{"layers": [layer] * 2, "stack": make(3, WIDTH, WIDTH)}}
+    return params, make(32, WIDTH), 2
+"""
+
+RUN = """
+import sys
+sys.modules["cfp"] = None  # an import of it fails
+import jax, numpy as np
+import exported, my_step
+rng = np.random.default_rng(0)
+args = my_step.arguments(lambda *s: rng.standard_normal(s).astype("float32"))
+sharded = exported.shard(my_step.step, *args)
+params, loss = sharded(*args)
+wanted, wanted_loss = jax.jit(my_step.step, static_argnums=2)(*args)
+for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+spread = [not p.sharding.is_fully_replicated for p in jax.tree.leaves(params)]
+print("SHARDED", sum(spread))
+print("HLO", sharded.compiled.as_text())
+"""
+
+
+def load(text: str, name: str = "exported"):
+    found: dict = {"__name__": name}
+    exec(compile(text, name, "exec"), found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def my_step():
+    return load(STEP, "my_step")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((("x", 4),))
+
+
+@pytest.fixture(scope="module")
+def plan(my_step, mesh, tmp_path_factory):
+    """As it comes back from its file, with the step that it was made for."""
+    shapes = my_step["arguments"](lambda *s: jax.ShapeDtypeStruct(s, jnp.float32))
+    folder = tmp_path_factory.mktemp("plan")
+    made = cfp.plan(
+        my_step["step"],
+        *shapes,
+        mesh=mesh,
+        static_argnums=2,
+        donate_argnums=0,
+        preset="fully_sharded",
+        cache_dir=folder,
+        settings=SETTINGS,
+    )
+    made.save(folder / "plan.json")
+    return Plan.load(folder / "plan.json", mesh=mesh), made, shapes
+
+
+def test_a_module_runs_where_cfp_cannot_be_imported(plan, my_step, mesh, tmp_path):
+    loaded, _, shapes = plan
+    loaded.export_python(tmp_path / "exported.py")
+    (tmp_path / "my_step.py").write_text(STEP)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        cwd=tmp_path,
+        env=environment(
+            PYTHONPATH=str(tmp_path),
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    head, _, hlo = done.stdout.partition("HLO ")
+    assert head.split() == ["SHARDED", "5"]
+    compiled = loaded.compile(my_step["step"], *shapes)
+    assert collectives_in(hlo) == collectives_in(compiled.as_text())
+    assert collectives_in(hlo)
+
+
+def test_a_model_of_the_zoo_has_the_same_collectives_exported(mesh, tmp_path):
+    step, args = build("gpt", layers=1, hidden=16, vocab=32, seq=8, heads=4, batch=8)
+    made = cfp.plan(
+        step,
+        *args,
+        mesh=mesh,
+        preset="tensor_parallel",
+        cache_dir=tmp_path,
+        settings=SETTINGS,
+    )
+    again = Plan.from_json(json.loads(made.to_json()), mesh=mesh)
+    exported = load(python_module(again, again.sites))
+    ours = again.compile(step, *args)
+    theirs = exported["shard"](step, *args, mesh=mesh)
+    assert collectives_in(theirs.compiled.as_text()) == collectives_in(ours.as_text())
+    assert len(collectives_in(ours.as_text())) > 1
+    assert theirs.shardings == ours.in_shardings
+    assert again.sites is not None
+    files = {site.source.partition(":")[0] for site in again.sites.sites}
+    assert {"models/gpt.py", "models/layers.py", "models/train.py"} <= files
+
+
+def test_sites_come_back_from_the_file(plan):
+    loaded, made, _ = plan
+    assert loaded.sites is not None
+    assert loaded.sites == made.found_sites
+    # A step that was never in a file has no lines; those of the models have.
+    kinds = {(site.primitive, site.value[:3]) for site in loaded.sites.sites}
+    assert {("dot_general", "out"), ("dot_general", "in ")} <= kinds
+
+
+def test_a_module_is_readable(plan):
+    loaded, _, _ = plan
+    text = python_module(loaded, loaded.sites)
+    assert "('params/layers/0/up', 'float32[16,64]', P('x'), True)," in text
+    assert "MESH = {'x': 4}" in text and "STATIC = (2,)" in text
+    assert len(text.splitlines()) < 500
+    assert "import cfp" not in text and "from cfp" not in text
+
+
+def test_another_step_is_refused(plan, my_step, mesh):
+    loaded, _, shapes = plan
+    shard = load(python_module(loaded, loaded.sites))["shard"]
+
+    def other(params, x, power):
+        return my_step["step"](params, x + 1, power)
+
+    with pytest.raises(ValueError, match="is not the one that was planned"):
+        shard(other, *shapes, mesh=mesh)
+    with pytest.raises(ValueError, match="planned for float32"):
+        wrong = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+        shard(my_step["step"], shapes[0], wrong, 2, mesh=mesh)
+
+
+def test_meshes_of_other_axes_are_refused_and_explicit_ones_are_not(plan, my_step):
+    loaded, _, shapes = plan
+    shard = load(python_module(loaded, loaded.sites))["shard"]
+    explicit = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    assert shard(my_step["step"], *shapes, mesh=explicit).compiled is not None
+    with pytest.raises(ValueError, match=r"for a mesh .'x': 4., got .'y': 4."):
+        shard(my_step["step"], *shapes, mesh=make_mesh((("y", 4),)))
+
+
+def test_a_module_refuses_arguments_that_it_was_not_compiled_for(plan, my_step, mesh):
+    loaded, _, shapes = plan
+    sharded = load(python_module(loaded, loaded.sites))["shard"](
+        my_step["step"], *shapes, mesh=mesh
+    )
+    zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes[:2])
+    with pytest.raises(ValueError, match="not those that it was compiled for"):
+        sharded(*zeros, 3)
+
+
+def test_what_a_module_cannot_say_is_refused(plan):
+    loaded, _, _ = plan
+    with pytest.raises(PlanMismatch, match="does not say where in the step"):
+        python_module(loaded, None)
+    again = replace(loaded.constraints, recompute=(Recompute((0,), (1,)),))
+    with pytest.raises(PlanMismatch, match="computes segments again"):
+        python_module(replace(loaded, constraints=again), loaded.sites)
+
+
+def test_names_that_mean_harm_stay_names():
+    site = Site(
+        primitive="dot'); import os; os._exit(3) #",
+        type="f32",
+        value="out 0",
+        which="0",
+        spec=((),),
+        source='a.py:1\nimport os; os._exit(3)\n"""',
+    )
+    sites = Sites(sites=(site,), equations=1, digest="'", inner=0)
+    harmful = replace(HOSTILE, winner='"""\nimport os; os._exit(3)\n"""\\')
+    found = load(python_module(harmful, sites))
+    assert [row[0] for row in found["ARGUMENTS"]] == list(HOSTILE.arg_names)
+    assert found["SITES"][0][0] == site.primitive
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"which": "0-99999999"},
+        {"which": "0-"},
+        {"value": "out"},
+        {"value": "out 0; import os"},
+        {"spec": None},
+        {"primitive": 7},
+    ],
+    ids=str,
+)
+def test_damaged_sites_are_refused(plan, damage):
+    _, made, _ = plan
+    data = json.loads(made.to_json())
+    data["sites"]["sites"][0] |= damage
+    with pytest.raises(PlanFileError, match="damaged plan, in sites"):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize("some", [[0], [0, 1, 2], [0, 2, 3, 9], []])
+def test_ranges_come_back(some):
+    assert (numbers(ranges(some)) if some else []) == some
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "code"),
+    [
+        (((), ()), None, "P()"),
+        (((), ("x",)), None, "P(None, 'x')"),
+        ((("x", "y"), ()), None, "P(('x', 'y'))"),
+        ((("x",), ("y",)), "key<fry>[4]", "P('x')"),
+    ],
+)
+def test_shardings_as_python(spec, kind, code):
+    assert spec_code(spec, kind) == code
+
+
+def test_the_runtime_needs_jax_alone():
+    tree = ast.parse((ROOT / "cfp" / "export" / "runtime.py").read_text())
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [
+        name.split(".")[0]
+        for node in imports
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    ]
+    assert set(names) <= {*sys.stdlib_module_names, "jax"}

@@ -1,0 +1,237 @@
+"""The page of a plan, read without a browser."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from cfp.page.memory import timeline
+from cfp.page.page import page_html, small_html
+from cfp.page.scatter import pareto
+from cfp.page.svg import element, ticks
+from cfp.page.tensors import drawn_dims, tensor_drawing
+from cfp.plan import Plan
+from cfp.plan_text import best_variants
+from cfp.printable import printable
+from cfp_test.report.test_tables import as_data, make_plan
+from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
+
+VOID = {"meta", "link", "br", "img"}
+ALLOWED = (
+    "html head meta link title style body div a header h1 h2 h3 p nav main section "
+    "details summary span strong b dl dt dd small ul li table caption thead tbody tr "
+    "th td code figure figcaption svg rect line path circle text g br"
+).split()
+
+
+class Page(HTMLParser):
+    """What stands on a page: its tags, its attributes, and the text between them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.cells: list[list[str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"{tag} is closed out of order"
+
+    def handle_data(self, data):
+        if not {"style", "title"} & set(self.open):
+            self.text += data
+        if {"td", "th"} & set(self.open):
+            self.cells[-1][-1] += data
+
+    def rows(self, first: str) -> list[list[str]]:
+        found = [[" ".join(cell.split()) for cell in row] for row in self.cells]
+        return [row for row in found if row and row[0].startswith(first)]
+
+
+@pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan([], [])])
+@pytest.mark.parametrize("render", [page_html, small_html])
+def test_a_page_stands_alone_and_is_well_formed(plan, render):
+    html = render(plan)
+    page = Page(html)
+    assert page.open == []
+    assert set(page.tags) <= set(ALLOWED)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    sent = [v for name, v in page.attributes if name in ("src", "href", "action")]
+    assert all(v.startswith(("#", "data:")) for v in sent)
+    assert "url(" not in html and "@import" not in html
+    assert len(html.encode()) < 3 * 2**20
+
+
+def test_names_that_mean_harm_are_text():
+    page = Page(page_html(HOSTILE))
+    assert "script" not in page.tags and "img" not in page.tags
+    for name in HARMFUL:
+        assert f"params/{printable(name)}" in page.text
+    assert "\x1b" not in page_html(HOSTILE) and "\u202e" not in page_html(HOSTILE)
+    assert "49" not in page.text.split("{{ 7 * 7 }}")[1][:4]
+
+
+def test_repeats_stand_once():
+    html = page_html(DEEP)
+    assert html.count('<details class="segment">') == 1
+    assert "Net/layer_0-95/up" in html and "96 ×" in html
+
+
+def test_numbers_are_those_of_the_plan():
+    page = Page(page_html(DEEP))
+    for one in best_variants(DEEP):
+        [cells] = [row for row in page.rows(one.name) if len(row) == 6]
+        wanted = [
+            "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)
+        ]
+        assert cells[1:3] == wanted
+    assert DEEP.figures is not None
+    for found in DEEP.figures.kinds[0].options:
+        [cells] = [row for row in page.rows(found.name) if len(row) == 5]
+        assert cells[1:] == [
+            f"{found.step_ms:.3f} ms",
+            f"{found.memory_bytes / KIB:.2f} KiB",
+            f"{found.segment_ms:.3f} ms",
+            "no" if found.name == "slow & large" else "yes",
+        ]
+    [gather] = [r for r in page.rows("all-gather") if r[2] == str(2 * 95)]
+    assert gather == ["all-gather", "x", "190", "285.00 KiB", "11.875 ms"]
+    assert "profile | 20.0 s" in " | ".join(page.rows("profile")[0])
+    assert "-7.3% of the measured" in " ".join(page.text.split())
+
+
+def test_the_runner_up_and_what_it_would_cost():
+    text = " ".join(Page(page_html(DEEP)).text.split())
+    assert (
+        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB. Runner-up: #2, with which "
+        "the step would take 10.500 ms in 500.00 KiB."
+    ) in text
+
+
+def test_the_memory_timeline_adds_up():
+    assert DEEP.figures is not None
+    moments = timeline(DEEP.figures)
+    assert len(moments) == 2 * 96
+    # 1 KiB for every choice, 4 of state for each of 96, residuals of all, temporaries.
+    assert max(m.total_bytes for m in moments) == (1 + 96 * 4 + 96 * 2 + 3) * KIB
+    assert [m.segment for m in moments] == [*range(96), *reversed(range(96))]
+    assert [m.residual_bytes for m in moments[:2]] == [2 * KIB, 4 * KIB]
+    assert moments[0].total_bytes == moments[-1].total_bytes == (1 + 384 + 2 + 3) * KIB
+
+
+def test_a_plan_that_was_not_measured_has_no_timeline():
+    assert DEEP.figures is not None
+    plan = replace(DEEP, figures=replace(DEEP.figures, picks=()))
+    assert timeline(plan.figures) == []
+    assert "were not measured by themselves" in page_html(plan)
+
+
+def test_a_plan_comes_back_from_its_file_with_its_figures():
+    assert Plan.from_json(as_data(DEEP)) == DEEP
+    again = Plan.from_json(as_data(HOSTILE))
+    assert page_html(again) == page_html(HOSTILE)
+    assert HOSTILE._repr_html_() == small_html(again)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"segment_kinds": [7]},
+        {"picks": [9] * len(HARMFUL)},
+        {"picks": [0]},
+        {"fixed_bytes": -1},
+        {"fixed_bytes": True},
+        {"reshard_ms": ["1.5"]},
+        {"reshard_ms": [-1.0]},
+        {"segment_kinds": None},
+        {"drawn": []},
+        {"blocks": [{"block": 0, "source": "", "drawn": 5}]},
+        {"blocks": 3},
+        {"kinds": [{"kind": 0, "name": "a", "options": [{}]}]},
+    ],
+    ids=str,
+)
+def test_damaged_figures_are_refused(damage):
+    data = as_data(HOSTILE)
+    data["figures"] = {**data["figures"], **damage}
+    with pytest.raises(Exception, match="damaged plan"):
+        Plan.from_json(data)
+
+
+def test_the_front_is_what_nothing_beats():
+    options = [
+        option(str(i), ms, kib, 0)
+        for i, (ms, kib) in enumerate([(5, 9), (4, 9), (4, 8), (6, 2), (7, 2), (1, 50)])
+    ]
+    front = [(o.step_ms, o.memory_bytes // KIB) for o in pareto(options)]
+    assert front == [(6, 2), (4, 8), (1, 50)]
+    for one in options:  # by the definition, option by option
+        beaten = any(
+            o.memory_bytes <= one.memory_bytes
+            and o.step_ms <= one.step_ms
+            and (o.memory_bytes, o.step_ms) != (one.memory_bytes, one.step_ms)
+            for o in options
+        )
+        assert beaten != (one in pareto(options))
+
+
+@pytest.mark.parametrize(
+    ("spec", "dims"),
+    [
+        ((), (None, None)),
+        (((),), (None, 0)),
+        (((), ()), (0, 1)),
+        (((), (), (), ()), (0, 3)),
+        (((), ("x",), (), ()), (1, 3)),
+        (((), ("x",), ("y",), ()), (1, 2)),
+        (((), (), (), ("x",)), (0, 3)),
+    ],
+)
+def test_sharded_dims_are_drawn(spec, dims):
+    assert drawn_dims(tensor("f32[]", *spec)) == dims
+
+
+def test_a_part_has_the_size_of_what_a_device_holds():
+    drawn = tensor_drawing(
+        tensor("f32[8,16]", ("x",), ("y",)), {"x": 4, "y": 2}, {"x": "a0", "y": "a1"}
+    )
+    parts = re.findall(
+        r'<rect class="part (a\d)" height="(\S+)".*?width="(\S+)"', drawn
+    )
+    assert parts == [("a0", "12", "18"), ("a1", "12", "18")]  # of 72 by 48
+    assert drawn.count('class="cut"') == 3 + 1
+    assert "<title>f32[8/x,16/y]</title>" in drawn
+
+
+def test_elements_escape_what_they_are_given():
+    made = element("text", "<b>&", title='"><script>')
+    assert made == '<text title="&#34;&gt;&lt;script&gt;">&lt;b&gt;&amp;</text>'
+
+
+@pytest.mark.parametrize(
+    ("most", "found"), [(0, [0]), (10, [0, 2.5, 5, 7.5, 10]), (0.3, [0, 0.1, 0.2, 0.3])]
+)
+def test_ticks_are_round(most, found):
+    assert ticks(most) == pytest.approx(found)
+
+
+def test_a_budget_is_said_and_drawn():
+    plan = figured(["a", "b"], budget_bytes=20 * KIB)
+    assert 'class="limit budget"' in page_html(plan)
+    far = figured(["a", "b"], budget_bytes=2000 * KIB)
+    assert 'class="limit budget"' not in page_html(far).split("strategies")[0]
+    assert "far above this picture" in page_html(far)

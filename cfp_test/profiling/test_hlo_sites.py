@@ -1,0 +1,120 @@
+"""Collectives with the lines that they come from."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cfp.profiling.hlo import collectives_in
+from cfp.profiling.hlo_sites import CollectiveSite, collective_sites
+from cfp.report.sites import short_scope, sites_text
+from cfp_test.checking import make_mesh
+
+OLD = """HloModule jit_f, num_partitions=4
+
+%body (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %ar = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/while/body/\\"odd\\" name" source_file="/home/me/net work.py" source_line=7}
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %ag = f32[32]{0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}
+  %use = f32[32]{0} negate(%ag), metadata={op_name="jit(f)/neg" source_file="/home/me/a.py" source_line=3}
+  ROOT %w = f32[8]{0} while(%a), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""  # noqa: E501
+
+NEW = """HloModule jit_f, num_partitions=2
+
+FileNames
+1 "/home/me/run.py"
+2 "/env/lib/site-packages/nets/dense.py"
+3 "/home/me/model.py"
+
+FunctionNames
+1 "main"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=8 end_line=8 column=2 end_column=2}
+2 {file_name_id=3 function_name_id=1 line=20 end_line=20 column=2 end_column=2}
+3 {file_name_id=2 function_name_id=1 line=5 end_line=5 column=2 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %ar = f32[8]{0} all-reduce(%a), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="jit(f)/dense/dot" stack_frame_id=3}
+}
+"""  # noqa: E501
+
+
+def test_places_are_read_in_the_older_form():
+    assert collective_sites(OLD) == (
+        CollectiveSite(
+            kind="all-reduce",
+            bytes=32,
+            group_size=2,
+            count=5,
+            scope='jit(f)/while/body/"odd" name',
+            source="/home/me/net work.py:7",
+        ),
+        CollectiveSite(
+            kind="all-gather",
+            bytes=128,
+            group_size=4,
+            count=1,
+            scope="jit(f)/neg",
+            source="/home/me/a.py:3",
+        ),
+    )
+
+
+def test_places_are_read_in_the_newer_form_and_the_users_own_file_is_told():
+    [site] = collective_sites(NEW)
+    assert (site.source, site.scope) == ("/home/me/model.py:20", "jit(f)/dense/dot")
+
+
+def test_a_compiled_step_tells_its_lines():
+    mesh = make_mesh((("x", 4),))
+    rows = NamedSharding(mesh, P("x"))
+
+    def step(w, x):
+        with jax.named_scope("dense"):
+            y = x @ w
+        return y.sum()  # the line that sums over devices
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    compiled = jax.jit(step, in_shardings=(rows, rows)).lower(shape, shape).compile()
+    text = compiled.as_text() or ""
+    sites = collective_sites(text)
+    first = step.__code__.co_firstlineno
+    lines = {s.kind: int(s.source.rpartition(":")[2]) - first for s in sites}
+    assert lines == {"all-gather": 2, "all-reduce": 3}
+    assert all(__file__ in site.source for site in sites)
+    total = sum(s.bytes * s.count for s in sites)
+    assert total == sum(c.bytes * c.count for c in collectives_in(text))
+    table = sites_text(sites)
+    assert max(map(len, table.splitlines())) <= 100
+    assert "profiling/test_hlo_sites.py" in table.replace("\n", "")
+
+
+def test_a_program_without_collectives_says_so():
+    assert sites_text(()) == "The program has no collectives.\n"
+
+
+@pytest.mark.parametrize(
+    ("scope", "short"),
+    [
+        ("jit(step)/layer/dot", "layer/dot"),
+        ("jit(step)/(a/dot:b/dot:c/dot)", "a/dot and 2 more"),
+        ("", ""),
+        ("(alone)", "(alone)"),
+    ],
+)
+def test_scopes_are_shortened(scope, short):
+    assert short_scope(scope) == short

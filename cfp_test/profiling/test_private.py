@@ -1,0 +1,57 @@
+"""Nobody else on the machine reads the cache, or writes to it."""
+
+import os
+
+import pytest
+
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.marks import Marks
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import STORE_NAME, ProfileStore
+
+
+@pytest.fixture(autouse=True)
+def open_umask():
+    """The most open one, which takes nothing away."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_folders_and_files_are_the_owners_alone(tmp_path):
+    folder = tmp_path / "some" / "cfp"
+    key = ProfileKey((("a", "b"),))
+    with ProfileStore(folder / STORE_NAME) as store, Marks(store.path) as marks:
+        with marks.doing(key, "it", "build"):
+            store.put(
+                ProfileRecord(
+                    key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
+                )
+            )
+            BuildEnvironment.beside(store.path).prepare("cuda")
+            made = [folder, *folder.rglob("*")]
+            kinds = {path.suffix for path in made}
+            assert {".sqlite", ".lock", ".json", ".alive", ".marks"} <= kinds
+            assert "autotune" in {path.name for path in made}
+            for path in made:
+                assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_an_earlier_version_made_is_closed(tmp_path, monkeypatch):
+    monkeypatch.delenv("CFP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "cfp"
+    folder.mkdir(mode=0o755)
+    (folder / STORE_NAME).touch(mode=0o644)
+    ProfileStore(folder / STORE_NAME).close()
+    assert (mode(folder), mode(folder / STORE_NAME)) == (0o700, 0o600)
+    # What the user made is as the user made it.
+    other = tmp_path / "work"
+    other.mkdir(mode=0o755)
+    ProfileStore(other / STORE_NAME).close()
+    assert (mode(other), mode(other / STORE_NAME)) == (0o755, 0o600)

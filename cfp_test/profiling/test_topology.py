@@ -1,0 +1,83 @@
+"""What NVIDIA's driver says of links, as parts of a key.
+
+The answers have the form in which nvidia-smi prints them.
+"""
+
+import pytest
+
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.topology import UNKNOWN, ask_driver, gpu_parts
+
+# Two pairs over NVLink, with PCIe between them, and a network card.
+MATRIX = (
+    "\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    "GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-47\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tSYS\tSYS\tNODE\t0-47\t0\t\tN/A\n"
+    "GPU2\tSYS\tSYS\t X \tPIX\tSYS\t48-95\t1\t\tN/A\n"
+    "GPU3\tSYS\tSYS\tPIX\t X \tSYS\t48-95\t1\t\tN/A\n"
+    "NIC0\tPIX\tNODE\tSYS\tSYS\t X \n\n"
+    "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe\n"
+)
+GPUS = "".join(
+    f"{i}, GPU-{i}aaa-bbb, {700 - 350 * (i == 3)}.00 W, 570.86.15\n" for i in range(4)
+)
+
+
+def ask(*words):
+    return MATRIX if words[0] == "topo" else GPUS
+
+
+@pytest.fixture(autouse=True)
+def all_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("ordinals", "links"),
+    [
+        ([0, 1], "NV18"),
+        ([2, 3], "PIX"),
+        ([0, 2], "SYS"),
+        ([0, 1, 2, 3], "NV18,SYS,SYS,SYS,SYS,PIX"),
+        ([0, 2, 1, 3], "SYS,NV18,SYS,SYS,PIX,SYS"),
+        ([1], ""),
+        ([], ""),
+        ([0, 7], UNKNOWN),
+    ],
+)
+def test_links_of_pairs_in_the_order_of_the_mesh(ordinals, links):
+    assert gpu_parts(ordinals, ask)["links"] == links
+
+
+def test_a_pair_over_nvlink_does_not_answer_for_one_over_pcie():
+    keys = [
+        ProfileKey(tuple(gpu_parts(pair, ask).items())) for pair in ([0, 1], [2, 3])
+    ]
+    assert keys[0].digest != keys[1].digest
+    assert keys[0].differing(keys[1]) == ("links", "power_limit")
+
+
+def test_power_and_driver():
+    assert gpu_parts([0, 1], ask) == {
+        "links": "NV18",
+        "power_limit": "700.00 W",
+        "driver": "570.86.15",
+    }
+    assert gpu_parts([3, 2], ask)["power_limit"] == "350.00 W, 700.00 W"
+
+
+@pytest.mark.parametrize(
+    ("visible", "links"),
+    [("2,3", "PIX"), ("1,0", "NV18"), ("GPU-2a,GPU-3aaa", "PIX"), ("MIG-x,0", UNKNOWN)],
+)
+def test_devices_that_are_counted_anew(visible, links, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_parts([0, 1], ask)["links"] == links
+
+
+def test_without_a_driver_nothing_is_known(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    ask_driver.cache_clear()
+    found = gpu_parts([0, 1])
+    ask_driver.cache_clear()
+    assert found == {"links": UNKNOWN, "power_limit": UNKNOWN, "driver": UNKNOWN}

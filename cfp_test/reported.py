@@ -1,0 +1,105 @@
+"""Plans with figures, made up: deep ones, and ones with names that mean harm."""
+
+from dataclasses import replace
+
+from cfp.plan import Plan
+from cfp.plan_figures import (
+    BlockFigures,
+    Figures,
+    KindFigures,
+    MoveFigure,
+    OptionFigures,
+    TensorFigure,
+)
+from cfp.printable import printable
+from cfp_test.report.test_tables import RACE, make_plan, row
+
+KIB = 2**10
+HARMFUL = (
+    "<script>alert(1)</script>",
+    "\"quotes' &amp; </style><img src=x onerror=alert(2)>",
+    "x" * 300,
+    "ünïcödé-层-🙂-\u202e-rtl\x1b[31m",
+    "{{ 7 * 7 }}{% raw %}",
+)
+
+
+def tensor(kind: str, *spec: tuple[str, ...]) -> TensorFigure:
+    return TensorFigure(type=kind, spec=spec)
+
+
+def block(index: int) -> BlockFigures:
+    moves = (
+        MoveFigure(
+            kind="all-gather",
+            axes=("x",),
+            count=2,
+            total_bytes=3 * KIB,
+            time_ms=0.125,
+        ),
+        MoveFigure(
+            kind="all-reduce", axes=("x", "y"), count=1, total_bytes=KIB, time_ms=0.25
+        ),
+    )
+    return BlockFigures(
+        block=index,
+        source="net/layers.py:7",
+        operands=(
+            tensor("f32[8,16]", ("x",), ()),
+            tensor("f32[16,32]", (), ("y",)),
+        ),
+        result=tensor("f32[8,32]", ("x",), ("y",)),
+        moves=moves if index else (),
+    )
+
+
+def option(name: str, step_ms: float, memory_kib: int, taken: int) -> OptionFigures:
+    return OptionFigures(
+        name=name,
+        words=f"{name} in words",
+        segment_ms=step_ms / 10,
+        state_bytes=4 * KIB,
+        residual_bytes=2 * KIB,
+        temp_bytes=3 * KIB,
+        step_ms=step_ms,
+        memory_bytes=memory_kib * KIB,
+        taken=taken,
+    )
+
+
+def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
+    """A plan whose segments are one block each, all of one kind and shardings."""
+    count = len(names)
+    rows = [
+        row(i, 0, name, block=i, sharded="x: rows (dim 0 of 8)")
+        for i, name in enumerate(names)
+    ]
+    options = (
+        option("zero1", 9.5, 600, count),
+        option("#2", 10.5, 500, 0),
+        option("slow & large", 12.0, 700, 0),
+        option("fastest", 9.0, 900, 0),
+    )
+    figures = Figures(
+        blocks=tuple(block(i) for i in range(count)),
+        kinds=(KindFigures(kind=0, name=f"Segments of {names[0]}", options=options),),
+        segment_kinds=(0,) * count,
+        picks=(0,) * count,
+        reshard_ms=(0.0,) * (count - 1),
+        fixed_bytes=KIB,
+        budget_bytes=budget_bytes,
+    )
+    plan = make_plan(rows, RACE)
+    return replace(
+        plan,
+        mesh_axes=(("x", 2), ("y", 2)),
+        arg_names=tuple(f"params/{printable(name)}" for name in names),
+        arg_types=("float32[16,32]",) * count,
+        arg_specs=(((), ("y",)),) * count,
+        donated=(True,) * count,
+        figures=figures,
+    )
+
+
+DEEP = figured([f"Net/layer_{i}/up" for i in range(96)], budget_bytes=650 * KIB)
+HOSTILE = figured(list(HARMFUL))

@@ -1,0 +1,245 @@
+"""Tuning, building and running; whole models; recomputation."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cfp_test.results.pages import Figures, fixed, gib, plain, table
+
+# What is computed again, as the JSON names it.
+_AGAIN = {
+    "ours": "every layer, by cfp, in the differentiated program",
+    "model": "every layer, by `jax.checkpoint` in the model",
+    "none": "nothing",
+}
+_PRESETS = ("data_parallel", "fully_sharded", "tensor_parallel")
+
+
+def _medians_ms(one: Mapping[str, Any]) -> float:
+    """The sum of the medians of all programs of a run."""
+    return sum(statistics.median(samples) for samples in one["samples_ms"].values())
+
+
+def building(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of building."""
+    first = [
+        [
+            one["name"],
+            one["options"]["tune"],
+            one["options"]["overlap"],
+            fixed(one["tune_seconds"], 1),
+            fixed(one["profile_seconds"], 1),
+            fixed(one["run_seconds"], 1),
+            fixed(_medians_ms(one), 1),
+        ]
+        for one in data["building"]
+    ]
+    beside = [
+        [
+            "beside the tuning" if one["options"]["tune"] == "True" else "after it",
+            fixed(one["tune_seconds"], 1),
+            fixed(one["profile_seconds"], 1),
+            fixed(one["run_seconds"], 1),
+            fixed(one["tune_seconds"] + one["profile_seconds"], 1),
+            fixed(_medians_ms(one), 1),
+        ]
+        for one in data["beside_tuning"]
+    ]
+    turn = [one for one in data["running"] if one["turn"] == 0]
+    times = [round(seconds, 1) for seconds, _ in turn[0]["seconds_and_ms"]]
+    running = [
+        [plain(one["name"]), *(fixed(ms, 1) for _, ms in one["seconds_and_ms"])]
+        for one in turn
+    ]
+    whole = [
+        [
+            one["wave"],
+            one["n"],
+            one["threads"],
+            fixed(one["wall"], 1),
+            f"{one['user'] + one['sys'] + one['cuser'] + one['csys']:.0f}",
+            f"{one['cuser'] + one['csys']:.0f}",
+            "; ".join(one["err"]),
+        ]
+        for one in data["whole_programs_at_once"]
+    ]
+    raced = {
+        (one["target"], one["raced"]): one["ms"]
+        for one in data["fusion_autotuner"]
+        if "raced" in one
+    }
+    tuner = [
+        [
+            f"{target}, {plain(raced_as.removesuffix(' default'))}",
+            fixed(ms),
+            fixed(raced[target, raced_as.replace(" default", " off")]),
+        ]
+        for (target, raced_as), ms in raced.items()
+        if raced_as.endswith(" default")
+    ]
+    return {
+        "first": table(
+            "run | tunes | builds beside what runs | tuning s | "
+            "building and running s | running s | sum of the medians ms",
+            first,
+        ),
+        "beside": table(
+            "builds | tuning s | building and running s | running s | in all s | "
+            "sum of the medians ms",
+            beside,
+        ),
+        "running": table(" | ".join(["", *(f"{s} s" for s in times)]), running),
+        "whole": table(
+            "| programs | threads | s | processor s | of children | error", whole
+        ),
+        "tuner": table("| on ms | off ms", tuner),
+    }
+
+
+def full_models(data: Mapping[str, Any], by_hand: Mapping[str, Any]) -> Figures:
+    """The figures of the page of whole models."""
+    names = {"gpt": "GPT-2.6B", "llama": "LLaMA-2-7B"}
+    nominal = by_hand["nominal_bfloat16_flops_per_ms"]["value"]
+    trained, phases, races, ratios, shares = [], [], [], [], []
+    presets: dict[str, None] = {}
+    for key, rows in data.items():
+        plan = next(row for row in rows if row["what"] == "planned")
+        ratios.append(plan["plan"]["ratio"])
+        spent = plan["phases_seconds"]
+        phases.append(
+            [
+                names[key],
+                fixed(spent["devices and target"] + spent["trace and analysis"], 1),
+                fixed(spent["profile"], 1),
+                plan["plan"]["search"]["strategies_measured"],
+                fixed(spent["search"], 1),
+                fixed(spent["race"], 1),
+                by_hand["race_compiling_seconds"]["value"][key],
+            ]
+        )
+        race = plan["plan"]["race"]
+        for line, field in (("predicted", "predicted_ms"), ("measured", "samples_ms")):
+            found = {one["name"]: _time(one[field]) for one in race}
+            races.append((f"{names[key]}, {line}", found))
+            presets.update(dict.fromkeys(found))
+        for row in rows:
+            if row["what"] != "trained":
+                continue
+            share = row["mfu"] * row["bfloat16_flops_per_ms"] / nominal
+            shares.append(share)
+            trained.append(
+                [
+                    names[key],
+                    "planned" if row["is_the_plan"] else plain(row["plan"]),
+                    fixed(row["raced_ms"], 1),
+                    fixed(row["in_a_row_ms"], 1),
+                    f"{row['tokens_per_second']:,.0f}",
+                    f"{row['mfu']:.1%}",
+                    f"{share:.1%}",
+                    gib(row["compiled_bytes"], 1),
+                    gib(row["device_peak_bytes"], 1),
+                    f"{row['losses'][0]:.3f} to {row['losses'][-1]:.3f}",
+                ]
+            )
+    ordered = sorted(presets, key=lambda name: name.startswith("planned"))
+    return {
+        "trained": table(
+            "model | plan | raced ms | step ms in training | tokens/s | "
+            "of the measured rate | of the nominal rate | compiled GiB | device GiB | "
+            "loss",
+            trained,
+        ),
+        "races": table(
+            " | ".join(["", *map(plain, ordered)]),
+            [[title, *(found.get(n, "") for n in ordered)] for title, found in races],
+        ),
+        "phases": table(
+            "model | devices, trace, analysis s | profile s | strategies | search s | "
+            "race s | of it compiling (noted)",
+            phases,
+        ),
+        "ratios": " and ".join(f"{ratio:.3f}" for ratio in ratios),
+        "nominal": f"{nominal / 1e9:.1f}",
+        "nominal_share": f"{min(shares):.0%} to {max(shares):.0%}",
+    }
+
+
+def _time(found: Any) -> str:
+    if isinstance(found, list):
+        return fixed(statistics.median(found), 1) if found else "not raced"
+    return fixed(found, 1)
+
+
+def recompute(data: Sequence[Mapping[str, Any]]) -> Figures:
+    """The figures of the page of recomputation on devices."""
+    lines = []
+    for row in data:
+        # The fourth shortest of eight runs, as the page says.
+        median = sorted(row["times"])[3]
+        lines.append(
+            [
+                _AGAIN[row["name"]],
+                fixed(row["temp_gib"]),
+                fixed(row["high_water_gib"]),
+                fixed(row["args_gib"] + row["temp_gib"]),
+                fixed(median, 1),
+                f"{row['loss']:.6f}",
+            ]
+        )
+    return {
+        "rows": table(
+            "computed again | temporaries GiB, by the compiler | high-water mark GiB | "
+            "arguments and temporaries GiB | step ms | loss",
+            lines,
+        )
+    }
+
+
+def compiled(data: Sequence[Mapping[str, Any]]) -> Figures:
+    """The figures of the page of recomputation, compiled without devices."""
+    found: dict[tuple[str, int], dict[str, int]] = {}
+    for row in data:
+        key = (row["version"], row["computed_again"])
+        found.setdefault(key, {})[row["preset"]] = row["peak_bytes"]
+    return {
+        "rows": table(
+            " | ".join(
+                ["version", "computed again", *(f"{plain(p)} GB" for p in _PRESETS)]
+            ),
+            [
+                [
+                    version,
+                    f"{again} segments" if again else "nothing",
+                    *(fixed(of[p] / 1e9) if p in of else None for p in _PRESETS),
+                ]
+                for (version, again), of in found.items()
+            ],
+        )
+    }
+
+
+def overwritten(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of values that are read too late."""
+    lines = [
+        [
+            plain(row["preset"]),
+            ", ".join(f"`{name}={value}`" for name, value in row["options"].items()),
+            f"`{row['overwritten']}`",
+            fixed(row["peak_bytes"] / 1e9),
+        ]
+        for row in data["rows"]
+        if row["overwritten"]
+    ]
+    survey = data["survey"]["rows"]
+    changed = [row for row in survey if row["rematerialized"]]
+    return {
+        "rows": table(
+            "preset | options | what is read too late | GB, compiled right", lines
+        ),
+        "surveyed": str(len(survey)),
+        "untouched": str(len(survey) - len(changed)),
+        "changed": str(len(changed)),
+        "wrong": str(sum(bool(row["overwritten"]) for row in survey)),
+    }

@@ -1,0 +1,156 @@
+"""Every page of docs/results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cfp.report.results import Saved, section
+from cfp_test.bench import one_as_n_page
+from cfp_test.results import budgets, building, checked, planning, ranges
+from cfp_test.results.pages import Figures, Page
+from cfp_test.scripts import (
+    curves_page,
+    hostile_files,
+    planning_ahead,
+    prediction_page,
+)
+
+
+def _plans(nvlink: Mapping[str, Any], off: Mapping[str, Any]) -> Figures:
+    """Saved plans: with NVLink, and without peer-to-peer access."""
+    titles = ("NVLink", "NCCL_P2P_DISABLE=1 (as over PCIe)")
+    lines = [
+        line
+        for title, data in zip(titles, (nvlink, off), strict=True)
+        for line in section(title, Saved.from_json(data))
+    ]
+    return {"plans": "\n".join(lines)}
+
+
+def _curves(*titles: str) -> Callable[..., Figures]:
+    def figures(*data: Mapping[str, Any]) -> Figures:
+        lines = [
+            line
+            for title, one in zip(titles, data, strict=True)
+            for line in curves_page.section(title, curves_page.rates_of(one), 450.0)
+        ]
+        return {"curves": "\n".join(lines)}
+
+    return figures
+
+
+def _hostile(data: dict[str, Any]) -> Figures:
+    return {"page": hostile_files.page(data)}
+
+
+def _one_as_four(data: dict[str, Any]) -> Figures:
+    return {"page": "\n".join(one_as_n_page.lines(data))}
+
+
+def _planning_ahead(data: dict[str, Any]) -> Figures:
+    return {"page": planning_ahead.page(data)}
+
+
+def _predictions(*runs: dict[str, Any]) -> Figures:
+    missed = [
+        plan["predicted_ms"] / plan["measured_ms"] - 1.0
+        for run in runs
+        for plan in run["plans"]
+        if plan.get("measured_ms")
+    ]
+    return {
+        "runs": "\n".join(
+            line for run in runs for line in prediction_page.summary(run)
+        ),
+        "worst": f"{100 * max(missed, key=abs):+.1f}%",
+    }
+
+
+_GPT = tuple(f"gpt_h200x4_202611_{links}.json" for links in ("nvlink", "p2p_off"))
+_GPT4 = tuple(f"gpt4_h200x4_202611_{links}.json" for links in ("nvlink", "p2p_off"))
+_PLANNED = ("planning_h200x2_202611.json", "planning_budget_h200x2_202611.json")
+
+
+def _page(name: str, figures: Callable[..., Figures], *sources: str) -> Page:
+    return Page(name=name, sources=sources or (f"{name}.json",), figures=figures)
+
+
+def _with_noted(name: str, figures: Callable[..., Figures], *sources: str) -> Page:
+    found = sources or (f"{name}.json",)
+    return _page(name, figures, *found, f"{name}_noted.json")
+
+
+PAGES: tuple[Page, ...] = (
+    _page("analysis_cpu_202611", checked.analysis),
+    _page(
+        "budgets_h200x2_202611",
+        budgets.budgets,
+        "budgets_h200x2_202611.json",
+        "budgets_recompute_h200x2_202611.json",
+        "budgets_likely_h200x2_202611.json",
+        "budgets_named_h200x2_202611.json",
+    ),
+    _page("building_h200x2_202611", building.building),
+    _with_noted("checks_cpu_202611", checked.checks),
+    _page(
+        "curves_h200x2_202611", _curves("NVLink"), "curves_h200x2_202611_nvlink.json"
+    ),
+    _page(
+        "curves_h200x4_202611",
+        _curves("NVLink", "NCCL_P2P_DISABLE=1"),
+        "curves_h200x4_202611_nvlink.json",
+        "curves_h200x4_202611_p2p_off.json",
+    ),
+    _with_noted("full_models_h200x2_202611", building.full_models),
+    _page("gpt4_h200x4_202611", _plans, *_GPT4),
+    _page("gpt_h200x4_202611", _plans, *_GPT),
+    _page("guided_cpu_202611", checked.guided),
+    Page(
+        name="hostile_files_202611",
+        sources=("hostile_files_202611.json",),
+        figures=_hostile,
+        has_text=False,
+    ),
+    _page("moe_h200x4_202611", checked.moe),
+    Page(
+        name="one_as_four_h200_202611",
+        sources=("one_as_four_h200_202611.json",),
+        figures=_one_as_four,
+        has_text=False,
+    ),
+    _page("overwritten_h200_202611", building.overwritten),
+    Page(
+        name="planning_ahead_cpu_202611",
+        sources=("planning_ahead_cpu_202611.json",),
+        figures=_planning_ahead,
+        has_text=False,
+    ),
+    _page("planning_depth_cpu_202611", planning.depth_cpu),
+    _with_noted("planning_depth_h200x2_202611", planning.depth_gpu),
+    _with_noted("planning_h200x2_202611", planning.planning_2, *_PLANNED),
+    _with_noted("planning_h200x4_202611", planning.planning_4),
+    _page(
+        "prediction_h200x2_202611",
+        _predictions,
+        "prediction_moe_h200x2_202611_nvlink.json",
+    ),
+    _page(
+        "prediction_h200x4_202611",
+        _predictions,
+        "prediction_gpt_h200x4_202611_nvlink.json",
+        "prediction_moe_h200x4_202611_nvlink.json",
+    ),
+    _page(
+        "ranges_h200_202611",
+        ranges.ranges,
+        *_GPT,
+        *_GPT4,
+        "moe_h200x4_202611.json",
+        *_PLANNED,
+        "planning_h200x4_202611.json",
+        "full_models_h200x2_202611.json",
+    ),
+    _page("recompute_compiled_h200_202611", building.compiled),
+    _page("recompute_h200x4_202611", building.recompute),
+)

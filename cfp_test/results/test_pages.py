@@ -1,0 +1,109 @@
+"""Every page of docs/results is what its JSON makes, and the README agrees with it."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from cfp.errors import CfpError
+from cfp.report.results import Saved, page
+from cfp_test.cli_runner import ROOT
+from cfp_test.results.pages import RESULTS, TEXTS, Page, plain, table
+from cfp_test.results.registry import PAGES
+
+OLD_PLANS = sorted(RESULTS.glob("gpt*_h200x4_202611_*.json"))
+
+
+def test_every_page_is_made_by_the_script():
+    assert {page.name for page in PAGES} == {file.stem for file in RESULTS.glob("*.md")}
+    texts = {page.name for page in PAGES if page.has_text}
+    assert texts == {file.stem for file in TEXTS.glob("*.md")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_made_again_is_the_same(page):
+    assert page.text() == (RESULTS / f"{page.name}.md").read_text()
+
+
+def test_texts_hold_no_table():
+    """A table is a figure of the JSON: a text names it, and does not spell it out."""
+    for file in TEXTS.glob("*.md"):
+        lines = file.read_text().splitlines()
+        typed = [line for line in lines if line.startswith("|") and "${" not in line]
+        headings = 2 if file.stem.startswith("ranges") else 0
+        assert len(typed) == headings, (file.name, typed)
+
+
+def test_all_that_a_page_shows_comes_from_its_json(tmp_path):
+    """Another time in the JSON is another page."""
+    (page,) = (page for page in PAGES if page.name == "gpt_h200x4_202611")
+    for name in page.sources:
+        shutil.copy(RESULTS / name, tmp_path)
+    file = tmp_path / page.sources[1]
+    data = json.loads(file.read_text())
+    (row,) = (row for row in data["race"] if row["name"] == data["winner"])
+    row["time_ms"] = 123.45
+    file.write_text(json.dumps(data))
+    assert "123.45" not in page.text()
+    assert "| **planned 5** | 123.45 |" in page.text(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["no figure", "${a} and ${b}"])
+def test_a_text_names_each_figure(tmp_path, text):
+    (tmp_path / "made.md").write_text(text)
+    (tmp_path / "made.json").write_text("{}")
+    made = Page(name="made", sources=("made.json",), figures=lambda _: {"a": "1"})
+    with pytest.raises(ValueError, match=r"made should name each figure"):
+        made.text(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("file", OLD_PLANS, ids=lambda file: file.stem)
+def test_pages_of_plans_of_old_formats(file):
+    plan = Saved.load(file)
+    text = page("Title", "cfp plan", "2026-11-21", {"NVLink": plan})
+    data = json.loads(file.read_text())
+    assert f"| **{data['winner']}** | {data['measured_ms']:.2f} | " in text
+    assert text.count("\n| ") > len(data["race"])
+    assert plan.search["strategies_measured"] == data["search"]["strategies_measured"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "nothing", '{"mesh_axes": 3}'])
+def test_what_is_no_plan_is_refused_in_words(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(CfpError, match="expected: "):
+        Saved.load(tmp_path / "plan.json")
+
+
+def test_tables_have_a_cell_for_each_heading():
+    assert table("a | b", [[1, None]]) == "| a | b |\n| --- | --- |\n| 1 |  |"
+    with pytest.raises(AssertionError, match="a cell for each heading"):
+        table("a | b", [[1]])
+    assert plain("tensor_sequence_parallel, arguments told") == (
+        "tensor and sequence parallel, arguments told"
+    )
+
+
+def figures(name):
+    (page,) = (page for page in PAGES if page.name == name)
+    return page.figures(*(json.loads((RESULTS / s).read_text()) for s in page.sources))
+
+
+def test_the_readme_says_the_range_of_all_results():
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    found, whole = figures("ranges_h200_202611"), figures("full_models_h200x2_202611")
+    for said in (
+        f"P2P off {found['p2p_off']} of the best preset",
+        f"NVLink {found['nvlink']}",
+        f"whole models {found['whole']}, and within a memory budget {found['budget']}",
+        f"({found['first_p2p_off']} in the first races)",
+        f"{found['worst_planned']} % for the plan in the picture",
+        f"{whole['nominal_share'].replace('%', ' %')} of the nominal",
+    ):
+        assert said in text, said
+    (run,) = (file for file in OLD_PLANS if file.stem == "gpt_h200x4_202611_p2p_off")
+    race = {row["name"]: row["time_ms"] for row in Saved.load(run).race}
+    preset = min(time for name, time in race.items() if not name.startswith("planned"))
+    assert (
+        f"{race['planned 5']:.1f} ms per step, the fastest preset {preset:.1f}" in text
+    )

@@ -1,0 +1,84 @@
+"""Whatever a solver prints, from C or Python, standard output holds answers only."""
+
+import subprocess
+import sys
+
+from cfp_test.cli_runner import environment
+from cfp_test.waiting import GUARD_SECONDS
+
+# A solver that prints while it is at work, then solves as it would.
+PROGRAM = """
+import ctypes, logging, os, sys
+import pulp
+from cfp.search import ilp
+from cfp.search.problem import Problem
+from cfp.search.quiet import quiet_solver
+from cfp_test.search.drawn import option
+
+logging.getLogger("cfp").setLevel(logging.DEBUG)
+logging.basicConfig(stream=sys.stderr)
+libc = ctypes.CDLL(None)
+solve = pulp.HiGHS.actualSolve
+
+def loud(self, lp):
+    print("noise of Python")
+    libc.puts(b"noise of C")
+    os.write(1, b"noise of the system" + b"." * 100_000)
+    return solve(self, lp)
+
+pulp.HiGHS.actualSolve = loud
+options = (option(2.0, 0, 0, 1), option(1.0, 0, 0, 2))
+problem = Problem(kinds=(0,), options=(options,), edge_ms={})
+libc.puts(b"C before it")
+print("Python before it")
+print(*ilp.solve_ilp(problem).picks, *ilp.leanest(problem).picks)
+try:
+    with quiet_solver(), quiet_solver():
+        print("noise before an error")
+        raise ValueError("an error")
+except ValueError as error:
+    print(error)
+libc.puts(b"C after it")
+"""
+
+
+def printed(program: str, closed: str = "") -> tuple[str, str]:
+    """What a program leaves on standard output and on standard error."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+def test_nothing_that_a_solver_prints_reaches_standard_output():
+    out, err = printed(PROGRAM)
+    assert sorted(out.splitlines()) == [
+        "1 0",
+        "C after it",
+        "C before it",
+        "Python before it",
+        "an error",
+    ]
+    assert err.count("noise of Python") == 2
+    assert err.count("noise of C") == 2
+    assert err.count("noise of the system...") == 2
+    assert "noise before an error" in err
+
+
+def test_what_a_solver_prints_is_not_shown_unless_asked_for():
+    quiet = PROGRAM.replace("DEBUG", "WARNING")
+    assert printed(quiet)[1] == ""
+
+
+def test_standard_output_may_be_closed():
+    """As in a process in the background."""
+    # To write there oneself is an error then.
+    program = PROGRAM.replace('    os.write(1, b"noise', '    (1, b"noise')
+    program += "sys.stderr.write('end')\n"
+    out, err = printed(program, closed=">&-")
+    assert out == "" and err.endswith("end")

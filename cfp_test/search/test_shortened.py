@@ -1,0 +1,91 @@
+"""What races of abridged programs say of whole ones, choice by choice."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from cfp.presets import presets
+from cfp.program.trace import planning_mesh
+from cfp.search.candidates import segment_candidate
+from cfp.search.costs import fixed_bytes
+from cfp.search.problem import Option, Problem
+from cfp.search.shortened import shorten
+from cfp_test.analysis.test_abridge import ADAM, KEPT, analysed, plain, stack_of
+
+LAYERS = 20
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    mesh = planning_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
+    return analysed(*stack_of(plain, LAYERS, ADAM), mesh)
+
+
+@pytest.fixture(scope="module")
+def problem(analysis):
+    """Two classics of which segments keep 100 bytes, or 10 if computed again."""
+    classics = presets(analysis.frame)
+
+    def options(kind, index):
+        for name, time_ms in (("data_parallel", 3.0), ("fully_sharded", 4.0)):
+            candidate = segment_candidate(analysis, index, classics[name])
+            for again in (False, True):
+                yield Option(
+                    candidate=replace(candidate, remat=again),
+                    time_ms=time_ms + kind + 2 * again,
+                    state_bytes=1000,
+                    residual_bytes=10 if again else 100,
+                    temp_bytes=0,
+                )
+
+    every = enumerate(analysis.representatives)
+    return Problem(
+        kinds=tuple(segment.kind for segment in analysis.segments),
+        options=tuple(tuple(options(*kind)) for kind in every),
+        edge_ms={},
+        fixed_bytes=fixed_bytes(analysis, analysis.frame.program.args),
+    )
+
+
+def test_each_way_to_treat_layers_has_a_program_of_its_own(analysis, problem):
+    classics = presets(analysis.frame)
+    data, sharded = classics["data_parallel"], classics["fully_sharded"]
+    half = replace(data, remat=tuple(range(len(analysis.segments) // 2)))
+    found = shorten(analysis, problem, [data, sharded, half], KEPT)
+    assert found is not None
+    programs = found.programs
+    assert programs[data] is programs[sharded]
+    assert len(programs[data].segments) < len(programs[half].segments)
+    assert len(programs[half].segments) < 0.7 * len(analysis.segments)
+    for choice, time_ms in ((data, 3.0), (sharded, 4.0), (half, 3.0)):
+
+        def taken(indices, choice=choice, time_ms=time_ms):
+            again = set(choice.remat)
+            kinds = (analysis.segments[i].kind + 2 * (i in again) for i in indices)
+            return sum(time_ms + kind for kind in kinds)
+
+        whole, left = range(len(analysis.segments)), programs[choice].segments
+        ratio = taken(whole) / taken(left)
+        assert found.whole(choice).time_ratio == pytest.approx(ratio)
+    # Of the half what is kept differs, and so does what it says of memory.
+    ratios = [found.whole(choice).bytes_ratio for choice in (data, half)]
+    assert ratios[0] > ratios[1] > 1
+
+
+def test_what_the_profiles_do_not_know_is_scaled_like_its_like(analysis, problem):
+    classics = presets(analysis.frame)
+    data, tensor = classics["data_parallel"], classics["tensor_parallel"]
+    found = shorten(analysis, problem, [data, tensor], KEPT)
+    assert found is not None
+    assert found.whole(tensor) == found.whole(data)
+    half = replace(tensor, remat=tuple(range(len(analysis.segments) // 2)))
+    assert shorten(analysis, problem, [data, tensor, half], KEPT) is None
+
+
+def test_a_choice_that_cannot_be_abridged_has_all_race_whole(analysis, problem):
+    data = presets(analysis.frame)["data_parallel"]
+    few = tuple(i for i in range(len(analysis.segments)) if i % 5 < i // 5)
+    mixed = replace(data, remat=few)
+    assert shorten(analysis, problem, [data], KEPT) is not None
+    assert shorten(analysis, problem, [data, mixed], KEPT) is None

@@ -1,0 +1,73 @@
+"""Ties: differences that are no more than noise."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfp.entries import complexity, tied_with
+from cfp.planner_parts import Decision
+from cfp.profiling.record import ProfileRecord
+from cfp.search.finalist import RaceResult
+from cfp.search.spread import is_tie
+
+
+def test_two_samples_each_decide_nothing():
+    assert not is_tie([38.34, 38.5], [38.76, 38.6])
+
+
+def test_a_difference_within_the_spread_is_a_tie():
+    assert is_tie([38.0, 38.2, 38.9, 38.4], [38.3, 38.1, 38.8, 38.6])
+
+
+def test_a_difference_beyond_the_spread_is_none():
+    assert not is_tie([38.0, 38.01, 38.02, 38.01], [38.3, 38.31, 38.32, 38.3])
+
+
+@given(st.integers(0, 10**6), st.floats(0.001, 0.05), st.integers(8, 30))
+def test_what_is_far_apart_is_never_a_tie(seed, noise, count):
+    rng = np.random.default_rng(seed)
+    one = 10.0 * (1.0 + noise * rng.random(count))
+    two = 10.0 * (1.0 + noise * rng.random(count)) * (1.0 + 3.0 * noise)
+    assert not is_tie(one.tolist(), two.tolist())
+    assert is_tie(one.tolist(), one[::-1].tolist())
+
+
+def entrant(name, samples, options=(), fits=True):
+    record = ProfileRecord(key=name, parts=(), status="ok", samples_ms=tuple(samples))
+    result = RaceResult(
+        name=name,
+        predicted_ms=None,
+        record=record,
+        peak_bytes=1,
+        fits=fits,
+        cached=False,
+    )
+    return Decision(name, None, options=dict(options)), result
+
+
+@pytest.mark.parametrize(
+    ("others", "winner"),
+    [
+        ([("data_parallel", (38.1, 38.3, 38.9, 38.5), ())], "data_parallel"),
+        (
+            [
+                ("data_parallel, fast", (38.1, 38.2, 38.8, 38.3), {"o": "1"}),
+                ("zero1", (38.1, 38.3, 38.9, 38.5), ()),
+            ],
+            "zero1",
+        ),
+        ([("data_parallel", (39.1, 39.3, 39.9, 39.5), ())], "planned"),
+    ],
+)
+def test_the_simplest_of_ties_wins(others, winner):
+    planned = entrant("planned", (38.0, 38.2, 38.9, 38.4))
+    contest = [planned, *(entrant(*other) for other in others)]
+    ties = tied_with(planned[1], contest)
+    assert min(ties, key=complexity)[0].name == winner
+
+
+def test_what_was_timed_for_a_larger_budget_ties_with_nothing():
+    planned = entrant("planned", (38.0, 38.2, 38.9, 38.4))
+    too_large = entrant("data_parallel", (38.1, 38.3, 38.9, 38.5), fits=False)
+    assert tied_with(planned[1], [planned, too_large]) == [planned]

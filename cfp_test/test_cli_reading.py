@@ -1,0 +1,73 @@
+"""The commands that read plans, as their users type them."""
+
+import json
+
+import pytest
+
+from cfp.page.page import page_html
+from cfp.report.differing import diff_text
+from cfp.report.told import explain_text
+from cfp_test.cli_runner import run_batch
+from cfp_test.profiling.test_hlo_sites import OLD
+from cfp_test.reported import DEEP, HOSTILE
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """What became of the commands, by their first words, and the folder they ran in."""
+    folder = tmp_path_factory.mktemp("plans")
+    DEEP.save(folder / "deep.json")
+    HOSTILE.save(folder / "hostile.json")
+    (folder / "step.hlo").write_text(OLD)
+    (folder / "notes.txt").write_text("no program")
+    lines = {
+        "report": "report hostile.json -o report.html",
+        "nowhere": "report hostile.json -o no/report.html",
+        "explain": "explain deep.json",
+        "block": "explain deep.json --block layer_95 --json",
+        "unknown": "explain deep.json --block attention",
+        "diff": "diff deep.json hostile.json",
+        "inspect": "inspect step.hlo --json",
+        "notes": "inspect notes.txt",
+        "export": "export deep.json --python sharded.py",
+        "twice": "inspect toy.py:toy --plan deep.json --preset zero1",
+    }
+    found = run_batch([line.split() for line in lines.values()], folder)
+    assert [outcome.crash for outcome in found] == [""] * len(lines)
+    return dict(zip(lines, found, strict=True)), folder
+
+
+def test_a_report_is_written(done):
+    found, folder = done
+    assert found["report"].code == 0
+    assert (folder / "report.html").read_text() == page_html(HOSTILE)
+    assert found["nowhere"].code == 2
+    assert "no is no folder" in found["nowhere"].err
+
+
+def test_plans_are_told(done):
+    found, _ = done
+    assert found["explain"].out == explain_text(DEEP)
+    assert found["diff"].out == diff_text(DEEP, HOSTILE, ("deep.json", "hostile.json"))
+    [block] = json.loads(found["block"].out)["blocks"]
+    assert block["block"] == "Net/layer_95/up"
+    assert found["unknown"].code == 2
+    assert "No block has 'attention' in its name" in found["unknown"].err
+
+
+def test_compiled_text_is_inspected(done):
+    found, _ = done
+    sites = json.loads(found["inspect"].out)
+    assert [(s["kind"], s["count"], s["bytes"]) for s in sites] == [
+        ("all-reduce", 5, 32),
+        ("all-gather", 1, 128),
+    ]
+    assert found["notes"].code == 2 and "HloModule" in found["notes"].err
+    assert found["twice"].code == 2 and "not both" in found["twice"].err
+
+
+def test_a_plan_without_sites_is_not_exported(done):
+    found, folder = done
+    assert found["export"].code == 2
+    assert "does not say where in the step" in found["export"].err
+    assert not (folder / "sharded.py").exists()

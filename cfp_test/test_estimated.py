@@ -1,0 +1,205 @@
+"""Choices by estimates, the default on virtual devices: nothing but the race runs."""
+
+import itertools
+from contextlib import closing
+
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.cli.options import settings as settings_of
+from cfp.execute import compile_step
+from cfp.presets import presets
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.rates import Rates
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.report.tables import plan_text, summary_line
+from cfp.search.assemble import whole_choice
+from cfp.search.costs import Costs, build_problem
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.estimated import estimate_options
+from cfp.search.problem import Solution
+from cfp.search.shortlist import estimate_kinds
+from cfp_test.checking import make_mesh
+from cfp_test.program.test_recompute import stack_step
+
+SIZES = (("x", 4),)
+STEP, ARGS = stack_step()
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    plan = cfp.plan(STEP, *ARGS, mesh=make_mesh(SIZES), cache_dir=folder)
+    with closing(ProfileStore(store_path(folder))) as store:
+        return plan, store.records()
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """The program's analysis, estimates, presets and costs."""
+    mesh = planning_mesh(make_mesh(SIZES))
+    program, _ = trace(flatten_step(STEP, ARGS, {}), mesh)
+    analysis = analyze(program, SIZES)
+    rates = Rates.of_virtual_devices(SIZES)
+    return (
+        analysis,
+        estimate_kinds(analysis, rates),
+        presets(analysis.frame),
+        Costs(analysis, rates),
+    )
+
+
+def test_only_whole_programs_run(planned):
+    plan, records = planned
+    what = {dict(record.parts)["what"] for record in records}
+    assert all("program, raced" in one for one in what)
+    # Twins are one program under two names; what won truncated then runs whole.
+    assert 2 <= len(records) <= 4
+    raced = [row for row in plan.race if row.time_ms is not None]
+    assert plan.winner in {row.name for row in raced}
+    assert plan.measured_ms == min(row.time_ms for row in raced)
+
+
+def test_a_plan_says_that_its_predictions_are_estimates(planned):
+    plan, _ = planned
+    assert "predictions are estimates" in repr(plan)
+    assert "Predictions are estimates" in plan_text(plan)
+    assert "gap" not in plan.search and "strategies_measured" not in plan.search
+    assert "estimate" in summary_line(plan) and "measured" not in summary_line(plan)
+
+
+def test_the_best_of_all_options_is_found(parts):
+    """And it costs what its parts and what moves between them are estimated to."""
+    analysis, estimates, classics, costs = parts
+    found = estimate_options(estimates, classics, costs, per_kind=2, budget_bytes=None)
+    problem = build_problem(costs, found.estimated, None)
+    best = solve_dynamically(problem)
+    ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
+    assert best.cost_ms == pytest.approx(min(map(problem.cost_ms, ways)))
+    assert not found.tight
+    # A choice alike in all segments costs what the estimate of each says, its twin's
+    # handover included.
+    for name, choice in classics.items():
+        total = 0.0
+        picks = []
+        for segment in analysis.segments:
+            options = found.estimated[segment.kind]
+            own = [
+                i
+                for i, option in enumerate(options)
+                if option.candidate.strategies
+                == tuple(choice.blocks[b] for b in segment.blocks)
+                and option.candidate.storage
+                in {choice.storage[g] for g in segment.groups}
+            ]
+            picks.append(own[0])
+            total += options[own[0]].time_ms
+        assert problem.cost_ms(picks) >= total > 0.0, name
+        made = whole_choice(
+            analysis,
+            problem,
+            Solution(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
+        )
+        assert made.blocks == choice.blocks
+
+
+def test_what_follows_a_segment_is_not_counted_twice(parts):
+    _, estimates, classics, costs = parts
+    found = estimate_options(estimates, classics, costs, per_kind=2, budget_bytes=None)
+    for kind, options in enumerate(found.estimated):
+        alone = estimates.kinds[kind].without_twin()
+        for option in options:
+            assert option.time_ms == pytest.approx(alone.total_ms(option.candidate))
+
+
+def test_where_memory_decides_segments_may_be_rematerialized(parts):
+    analysis, estimates, classics, costs = parts
+    where = (estimates, classics, costs)
+    plenty = estimate_options(*where, per_kind=2, budget_bytes=2**40)
+    small = estimate_options(*where, per_kind=2, budget_bytes=1)
+    assert not plenty.tight and small.tight
+    assert not any(o.candidate.remat for kind in plenty.estimated for o in kind)
+    for kind, options in enumerate(small.estimated):
+        again = [o for o in options if o.candidate.remat]
+        assert bool(again) == costs.can_rematerialize(kind)
+        for option in again:
+            plain = next(
+                o
+                for o in options
+                if o.candidate.key == (*option.candidate.key[:2], False)
+            )
+            assert option.time_ms > plain.time_ms
+            assert option.residual_bytes <= plain.residual_bytes
+    assert len(analysis.representatives) == len(small.estimated)
+
+
+def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
+    free, _ = planned
+    budget = round(0.8 * free.peak_bytes)
+    plan = cfp.plan(
+        STEP,
+        *ARGS,
+        mesh=make_mesh(SIZES),
+        memory_budget=budget,
+        cache_dir=tmp_path,
+    )
+    assert plan.peak_bytes <= budget
+
+
+def test_measuring_is_there_for_the_asking(tmp_path):
+    settings = settings_of(per_kind=1, quick=True, race=False, measure=True)
+    assert settings.measure is True
+    assert settings_of(per_kind=1, quick=True, measure=False).measure is None
+
+    def step(w, x):
+        return w - x.T @ (x @ w)
+
+    plan = cfp.plan(
+        step,
+        jnp.ones((8, 8)),
+        jnp.ones((8, 8)),
+        mesh=make_mesh(SIZES),
+        cache_dir=tmp_path,
+        settings=settings,
+    )
+    assert plan.search["strategies_measured"] > 0
+
+
+def test_when_time_is_over_one_program_is_compiled(tmp_path):
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path}
+    settings = cfp.PlannerSettings(seconds=0.0)
+    plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
+    raced = {row.name: row for row in plan.race if row.time_ms is not None}
+    late = [row for row in plan.race if "time for planning was over" in row.note]
+    assert plan.winner in raced
+    # Programs that two threads had begun with are finished.
+    assert len(raced) <= 2
+    assert len(raced) + len(late) >= 2
+    # What there was no time for is no failure: with more time it takes part.
+    full = cfp.plan(STEP, *ARGS, **how)
+    assert not any(row.note.startswith("timeout") for row in full.race)
+    assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
+
+
+def test_a_step_is_compiled_with_what_its_race_tuned(monkeypatch, tmp_path):
+    """The same kernels run that were timed."""
+    asked = {"xla_backend_optimization_level": "1"}
+    monkeypatch.setattr(BuildEnvironment, "options", lambda self, platform: asked)
+    given = []
+    real = compile_step.__globals__["compile_right"]
+
+    def compile_right(lowered, options):
+        given.append(dict(options))
+        return real(lowered, {})
+
+    monkeypatch.setitem(compile_step.__globals__, "compile_right", compile_right)
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path, "settings": settings}
+    plan = cfp.plan(lambda x: x @ x, jnp.ones((8, 8)), **how, preset="data_parallel")
+    assert plan.tuned == BuildEnvironment.beside(store_path(tmp_path))
+    plan.compile(lambda x: x @ x, jnp.ones((8, 8)))
+    assert given == [asked]

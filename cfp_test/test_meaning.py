@@ -1,0 +1,104 @@
+"""A step under another configuration of JAX is another step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp.program.meaning import meaning
+
+SETTINGS = cfp.PlannerSettings(race=False)
+
+
+@pytest.fixture(scope="module")
+def how(tmp_path_factory):
+    return {
+        "mesh": jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
+        "preset": "data_parallel",
+        "cache_dir": tmp_path_factory.mktemp("cache"),
+        "settings": SETTINGS,
+    }
+
+
+def step(x):
+    return x @ x.T + np.float64(1) / 3 * jnp.arange(8.0), jnp.sum(x, dtype=float)
+
+
+X = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def test_types_of_64_bits(how):
+    run = cfp.parallelize(step, **how)
+    narrow = run(X)
+    plan = run.plan
+    with jax.enable_x64(True):
+        wide, expected = run(X), jax.jit(step)(X)
+        assert [w.dtype for w in wide] == [e.dtype for e in expected]
+        assert wide[1].dtype == jnp.float64
+        np.testing.assert_allclose(wide[1], expected[1], rtol=1e-14)
+    assert narrow[1].dtype == jnp.float32
+    assert run(X)[1].dtype == jnp.float32
+    assert run.plan is plan, "and no plan is made twice"
+
+
+def test_precision_of_matrix_products(how):
+    run = cfp.parallelize(step, **how)
+    run(X)
+    plan = run.plan
+    with jax.default_matmul_precision("highest"):
+        run(X)
+        assert run.plan.fingerprint != plan.fingerprint
+    run(X)
+    assert run.plan is plan
+
+
+def test_promotion_of_types(how):
+    def mixed(x, y):
+        return x + y
+
+    run = cfp.parallelize(mixed, **how)
+    args = jnp.ones(8), jnp.ones(8, jnp.int32)
+    run(*args)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        pytest.raises(cfp.StepNotTraceable, match="strict"),
+    ):
+        run(*args)
+
+
+def test_a_plan_is_not_applied_to_another_program(how):
+    planned = cfp.plan(step, X, **how).apply(step)
+    planned(X)
+    with (
+        jax.enable_x64(True),
+        pytest.raises(cfp.PlanMismatch, match="JAX's configuration"),
+    ):
+        planned(X)
+    assert planned(X)[1].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "matters"),
+    [
+        ("jax_enable_x64", True, True),
+        ("jax_default_matmul_precision", "float32", True),
+        ("jax_numpy_dtype_promotion", "strict", True),
+        ("jax_numpy_rank_promotion", "raise", True),
+        ("jax_default_prng_impl", "rbg", True),
+        ("jax_threefry_partitionable", False, True),
+        ("jax_softmax_custom_jvp", True, True),
+        ("jax_debug_nans", True, True),
+        ("jax_log_compiles", True, False),
+        ("jax_traceback_filtering", "off", False),
+        ("jax_compilation_cache_dir", "/tmp/nowhere", False),
+    ],
+)
+def test_which_settings_count(name, value, matters):
+    before, old = meaning(), getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        assert (meaning() != before) == matters
+    finally:
+        jax.config.update(name, old)
+    assert meaning() == before

@@ -1,0 +1,166 @@
+"""Plans for devices that are not there, and what becomes of them on those that are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.report.tables import plan_text
+from cfp.verify import check_devices, verified_data, verified_text, verify
+
+_SHAPES = (
+    {"up": (256, 512), "down": (512, 256)},
+    jax.ShapeDtypeStruct((64, 256), jnp.float32),
+)
+
+
+def step(params, x):
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments(batch=64):
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in _SHAPES[0].items()}
+    return params, jax.ShapeDtypeStruct((batch, 256), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("planned")
+
+
+@pytest.fixture(scope="module")
+def ahead(folder):
+    mesh = cfp.described("4xh200")
+    return cfp.plan(step, *arguments(), mesh=mesh, donate_argnums=0, cache_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return planning_mesh(Mesh(np.array(jax.devices()[:4]), ("x",)))
+
+
+def test_a_plan_by_estimates_says_so_everywhere(ahead):
+    assert ahead.rung == "estimated"
+    assert ahead.measured_ms is None and ahead.peak_bytes is None
+    assert ahead.predicted_ms > 0 and ahead.predicted_bytes > 0
+    assert all(row.time_ms is None and not row.samples_ms for row in ahead.race)
+    data = json.loads(ahead.to_json())
+    assert data["rung"] == "estimated"
+    assert data["environment"]["described"] == "4xh200"
+    for text in (repr(ahead), plan_text(ahead)):
+        assert "as 4xh200 is described" in text
+        assert "estimated" in text and "measured," not in text
+    assert "Estimates" in plan_text(ahead) and "Race" not in plan_text(ahead)
+
+
+def test_the_chosen_is_estimated_no_slower_than_the_presets(ahead):
+    times = {row.name: row.predicted_ms for row in ahead.race}
+    assert {"data_parallel", "fully_sharded"} <= times.keys()
+    assert ahead.predicted_ms == pytest.approx(min(times.values()))
+
+
+def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
+    file = folder / "plan.json"
+    ahead.save(file)
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in _SHAPES[0].items()}
+    x = jnp.linspace(-1, 1, 64 * 256).reshape(64, 256)
+    expected, value = step(params, x)
+    loaded = cfp.Plan.load(file, mesh=mesh)
+    assert (loaded.rung, loaded.predicted_bytes) == ("estimated", ahead.predicted_bytes)
+    got, found = loaded.apply(step)(params, x)
+    assert float(found) == pytest.approx(float(value), rel=1e-4)
+    np.testing.assert_allclose(got["up"], expected["up"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_file_with_another_rung_is_damaged(ahead, folder):
+    data = json.loads(ahead.to_json())
+    assert cfp.Plan.from_json(data).rung == "estimated"
+    with pytest.raises(cfp.PlanFileError, match="rung"):
+        cfp.Plan.from_json({**data, "rung": "guessed"})
+    older = {k: v for k, v in data.items() if k not in ("rung", "predicted_bytes")}
+    assert cfp.Plan.from_json(older).predicted_bytes is None
+
+
+def test_without_devices_it_cannot_run(ahead):
+    with pytest.raises(PlanMismatch, match="no devices yet"):
+        ahead.compile_bound()
+
+
+def test_a_budget_holds_by_estimate(folder):
+    mesh = cfp.described("4xh200")
+    with pytest.raises(MemoryBudgetError):
+        cfp.plan(
+            step, *arguments(), mesh=mesh, memory_budget="134.3MB", cache_dir=folder
+        )
+
+
+def test_slow_links_change_what_is_chosen_between_hosts(folder):
+    mesh = cfp.described("2x8xh100", x=2, y=8)
+    found = cfp.plan(step, *arguments(4096), mesh=mesh, cache_dir=folder)
+    assert found.environment["crosses_hosts"] == "x"
+    assert "goes from host to host: x" in repr(found)
+
+
+@pytest.fixture(scope="module")
+def verified(ahead, folder, mesh):
+    flat = flatten_step(step, arguments(), donate_argnums=0)
+    program, lowering = trace(flat, mesh)
+    analysis = analyze(program, (("x", 4),))
+    where = {"mesh": mesh, "cache_dir": folder}
+    return verify(ahead, analysis, flat, lowering.out_tree, **where), analysis, flat
+
+
+def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahead):
+    found, _, _ = verified
+    names = {row.name for row in found.rows}
+    assert {ahead.winner, "data_parallel", "fully_sharded"} <= names
+    assert found.measured_ms > 0
+    assert found.off == pytest.approx(ahead.predicted_ms / found.measured_ms - 1)
+    times = [row.time_ms for row in found.rows]
+    assert times == sorted(times)
+    data = verified_data(found)
+    assert data["rung"] == "estimated" and data["measured_ms"] == found.measured_ms
+    assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
+
+
+def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
+    best = verified[0].best
+    assert best.rung == "measured"
+    assert best.measured_ms == pytest.approx(verified[0].rows[0].time_ms)
+    best.save(folder / "measured.json")
+    loaded = cfp.Plan.load(folder / "measured.json", mesh=mesh)
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in _SHAPES[0].items()}
+    x = jnp.ones((64, 256))
+    expected = step(params, x)[1]
+    assert float(loaded.apply(step)(params, x)[1]) == pytest.approx(
+        float(expected), rel=1e-4
+    )
+
+
+def test_other_devices_than_planned_for_have_one_clear_message(ahead, mesh):
+    with pytest.raises(DeviceError, match="other devices") as caught:
+        check_devices(ahead, mesh)
+    assert "4 of NVIDIA H200" in str(caught.value)
+    check_devices(replace(ahead, environment={}), mesh)
+
+
+def test_another_step_has_one_clear_message(verified, ahead, mesh):
+    _, analysis, flat = verified
+    other = replace(ahead, fingerprint="0" * 64)
+    with pytest.raises(PlanMismatch, match="another step"):
+        verify(other, analysis, flat, None, mesh=mesh)

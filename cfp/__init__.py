@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfp.api import ParallelStep, parallelize, plan
+    from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.difference import compare
     from cfp.errors import (
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         TargetError,
     )
     from cfp.plan import Plan
-    from cfp.planner_parts import PlannerSettings
     from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
@@ -52,7 +52,7 @@ _HOMES = {
         "TargetError",
     ),
     "cfp.plan": ("Plan",),
-    "cfp.planner_parts": ("PlannerSettings",),
+    "cfp.context": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -16,25 +16,24 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from cfp.analysis.analyze import Analysis, analyze
-from cfp.analysis.pins import resolve_pins
+from cfp.analysis.analyze import Analysis
+from cfp.context import PlannerSettings, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
+from cfp.passes.profile import profile
+from cfp.passes.search import preset_solution, search
+from cfp.pipeline import Pins, analyze_step, decide
 from cfp.plan import Plan
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings
 from cfp.profiling.collectives import known_rates
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
-from cfp.program.trace import planning_mesh, trace
 from cfp.report.figures import with_figures
 from cfp.report.progress import shown
+from cfp.solution import Candidate
 from cfp.units import parse_bytes
-
-Pins = Mapping[str, PartitionSpec | NamedSharding]
 
 
 def plan(
@@ -113,7 +112,7 @@ class Found:
 
     plan: Plan
     analysis: Analysis = field(repr=False)
-    winner: Decision = field(repr=False)
+    winner: Candidate = field(repr=False)
     interrupted: bool
 
 
@@ -129,41 +128,39 @@ def find_plan(
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
     budget = parse_bytes(memory_budget)
-    if not isinstance(mesh, DescribedMesh):
-        mesh = planning_mesh(mesh)
-    lowered_for = mesh.abstract if isinstance(mesh, DescribedMesh) else mesh
-    program, lowering = trace(step, lowered_for)
+    analyzed = analyze_step(step, mesh, pins)
     if step.gives_unasked:
         warnings.warn(
             "The step is wrapped in a jax.jit that donates arguments, which a planned "
             "step does not take over: give cfp donate_argnums or donate_argnames, too.",
             stacklevel=3,
         )
-    axes = tuple(mesh.shape.items())
-    pinned = resolve_pins(pins or {}, program, axes)
-    analysis = analyze(program, axes, pinned)
-    with Planner(analysis, mesh, cache_dir, budget, settings) as planner:
+    analysis, interrupted = analyzed.analysis, False
+    with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
         try:
             if preset is not None:
-                choice = planner.preset(preset)
-                is_there = not isinstance(mesh, DescribedMesh)
-                rates = known_rates(mesh, planner.store) if is_there else None
+                solution = preset_solution(analysis, preset)
+                is_there = context.described is None
+                rates = (
+                    known_rates(context.devices, context.store) if is_there else None
+                )
             else:
-                profiles = planner.profile()
-                choice, rates = planner.search(profiles), profiles.rates
-            made = planner.race(choice).bound_to(step, lowering.out_tree)
-            made = replace(made, silenced=host_calls(program))
-            won = planner.winner or choice
-            made = with_figures(made, analysis, won.choice, choice.problem, rates)
+                profiles = profile(context, analysis)
+                interrupted, rates = profiles.interrupted, profiles.rates
+                solution = search(context, analysis, profiles)
+            made, outcome = decide(context, analysis, solution)
         except CfpError as error:
-            error.interrupted = planner.interrupted
+            error.interrupted = interrupted
             raise
-        return Found(
-            plan=made,
-            analysis=analysis,
-            winner=planner.winner or choice,
-            interrupted=planner.interrupted,
-        )
+    made = made.bound_to(step, analyzed.lowering.out_tree)
+    made = replace(made, silenced=host_calls(analysis.frame.program))
+    choice = outcome.winner.choice
+    return Found(
+        plan=with_figures(made, analysis, choice, solution.problem, rates),
+        analysis=analysis,
+        winner=outcome.winner,
+        interrupted=interrupted,
+    )
 
 
 _OPTIONS = tuple(signature(plan).parameters)[3:-1]  # not fn, args, mesh and kwargs

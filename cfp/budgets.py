@@ -11,16 +11,16 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings, Profiles
+from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.passes.profile import profile as profile_segments
 from cfp.profiling.builder import Job
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.measure import can_recompute
 from cfp.search.problem import Problem
 from cfp.search.wanted import Wanted, computed_again
+from cfp.solution import Profiles
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
@@ -45,50 +45,51 @@ def measure_all_budgets(
     """
     end = time.monotonic() + settings.seconds
     settings = replace(settings, measure=True)
-    with Planner(analysis, mesh, cache_dir, _PLENTY_BYTES, settings) as planner:
-        profiles = planner.profile()
+    with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
+        profiles = profile_segments(context, analysis)
         wanted, records = profiles.found.wanted, dict(profiles.found.records)
-        if not planner.interrupted:
-            again = _again(planner, profiles)
+        if not profiles.interrupted:
+            again = _again(context, analysis, profiles)
             wanted = [*wanted, *again]
-            records |= _measured_again(
-                planner, [job for item in again for job in item.jobs], end
-            )
+            jobs = [job for item in again for job in item.jobs]
+            records |= _measured_again(context, analysis, jobs, end)
     costs = Costs(analysis, profiles.rates, profiles.moved_ms)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
 
 def _measured_again(
-    planner: Planner, jobs: Sequence[Job], end: float
+    context: PlanContext, analysis: Analysis, jobs: Sequence[Job], end: float
 ) -> dict[str, ProfileRecord]:
     """Records of jobs by key: in rounds, until it is late; then of what is known."""
-    settings = planner.settings
-    if not Agreement.of(planner.ground.devices).alone:
+    settings = context.settings
+    if not context.is_alone:
         end = math.inf  # A process that stops here would have the others wait.
     try:
         for start in range(0, len(jobs), _ROUND):
             if time.monotonic() > end:
                 break
             profile(
-                planner.analysis.frame.program,
-                planner.ground.devices,
+                analysis.frame.program,
+                context.devices,
                 jobs[start : start + _ROUND],
-                planner.store,
+                context.store,
                 retry_failures=settings.retry_failures,
                 progress=settings.progress,
                 limits=settings.limits,
             )
     except KeyboardInterrupt:
         pass  # Without the others there is a curve, too.
-    return planner.store.get_many(job.key.digest for job in jobs)
+    return context.store.get_many(job.key.digest for job in jobs)
 
 
-def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
+def _again(
+    context: PlanContext, analysis: Analysis, profiles: Profiles
+) -> list[Wanted]:
     """The fastest candidates of every kind, with their forward pass computed again.
 
     The fastest of all kinds come first, since time may be over before the last.
     """
-    analysis, records = planner.analysis, profiles.found.records
+    records = profiles.found.records
     found: list[tuple[int, Wanted]] = []
     for kind, index in enumerate(analysis.representatives):
         if not can_recompute(analysis.frame, analysis.segments[index]):
@@ -102,9 +103,9 @@ def _again(planner: Planner, profiles: Profiles) -> list[Wanted]:
             and record.ok
         ]
         good.sort(key=lambda item: item.time_ms(records))
-        for number, item in enumerate(good[: planner.settings.per_kind], 1):
+        for number, item in enumerate(good[: context.settings.per_kind], 1):
             label = f"strategy {number} of segment {kind}, computed again"
-            where, alone = (analysis, planner.environment), item.has_failed(records)
+            where, alone = (analysis, context.environment), item.has_failed(records)
             again = computed_again(*where, item, label, alone)
             found.append((number, again))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from cfp import api, platform
 from cfp.cli import options
 from cfp.cli.running import check_text
+from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings
 from cfp.report.console import literal_console
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan

@@ -25,7 +25,7 @@ from cfp.program.shared import Apart
 from cfp.program.step import FlatStep, abstract
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
-from cfp.raced import Raced
+from cfp.race.raced import Raced
 
 
 @dataclass(frozen=True)

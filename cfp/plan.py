@@ -41,7 +41,7 @@ from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.raced import Raced
+from cfp.race.raced import Raced
 
 
 @dataclass(frozen=True, kw_only=True)

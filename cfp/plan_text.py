@@ -10,12 +10,12 @@ from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
 from cfp.plan_parts import PlanRow, RaceRow
+from cfp.printable import merged_name, span_text
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
     from cfp.plan import Plan
 
-_NUMBER = re.compile(r"\d+")
 _SIZES = re.compile(r" \([^)]*\)")
 STORAGE_WORDS = {
     "used": "as used",
@@ -81,30 +81,6 @@ def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
         if count > 1 and period * count > best[0] * best[1]:
             best = (period, count)
     return best
-
-
-def merged_name(names: Sequence[str]) -> str:
-    """One name for the same block of several segments: ``layer_0-3/mlp/up``."""
-    shapes = {_NUMBER.sub("#", name) for name in names}
-    if len(shapes) > 1:
-        return f"{names[0]} ... {names[-1]}"
-    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    spans = iter([span_text(list(column)) for column in columns])
-    return _NUMBER.sub(lambda _: next(spans), names[0])
-
-
-def span_text(numbers: list[int]) -> str:
-    """Numbers in short: ``0-3``, or ``0,2..6`` where they are evenly spaced."""
-    distinct = sorted(set(numbers))
-    if len(distinct) == 1:
-        return str(distinct[0])
-    step = distinct[1] - distinct[0]
-    if distinct == list(range(distinct[0], distinct[-1] + 1, step)):
-        if step == 1:
-            return f"{distinct[0]}-{distinct[-1]}"
-        if len(distinct) > 3:
-            return f"{distinct[0]},{distinct[1]}..{distinct[-1]}"
-    return ",".join(map(str, distinct))
 
 
 def common_prefix(names: Sequence[str]) -> str:

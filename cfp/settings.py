@@ -1,96 +1,185 @@
-"""How much the planner measures, and who is told."""
+"""Every constant that decides a plan, with its source, and what platforms differ in.
+
+A source is a page of docs/results, a paragraph of docs/decisions.md, or the word
+"guess". What only limits text, files or patience stands where it is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from enum import StrEnum
+from math import inf
 
-from cfp.errors import CfpError
-from cfp.profiling.marks import Limits
-from cfp.profiling.runner import Progress
-from cfp.search.measure import Told
+# --------------------------------------------------------------- the profile pass
+
+# Presets that are estimated to take so many times as long as the best of them are not
+# measured. decisions.md, "a classic of 1.6 times the best one's estimate": on 4 H200
+# estimates were off by 1.4 against each other at most.
+PRESET_ESTIMATE_REACH = 1.6
+# Mixed presets of several axes that are measured. decisions.md, "Of the mixed
+# classics".
+MIXED_PRESETS = 6
+# Presets that race where choices are made by estimates; each is a whole build. Guess.
+PRESETS_BY_ESTIMATE = 2
+# Lower bounds on times, by estimates, are lowered by a tenth. docs/results/guided_cpu.
+BOUND_MARGIN = 0.9
+# Of the budget: predicted memory beyond this may turn out not to fit. Guesses, for
+# measured segments, and for estimates, which leave out what lives within a segment.
+SAFE_MEMORY_SHARE = 0.9
+SAFE_ESTIMATED_MEMORY_SHARE = 0.7
+# To compute a forward pass again takes longer than not to: at least, and as expected
+# where nothing of the kind has been measured. Of twelve segments of a transformer on 2
+# H200 eleven took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the
+# next to be measured is what is likely".
+RECOMPUTE_TIME_AT_LEAST = 1.001
+RECOMPUTE_TIME_EXPECTED = 1.25
+# The share of a step that a round of measuring must be expected to save where memory
+# decides. docs/results/planning_h200x2.
+ROUND_IS_WORTH = 0.02
+# Unmeasured candidates of a kind that take part in a search at once. Guess.
+CANDIDATES_IN_SIGHT = 8
+# Reshards that are measured at most, and the share of what the two segments take from
+# which on one is. Guesses; decisions.md, "Resharding is measured tensor by tensor".
+RESHARDS_MEASURED = 12
+RESHARD_IS_WORTH = 0.03
+
+# --------------------------------------------------------------------- the search
+
+# What the compiler leaves of temporaries that it is told to reduce, usually and at
+# least. docs/results/budgets_h200x2: 0.74 and 0.77 for two plans of a transformer, and
+# 0.6 and 0.73 where they compute segments again.
+LIMITED_MEMORY = 0.75
+LIMITED_MEMORY_AT_LEAST = 0.55
+# The compiled-to-predicted ratio of memory of some programs that compute segments
+# again. decisions.md, "Under a budget plans of two predicted sizes race": 0.77 to 1.18.
+COMPILED_TO_PREDICTED = 0.85
+
+# ----------------------------------------------------------------------- the race
+
+# How many times as long a step takes with the memory limit: 1.05 to 1.12 in
+# docs/results/budgets_h200x2.
+LIMITED_TIME = 1.1
+# Candidates that are compiled and do not fit, until only the leanest is tried. Guess.
+MOST_REFUSED = 8
+# The leaders of a race, that are raced with other compiler options too, and who is so
+# close to the first of them. Two: decisions.md, "A race is for those who may win it".
+LEADERS = 2
+CLOSE_TO_LEADER = 1.03
+ROUNDS_BEFORE_OPTIONS = 1
+# Who is slower than this many times the fastest of a turn sits out: after the first
+# turn, and after every other. decisions.md, "A race is for those who may win it".
+STAY_AFTER_LOOK = 1.08
+STAY_AFTER_TURN = 1.04
+# More turns until it is clear which is the fastest. Guess.
+MORE_ROUNDS = 3
+# With fewer samples nothing is known of their spread; and a difference of so many
+# standard errors is no accident. Guess, and the usual 95 %.
+ENOUGH_SAMPLES = 4
+SURE_STANDARD_ERRORS = 2.0
+# Times of two races differ by as much. docs/results/building_h200x2: about 1 %.
+RACE_NOISE = 0.02
+# Of a device's memory: who needs more, predicted or truncated, does not fit.
+# decisions.md, "Deep programs race abridged": scaled memory is within 4 %.
+SURELY_TOO_LARGE = 1.1
+# If more of a program than this would stay, it is not truncated. Guess.
+TRUNCATED_AT_MOST = 0.7
+# Winners of truncated programs that are compiled whole, until whole programs race. One
+# of 48 layers is compiled for 50 s: docs/results/planning_depth_h200x2.
+WHOLE_TRIES = 3
+
+
+class ConstraintLevel(StrEnum):
+    """How much of a plan's shardings the compiler is constrained to.
+
+    With constraints on every value, XLA does what the plan says. With those of
+    arguments and results alone, its own propagation fills in the rest, and may fuse and
+    move more. Both compute the same; which is faster is measured.
+    """
+
+    EVERYTHING = "everything"
+    ARGUMENTS = "arguments"
+
+
+# ------------------------------------------------------------------------ platforms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """How much to measure, and who is told.
+class PlatformDefaults:
+    """What platforms differ in.
 
     Attributes:
-        per_kind: how many strategies to measure for each kind of segment, at most.
-        tolerance: measuring ends when no other plan can be faster by more than this
-            share of the step; on GPUs, where memory decides, when none probably is by
-            more than 2%.
-        patience: or after so many rounds in a row that made no plan faster by that
-            share, and one more where memory keeps out a faster one. By default 1 on
-            virtual CPU devices, and none on others: what is measured at first is the
-            classics' parts and the best by estimate.
-        seconds: planning ends about when this much time is over: no round of measuring
-            begins then, and no program joins the race or is timed again.
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 2, and 1 on virtual CPU devices. Where memory
-            decides, one of them is for programs that turn out smaller than predicted.
-        extents: how much the compiler is told of the classics; each way takes part.
-            By default all ways, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
-        reach: classics that are predicted to take this many times as long as the plan
-            are not raced; by default 1.1, or 1.2 where the compiler is told of their
-            arguments alone, and 2 on virtual CPU devices.
-        compiler_options: options of the compiler by the name that the race is to give
-            them; the leaders are raced with each, too. By default a short list for
-            the platform.
-        race: whether the best plan and the classics are timed on the whole program;
-            otherwise the prediction is trusted, and under a budget that was asked for
-            the best that fits is found by compiling, which runs nothing.
-        repeats: of segments that repeat back to back so many repeats are raced (two at
-            least, the first and the last), unless a budget was asked for, and the rest
-            follows from the prediction; only what wins is then compiled and timed
-            whole. None races whole programs.
-        measure: whether what each strategy costs is measured; False takes what is in
-            the store already. By default it is, but on virtual CPU devices, whose times
-            say nothing about those of GPUs: there choices are made by estimates, and
-            the plan and two presets race.
-        retry_failures: whether what failed before is tried again; or what failed
-            before a moment, which a process that is started again keeps to.
-        limits: what counts as hung.
-        progress: told of every event, a :class:`Progress` or a line of text.
-
-    Raises:
-        CfpError: fewer than two repeats, no strategy to measure, or a tolerance that is
-            no share.
+        estimates: whether choices are made by estimates unless measuring is asked for.
+        plans: how many of the best plans race, by each way to predict.
+        patience: rounds of measuring that may make no plan faster.
+        estimate_reach: see `PRESET_ESTIMATE_REACH`.
+        reach: candidates that are predicted to take this many times as long as the best
+            that fits are not raced, by how much the compiler is constrained.
+        levels: how much the compiler is constrained in presets; each way races.
+        rounds: turns of a race that decides.
+        settles_ties: whether a race goes on while it is not clear who is faster.
+        limits_memory: whether the compiler can be told of a budget.
+        reserve_bytes: what the allocator may add to what a program needs.
+        compiler_options: what leaders are raced with, too, by name.
     """
 
-    per_kind: int = 16
-    tolerance: float = 0.01
-    patience: float | None = None
-    seconds: float = float("inf")
-    in_context: bool = True
-    plans: int | None = None
-    extents: tuple[Told, ...] | None = None
-    reach: float | None = None
-    compiler_options: Mapping[str, Mapping[str, str]] | None = None
-    race: bool = True
-    repeats: int | None = 4
-    measure: bool | None = None
-    retry_failures: bool | datetime = False
-    limits: Limits = field(default_factory=Limits)
-    progress: Callable[[Progress | str], None] | None = None
+    estimates: bool = False
+    plans: int = 2
+    patience: int = 0
+    estimate_reach: float = PRESET_ESTIMATE_REACH
+    reach: Mapping[ConstraintLevel, float]
+    levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
+    rounds: int = ENOUGH_SAMPLES
+    settles_ties: bool = True
+    limits_memory: bool = False
+    reserve_bytes: int = 0
+    compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def __post_init__(self):
-        if self.repeats is not None and self.repeats < 2:
-            raise CfpError(
-                f"Expected two repeats or more to race, got repeats={self.repeats}. "
-                "None races whole programs."
-            )
-        if self.per_kind < 1:
-            raise CfpError(
-                f"Expected one strategy or more to measure for each kind of segment, "
-                f"got per_kind={self.per_kind}."
-            )
-        if not 0 <= self.tolerance <= 1:
-            raise CfpError(
-                "Expected a share of the step between 0 and 1, such as 0.01, got "
-                f"tolerance={self.tolerance}."
-            )
+
+# On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
+# for which the same prediction stands, steps were up to 8 % faster (decisions.md, "A
+# race is for those who may win it").
+_REACH = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
+
+NO_LATENCY_HIDING: Mapping[str, str] = {
+    "xla_gpu_enable_latency_hiding_scheduler": "False"
+}
+_LARGE = str(2**28)
+
+# Which options are fastest depends on program, plan and links: on 4 H200 without
+# peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
+# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of compiler
+# options are raced, not twenty".
+_GPU = PlatformDefaults(
+    reach=_REACH,
+    limits_memory=True,
+    # XLA's allocator does not split a free block of which less than this would stay,
+    # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".
+    reserve_bytes=128 * 2**20,
+    compiler_options={
+        "no latency hiding": NO_LATENCY_HIDING,
+        "large collectives": {
+            "xla_gpu_all_gather_combine_threshold_bytes": _LARGE,
+            "xla_gpu_all_reduce_combine_threshold_bytes": _LARGE,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": _LARGE,
+        },
+    },
+)
+# Virtual devices share processors: times say nothing about those of GPUs, vary more,
+# and are estimated worse; and building is what takes the time. Guesses.
+_CPU = PlatformDefaults(
+    estimates=True,
+    plans=1,
+    patience=1,
+    estimate_reach=inf,
+    reach=dict.fromkeys(ConstraintLevel, 2.0),
+    levels=(ConstraintLevel.EVERYTHING,),
+    rounds=2,
+    settles_ties=False,
+)
+_PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
+
+
+def defaults_of(platform: str) -> PlatformDefaults:
+    """What holds on a platform, by JAX's name for it."""
+    return _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))

@@ -20,18 +20,20 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.api import Found, Pins, find_plan
+from cfp.context import PlannerSettings, device_memory
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings, device_memory, race_row
 from cfp.profiling.builder import Job
 from cfp.profiling.key import environment_parts
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
-from cfp.search.finalist import Finalist, RaceResult
+from cfp.race.outcome import race_row
+from cfp.race.programs import RaceProgram, RaceResult
+from cfp.race.turns import race_programs
 from cfp.search.measure import whole_job
-from cfp.search.race import race
 from cfp.units import parse_bytes
 
 
@@ -264,8 +266,8 @@ def _race_winners(
     # Kept apart from their own races, and from those against other variants: only
     # times of one run compare.
     field = hashlib.sha256("".join(plain).encode()).hexdigest()
-    finalists = [
-        Finalist(
+    programs = [
+        RaceProgram(
             name=name,
             job=_job(name, one, ("race", f"between variants {field}")),
             predicted_ms=one.plan.measured_ms,
@@ -275,15 +277,17 @@ def _race_winners(
     ]
     mesh = _mesh(found[0][1])
     with ProfileStore(store_path(cache_dir)) as store:
-        results = race(
+        results = race_programs(
             found[0][1].analysis.frame.program,
             mesh,
-            finalists,
+            programs,
             store,
             budget_bytes=budget_bytes or device_memory(mesh),
-            retry_failures=settings.retry_failures,
-            progress=settings.progress,
-            limits=settings.limits,
+            options=MeasureOptions(
+                retry_failures=settings.retry_failures,
+                progress=settings.progress,
+                limits=settings.limits,
+            ),
         )
     return {result.name: result for result in results}
 
@@ -296,7 +300,7 @@ def _job(name: str, found: Found, *where: tuple[str, str]) -> Job:
         winner.choice,
         (*environment_parts(list(_mesh(found).devices.flat)), *where),
         f"{name}: {winner.name}",
-        winner.extent,
+        winner.level,
         winner.options,
     )
 

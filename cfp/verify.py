@@ -18,27 +18,25 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
+from cfp.compose import compose_plan
+from cfp.context import PlannerSettings, device_memory, open_context
 from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, DeviceError, PlanMismatch, TargetError, compose
+from cfp.passes.profile import profile
+from cfp.passes.search import search
 from cfp.plan import Plan
 from cfp.plan_parts import constraints_to_json
-from cfp.planner import Planner
-from cfp.planner_parts import (
-    Decision,
-    PlannerSettings,
-    compose_plan,
-    device_memory,
-    finalists,
-    race_row,
-)
 from cfp.presets import presets
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import FlatStep
-from cfp.search.finalist import Finalist, RaceResult
-from cfp.search.race import race
+from cfp.race.outcome import RaceOutcome, race_row
+from cfp.race.programs import RaceProgram, RaceResult, programs_of
+from cfp.race.turns import race_programs
+from cfp.solution import Candidate, predicted_ms
 
 _ROUNDS = 2
 _RUNNERS_UP = 2
@@ -137,13 +135,13 @@ def verify(
     environment = environment_parts(list(mesh.devices.flat))
     rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))
-    others = finalists(analysis, rivals, where)
-    mine = Finalist(
+    others = programs_of(analysis, rivals, where)
+    mine = RaceProgram(
         name=_NAME, job=_job(plan, analysis, where), predicted_ms=plan.predicted_ms
     )
-    programs: dict[str, Built] = {}
+    built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
-        results = race(
+        results = race_programs(
             program,
             mesh,
             [mine, *others],
@@ -151,8 +149,8 @@ def verify(
             budget_bytes=device_memory(mesh),
             rounds=_ROUNDS,
             end=started + seconds,
-            programs=programs,
-            progress=progress,
+            built=built,
+            options=MeasureOptions(progress=progress),
         )
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
@@ -179,18 +177,16 @@ def verify(
             mesh=mesh,
         ).bound_to(step, out_tree)
     else:
-        winner = rivals[rest.index(best)]
-        search = {"verified": 1.0, "race_seconds": time.monotonic() - started}
-        made = compose_plan(
-            analysis,
-            mesh,
-            dict(environment),
-            replace(winner, search=search),
-            winner,
-            rows,
-            best,
-            programs.get(best.name),
-        ).bound_to(step, out_tree)
+        outcome = RaceOutcome(
+            winner=rivals[rest.index(best)],
+            result=best,
+            peak_bytes=best.peak_bytes,
+            built=built.get(best.name),
+            rows=rows,
+            counts={"verified": 1.0, "race_seconds": time.monotonic() - started},
+        )
+        made = compose_plan(analysis, mesh, dict(environment), outcome)
+        made = made.bound_to(step, out_tree)
     return Verified(
         plan=plan,
         best=made,
@@ -202,24 +198,27 @@ def verify(
 
 def _rivals(
     plan: Plan, analysis: Analysis, cache_dir: str | Path | None
-) -> list[Decision]:
+) -> list[Candidate]:
     """The presets, and what the prediction that made the plan has next."""
     described = _described(plan)
     if described is None:
         known = presets(analysis.frame)
-        return [Decision(name, choice) for name, choice in known.items()]
+        return [Candidate(name, choice) for name, choice in known.items()]
     settings = PlannerSettings(plans=1 + _RUNNERS_UP)
-    with Planner(analysis, described, cache_dir, None, settings) as planner:
-        decision = planner.search(planner.profile())
-        times = planner.predicted(decision)
+    with open_context(described, cache_dir, None, settings) as context:
+        solution = search(context, analysis, profile(context, analysis))
+    best = solution.best
     named = {
-        decision.choice: "planned here",
-        **{choice: name for name, choice in decision.classics.items()},
-        **{rival.choice: rival.name for rival in decision.rivals[:_RUNNERS_UP]},
+        best.choice: "planned here",
+        **{choice: name for name, choice in solution.presets.items()},
+        **{rival.choice: rival.name for rival in solution.rivals[:_RUNNERS_UP]},
     }
-    if plan.winner == decision.name:
-        del named[decision.choice]  # As the plan itself.
-    return [Decision(name, choice, times(choice)) for choice, name in named.items()]
+    if plan.winner == best.name:
+        del named[best.choice]  # As the plan itself.
+    return [
+        Candidate(name, choice, predicted_ms(analysis, solution.problem, choice))
+        for choice, name in named.items()
+    ]
 
 
 def _described(plan: Plan) -> DescribedMesh | None:
@@ -237,9 +236,9 @@ def _job(plan: Plan, analysis: Analysis, environment: Parts) -> Job:
     """The whole program under a plan from elsewhere."""
     frame = analysis.frame
     any_choice = next(iter(presets(frame).values()))
-    blank = Decision(_NAME, any_choice, options=plan.options)
-    [finalist] = finalists(analysis, [blank], environment)
-    job = finalist.job
+    blank = Candidate(_NAME, any_choice, options=plan.options)
+    [blank_program] = programs_of(analysis, [blank], environment)
+    job = blank_program.job
     argument = {value: i for i, value in enumerate(frame.program.args)}
     output = {value: i for i, value in enumerate(frame.program.outputs)}
     told = [

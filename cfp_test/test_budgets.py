@@ -8,7 +8,7 @@ import pytest
 
 from cfp import budgets
 from cfp.analysis.analyze import analyze
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

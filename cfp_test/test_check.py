@@ -23,9 +23,9 @@ from cfp.check import (
     compile_alone,
 )
 from cfp.difference import Difference
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.program.step import flatten_step
-from cfp.search.squeeze import MEMORY_SHARE
+from cfp.race.limit import MEMORY_SHARE
 from cfp.targets import Target, model_target
 from cfp.trial import Trial, run_trial
 from cfp_test.checking import make_mesh

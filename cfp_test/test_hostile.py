@@ -10,8 +10,8 @@ from cfp.cli import app
 from cfp.errors import MeshError
 from cfp.platform import select
 from cfp.profiling.compiler_options import refused_option
-from cfp.search.compiler import variants
-from cfp.search.squeeze import MEMORY_SHARE
+from cfp.race.options import variants
+from cfp.race.limit import MEMORY_SHARE
 from cfp_test import hostile
 
 

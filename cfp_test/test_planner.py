@@ -12,8 +12,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.contest import Contest
-from cfp.entries import in_reach
+from cfp.race.race import Contest
+from cfp.race.candidates import in_reach
 from cfp.planner import Planner
 from cfp.planner_parts import (
     TOO_LARGE,
@@ -29,10 +29,10 @@ from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.costs import Costs
-from cfp.search.finalist import RaceResult
+from cfp.race.programs import RaceResult
 from cfp.search.guided import explore
-from cfp.search.measure import Told
-from cfp.shortage import no_winner
+from cfp.settings import ConstraintLevel
+from cfp.race.shortage import no_winner
 from cfp_test.injected import inject_times
 from cfp_test.program.test_recompute import stack_step
 
@@ -169,7 +169,7 @@ def lean_compiler(monkeypatch):
         less = built.temp_bytes // 2
         return replace(built, temp_bytes=less) if job.options else built
 
-    monkeypatch.setattr("cfp.search.race.build", lean)
+    monkeypatch.setattr("cfp.race.turns.build", lean)
 
 
 def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
@@ -219,8 +219,8 @@ def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
         took_ms = 10.0 if job.choice in slow else 1.0
         return built.record("ok", samples_ms=[took_ms], run_seconds=0.1)
 
-    monkeypatch.setattr("cfp.contest.told_of_budget", told)
-    monkeypatch.setattr("cfp.search.race.run", timed)
+    monkeypatch.setattr("cfp.race.race.told_of_budget", told)
+    monkeypatch.setattr("cfp.race.turns.run", timed)
     with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
         decision = planner.search(planner.profile())
         fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
@@ -276,8 +276,8 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
         entered.extend(finalists(*args))
         return finalists(*args)
 
-    monkeypatch.setattr("cfp.search.race.build", swollen)
-    monkeypatch.setattr("cfp.contest.finalists", seen)
+    monkeypatch.setattr("cfp.race.turns.build", swollen)
+    monkeypatch.setattr("cfp.race.race.finalists", seen)
     plans = []
     with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled plans"):
         while True:
@@ -355,7 +355,7 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
 
     monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
     # Nothing is known of what was not measured: there is a second round.
-    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    monkeypatch.setattr("cfp.search.guided.BOUND_MARGIN", 0.0)
     if at == 1:
         with pytest.raises(KeyboardInterrupt):
             plan(per_kind=12)
@@ -392,9 +392,9 @@ def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
     monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
     monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
     monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**30)
-    monkeypatch.setattr("cfp.search.guided._SAFE_SHARE", 0.0)
+    monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)
     # What is not measured could take no time, so that more is always asked for.
-    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    monkeypatch.setattr("cfp.search.guided.BOUND_MARGIN", 0.0)
     settings = PlannerSettings(measure=True, per_kind=6, in_context=False)
     with Planner(analysis, found, tmp_path, settings=settings) as planner:
         profiles = planner.profile()
@@ -405,7 +405,7 @@ def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
 
 
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
-    monkeypatch.setattr("cfp.search.guided.MARGIN", 0.0)
+    monkeypatch.setattr("cfp.search.guided.BOUND_MARGIN", 0.0)
     made = plan(per_kind=12, seconds=0.0, race=False)
     assert made.search["strategies_measured"] == 0
     assert made.search["gap"] > 0.5
@@ -443,7 +443,7 @@ def test_who_is_predicted_far_behind_is_out_of_reach():
         decision("unknown", None),
         decision("fast", 90.0),
     ]
-    reach = {Told.EVERYTHING: 1.1, Told.ARGUMENTS: 1.2}
+    reach = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
     near, far = in_reach(plan, classics, reach)
     assert [c.name for c in near] == ["near", "unknown", "fast"]
     assert [c.name for c in far] == ["far"]
@@ -453,7 +453,7 @@ def test_who_is_predicted_far_behind_is_out_of_reach():
     # What has no prediction itself leaves nobody out.
     assert in_reach(decision("planned", None), classics, reach) == (classics, [])
     # Of what the compiler is told less the prediction is less sure.
-    less = [replace(c, extent=Told.ARGUMENTS) for c in classics]
+    less = [replace(c, level=ConstraintLevel.ARGUMENTS) for c in classics]
     assert in_reach(plan, less, reach) == (less, [])
 
 
@@ -557,7 +557,7 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
         return [every[large.name]], [every[small.name]]
 
     monkeypatch.setattr(Contest, "_entries", split)
-    monkeypatch.setattr("cfp.contest.known_to_fit", lambda *_: [])
+    monkeypatch.setattr("cfp.race.race.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)
     # The leanest takes part then, too, and may be as fast.

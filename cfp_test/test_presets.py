@@ -6,7 +6,7 @@ import pytest
 
 import cfp
 from cfp.models import build, initialise
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.hlo import collectives_in
 
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64

@@ -12,7 +12,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import describe
 from cfp.batch import data_arguments
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -31,7 +31,7 @@ from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display

@@ -14,8 +14,8 @@ import typer
 
 from cfp import platform
 from cfp.cli import options as o
+from cfp.context import PlannerSettings
 from cfp.errors import CfpError
-from cfp.planner_parts import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.report.progress import Display
 from cfp.units import parse_bytes

@@ -18,8 +18,8 @@ from cfp.cli.variants import (
     variants_of,
     variants_view,
 )
+from cfp.context import PlannerSettings
 from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.report.console import literal_console
 from cfp.report.progress import Display

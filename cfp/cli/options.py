@@ -15,14 +15,14 @@ import typer
 from jax.sharding import PartitionSpec
 
 from cfp.cli.supervise import Supervision
+from cfp.context import PlannerSettings
 from cfp.errors import CfpError, PinError
-from cfp.planner_parts import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.report.console import literal_console
 from cfp.report.plots import check_can_draw
-from cfp.search.measure import Told
+from cfp.settings import ConstraintLevel
 
 TargetText = Annotated[
     str,
@@ -300,7 +300,9 @@ def settings(
         made = replace(made, limits=limits)
     if not quick:
         return made
-    return replace(made, in_context=False, plans=1, extents=(Told.EVERYTHING,))
+    return replace(
+        made, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
+    )
 
 
 @contextlib.contextmanager

@@ -15,10 +15,12 @@ from cfp.cli import options as o
 from cfp.cli.finding import Output, plan, plan_json
 from cfp.cli.output import save, show, suggest
 from cfp.cli.session import Session, analyse, dump_session, target_of
+from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.errors import CfpError
+from cfp.passes.profile import profile as profile_segments
+from cfp.passes.search import search as search_choices
+from cfp.pipeline import decide
 from cfp.plan import Plan
-from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings, Profiles
 from cfp.presets import presets as classic_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
@@ -30,6 +32,7 @@ from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.explain import Explanation, explain, picks_of
 from cfp.search.problem import Problem
+from cfp.solution import Profiles
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
@@ -120,12 +123,10 @@ def profile(
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
-            with Planner(
-                session.analysis, session.mesh, workdir, budget, settings
-            ) as planner:
-                misses = find_misses(planner) if why else None
-                found = planner.profile() if misses is None else None
-                kept = planner.store.path
+            with open_context(session.mesh, workdir, budget, settings) as context:
+                misses = find_misses(context, session.analysis) if why else None
+                found = None if why else profile_segments(context, session.analysis)
+                kept = context.store.path
         if misses is not None:
             _explain(misses, print_json if as_json else None)
             return
@@ -239,19 +240,21 @@ def search_stored(
     """
     analysis = session.analysis
     stored_only = replace(settings, measure=False)
-    with Planner(analysis, session.mesh, workdir, budget_bytes, stored_only) as planner:
-        if not len(planner.store):
-            raise _profile_first(f"{planner.store.path} holds no measurements yet.")
-        profiles = planner.profile()
-        _check_complete(planner, profiles)
-    with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
-        decision = planner.search(profiles)
-        assert decision.problem is not None, "a search has a problem"
-        made = planner.race(decision).bound_to(session.step, session.lowering.out_tree)
-        assert planner.winner is not None, "a race has a winner"
-        choice = planner.winner.choice
-        made = with_figures(made, analysis, choice, decision.problem, profiles.rates)
-        return Searched(plan=made, choice=choice, problem=decision.problem)
+    mesh = session.mesh
+    with open_context(mesh, workdir, budget_bytes, stored_only) as context:
+        if not len(context.store):
+            raise _profile_first(f"{context.store.path} holds no measurements yet.")
+        profiles = profile_segments(context, analysis)
+        _check_complete(context, profiles)
+    with open_context(mesh, workdir, budget_bytes, settings) as context:
+        solution = search_choices(context, analysis, profiles)
+        problem = solution.problem
+        assert problem is not None, "a search has a problem"
+        made, outcome = decide(context, analysis, solution)
+    made = made.bound_to(session.step, session.lowering.out_tree)
+    choice = outcome.winner.choice
+    made = with_figures(made, analysis, choice, problem, profiles.rates)
+    return Searched(plan=made, choice=choice, problem=problem)
 
 
 def explain_choice(session: Session, found: Searched) -> Explanation:
@@ -260,7 +263,7 @@ def explain_choice(session: Session, found: Searched) -> Explanation:
     return explain(found.problem, picks)
 
 
-def _check_complete(planner: Planner, profiles: Profiles) -> None:
+def _check_complete(context: PlanContext, profiles: Profiles) -> None:
     found = profiles.found
     first = found.wanted[: found.required]
     wanted = {job.key.digest: job for item in first for job in item.jobs}
@@ -268,7 +271,7 @@ def _check_complete(planner: Planner, profiles: Profiles) -> None:
     if missing:
         raise _profile_first(
             f"{len(missing)} of {len(wanted)} things to measure have not been "
-            f"measured. For the first of them, {planner.store.explain(missing[0].key)}"
+            f"measured. For the first of them, {context.store.explain(missing[0].key)}"
         )
 
 

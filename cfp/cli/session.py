@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,11 @@ import typer
 from jax.sharding import Mesh
 
 from cfp import platform
-from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
-from cfp.analysis.pins import resolve_pins
-from cfp.api import Pins
+from cfp.pipeline import Pins, analyze_step
 from cfp.program.step import FlatStep, flatten_step
-from cfp.program.trace import Lowering, planning_mesh, trace
+from cfp.program.trace import Lowering
 from cfp.targets import Target, resolve
 
 
@@ -84,25 +82,21 @@ def analyse(target: Target, mesh: Mesh, pins: Pins | None = None) -> Session:
     Raises:
         CfpError: its step cannot be traced, or the pins do not fit.
     """
-    mesh = planning_mesh(mesh)
-    axes = tuple(mesh.shape.items())
-    started = time.perf_counter()
     step = flatten_step(
         target.step,
         target.args,
         static_argnums=target.static,
         donate_argnums=target.donate,
     )
-    program, lowering = trace(step, mesh)
-    analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
-    seconds = time.perf_counter() - started
+    found = analyze_step(step, mesh, pins)
+    assert isinstance(found.mesh, Mesh), "its devices are there"
     return Session(
         target=target,
-        mesh=mesh,
+        mesh=found.mesh,
         step=step,
-        lowering=lowering,
-        analysis=analysis,
-        seconds=seconds,
+        lowering=found.lowering,
+        analysis=found.analysis,
+        seconds=found.seconds,
     )
 
 

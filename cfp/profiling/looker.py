@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.moves import Move, known_moves, measure_moves
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
@@ -26,7 +26,7 @@ class Looker:
         store: where records are kept.
         tuning: gives jobs that are built first for their kernels.
         measure: whether devices may be used.
-        manner: how to measure; see :func:`cfp.profiling.runner.profile`.
+        options: how to measure.
 
     Attributes:
         known: keys of what the store knew before it was asked for.
@@ -40,14 +40,14 @@ class Looker:
         store: ProfileStore,
         tuning: Callable[[], list[Job]],
         measure: bool,
-        manner: Mapping[str, Any],
+        options: MeasureOptions,
     ) -> None:
         self._program = program
         self._mesh = mesh
         self._store = store
         self._tuning: Callable[[], list[Job]] | None = tuning
         self._measure = measure
-        self._manner = manner
+        self._options = options
         self._asked = 0
         self._measured: set[str] = set()
         self.known: set[str] = set()
@@ -66,12 +66,26 @@ class Looker:
         if not self._measure:
             return known
         self._measured |= digests - known.keys()
-        where = (self._program, self._mesh)
+        where, how = (self._program, self._mesh), self._options
         try:
             if self._tuning is not None and not known.keys() >= digests:
-                tune_kernels(*where, self._tuning(), self._store, **self._manner)
+                tune_kernels(
+                    *where,
+                    self._tuning(),
+                    self._store,
+                    retry_failures=how.retry_failures,
+                    progress=how.progress,
+                    limits=how.limits,
+                )
                 self._tuning = None
-            return profile(*where, jobs, self._store, **self._manner).records
+            return profile(
+                *where,
+                jobs,
+                self._store,
+                retry_failures=how.retry_failures,
+                progress=how.progress,
+                limits=how.limits,
+            ).records
         except KeyboardInterrupt:
             if self._asked == 1:
                 raise
@@ -83,7 +97,13 @@ class Looker:
         if self._measure and not self.interrupted:
             try:
                 return measure_moves(
-                    moves, self._mesh, self._store, environment, **self._manner
+                    moves,
+                    self._mesh,
+                    self._store,
+                    environment,
+                    retry_failures=self._options.retry_failures,
+                    progress=self._options.progress,
+                    limits=self._options.limits,
                 )
             except KeyboardInterrupt:
                 self.interrupted = True

@@ -91,7 +91,7 @@ class ProfileRecord(CompiledBytes):
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
-      choice: of a whole program what was chosen for it; see `cfp.search.remembered`.
+      choice: of a whole program what was chosen for it; see `cfp.race.remembered`.
       created: ISO 8601, UTC.
 
     Raises:

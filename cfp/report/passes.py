@@ -19,9 +19,9 @@ from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.describe import block_collectives, op_text
-from cfp.planner_parts import Profiles
 from cfp.report.console import literal_console
 from cfp.report.tables import PLAIN_WIDTH, gap_text
+from cfp.solution import Profiles
 from cfp.units import format_bytes
 
 _MOST_OPAQUE = 5

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cfp.planner import Planner
+from cfp.analysis.analyze import Analysis
+from cfp.context import PlanContext
+from cfp.passes.profile import look_up
 from cfp.profiling.collectives import Rates, measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
 from cfp.search.reshard import moves_between_measured
@@ -49,15 +51,15 @@ class Misses:
     complete: bool
 
 
-def find_misses(planner: Planner) -> Misses:
+def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     """Looks everything up that the profile pass would, and measures nothing."""
-    mesh, store = planner.ground.devices, planner.store
+    mesh, store = context.devices, context.store
     probes = rate_keys(mesh)
     answered = store.get_many([key.digest for key in probes.values()])
     rates_known = len(answered) == len(probes)
     rates = measure_rates(mesh, store) if rates_known else Rates.default(mesh)
     asked = {key.digest: (label, key) for label, key in probes.items()}
-    _, found, _ = planner.explore(rates, measure=False)
+    _, found, _ = look_up(context, analysis, rates, measure=False)
     for item in found.wanted:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))
@@ -66,8 +68,8 @@ def find_misses(planner: Planner) -> Misses:
         job.key.digest in answered for item in found.wanted for job in item.jobs
     )
     if complete:
-        moves = moves_between_measured(planner.analysis, rates, found)
-        keys = {move.key(mesh, planner.environment): move for move in moves}
+        moves = moves_between_measured(analysis, rates, found)
+        keys = {move.key(mesh, context.environment): move for move in moves}
         asked.update((key.digest, (move.label, key)) for key, move in keys.items())
         answered = store.get_many(asked)
     stored = store.keys_like()

@@ -16,8 +16,6 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linprog
 
-# By leaving out one candidate after another; see docs/decisions.md.
-MARGIN = 0.9
 _LEAST_MS = 1e-6
 
 

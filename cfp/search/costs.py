@@ -25,8 +25,8 @@ from cfp.search.measure import (
     segment_bytes,
 )
 from cfp.search.problem import Candidate, Option, Problem
-from cfp.search.squeeze import LEFT_AT_LEAST
 from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
+from cfp.settings import LIMITED_MEMORY_AT_LEAST
 
 
 class Costs:
@@ -101,7 +101,7 @@ class Costs:
             state += own.state_bytes
             peak = max(peak, kept + own.residual_bytes)
             kept += again.residual_bytes
-        return state + round(LEFT_AT_LEAST * peak)
+        return state + round(LIMITED_MEMORY_AT_LEAST * peak)
 
     def handovers(
         self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]

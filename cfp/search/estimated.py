@@ -18,10 +18,7 @@ from cfp.search.effort import Explored
 from cfp.search.outlook import Outlook
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
-
-# Of the budget: what needs more by estimate may turn out not to fit. Temporaries that
-# live only within a segment are not estimated.
-_SAFE_SHARE = 0.7
+from cfp.settings import SAFE_ESTIMATED_MEMORY_SHARE
 
 
 def estimate_options(
@@ -57,7 +54,7 @@ def estimate_options(
     fastest = solve_dynamically(problem)
     assert fastest is not None, "without a budget everything fits"
     tight = budget_bytes is not None and (
-        fastest.memory_bytes > _SAFE_SHARE * budget_bytes
+        fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
     )
     if tight:
         for kind, found in enumerate(options):

@@ -23,7 +23,7 @@ import numpy as np
 from cfp.analysis.analyze import Analysis
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
-from cfp.search.bounds import MARGIN, fit_weights
+from cfp.search.bounds import fit_weights
 from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
@@ -32,21 +32,18 @@ from cfp.search.estimate import SegmentEstimate
 from cfp.search.ilp import leanest
 from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
-from cfp.search.problem import Candidate, Option, Problem, Solution
+from cfp.search.problem import Candidate, Option, Problem, Solution, scale_memory
 from cfp.search.shortlist import Estimates
-from cfp.search.squeeze import squeezed
 from cfp.search.wanted import Wanted, WantedMaker
+from cfp.settings import (
+    BOUND_MARGIN,
+    CANDIDATES_IN_SIGHT,
+    RECOMPUTE_TIME_AT_LEAST,
+    ROUND_IS_WORTH,
+    SAFE_MEMORY_SHARE,
+)
 
 Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
-
-# Of the budget: predicted memory beyond this may turn out not to fit.
-_SAFE_SHARE = 0.9
-# Computing a forward pass again takes longer than not to, if only by this.
-_AGAIN = 1.001
-# Where memory decides, the share of a step that a round must be expected to save.
-_WORTH = 0.02
-# How many unmeasured candidates of a kind take part in a search at once.
-_IN_SIGHT = 8
 
 
 def explore(
@@ -190,7 +187,7 @@ class _View:
         assert fastest is not None, "without a budget everything fits"
         self._fastest_ms = fastest.cost_ms
         self.tight = self.tight or (
-            budget is not None and fastest.memory_bytes > _SAFE_SHARE * budget
+            budget is not None and fastest.memory_bytes > SAFE_MEMORY_SHARE * budget
         )
         self._price = memory_price(problem) if self.tight else 0.0
         best = self._solve(problem)
@@ -224,7 +221,7 @@ class _View:
 
         If nothing will probably fit, it is what would if the compiler saves memory.
         """
-        worth = max(self.effort.tolerance, _WORTH)
+        worth = max(self.effort.tolerance, ROUND_IS_WORTH)
         likely = []
         for kind, options in enumerate(unseen):
             outlook = Outlook(
@@ -232,7 +229,7 @@ class _View:
             )
             likely.append([outlook.expect(o.candidate) for o in options])
         for left in dict.fromkeys((1.0, self.left)):
-            best = self._solve(squeezed(self._problem(self._measured), left))
+            best = self._solve(scale_memory(self._problem(self._measured), left))
             best_ms = best.cost_ms if best else float("inf")
             found = self._proposed(likely, (1.0 - worth) * best_ms, left)
             if found or best:
@@ -259,7 +256,7 @@ class _View:
                 [u for u in options if self._may_ask(kind, u.candidate)]
                 for kind, options in enumerate(rest)
             ]
-            problem = squeezed(self._problem(self._joined(rest)), left)
+            problem = scale_memory(self._problem(self._joined(rest)), left)
             lowest = self._solve(problem)
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
@@ -337,7 +334,9 @@ class _View:
             *((c, weighed.total_ms(c)) for c in self._too_large[kind]),
         ]
         recomputed = [
-            self._option(kind, replace(candidate, remat=True), _AGAIN * bound_ms)
+            self._option(
+                kind, replace(candidate, remat=True), RECOMPUTE_TIME_AT_LEAST * bound_ms
+            )
             for candidate, bound_ms in again
             if not candidate.remat
         ]
@@ -345,18 +344,20 @@ class _View:
 
     def _weighed(self, kind: int) -> SegmentEstimate:
         """A lower bound on the times of a kind's candidates."""
-        weights = MARGIN * fit_weights(*self._times[kind])
+        weights = BOUND_MARGIN * fit_weights(*self._times[kind])
         return self.estimates.kinds[kind].weighed(weights)
 
     def _first_unasked(self, kind: int, estimate: SegmentEstimate) -> list[Candidate]:
         """The best by an estimate of what was not asked for yet."""
         asked = self._asked[kind]
         ranked = [
-            best_candidates(estimate, mode, _IN_SIGHT + len(asked))
+            best_candidates(estimate, mode, CANDIDATES_IN_SIGHT + len(asked))
             for mode in storage_modes(estimate)
         ]
         merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
-        return list(islice((c for c in merged if c.key not in asked), _IN_SIGHT))
+        return list(
+            islice((c for c in merged if c.key not in asked), CANDIDATES_IN_SIGHT)
+        )
 
     def _option(self, kind: int, candidate: Candidate, bound_ms: float) -> Option:
         least = self.costs.least_bytes(kind, candidate)

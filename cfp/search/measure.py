@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from math import ceil
 
 from cfp.analysis.abridge import Abridged
@@ -22,30 +21,23 @@ from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
+from cfp.settings import ConstraintLevel
 
 
-class Told(StrEnum):
-    """How much of a layout the compiler is told.
-
-    Told of every value, XLA does what the layout says. Told of arguments and results
-    alone, its own propagation fills in the rest, and may fuse and move more. Both
-    compute the same; which is faster is measured.
-    """
-
-    EVERYTHING = "everything"
-    ARGUMENTS = "arguments"
+def limit(told: Constraints, level: ConstraintLevel) -> Constraints:
+    """Constraints reduced to a level."""
+    return (
+        told
+        if level is ConstraintLevel.EVERYTHING
+        else replace(told, values={}, uses={})
+    )
 
 
-def limit(told: Constraints, extent: Told) -> Constraints:
-    """Constraints reduced to an extent."""
-    return told if extent is Told.EVERYTHING else replace(told, values={}, uses={})
-
-
-def told_of(
+def constraints_of(
     frame: Frame,
     segments: Sequence[Segment],
     choice: Choice,
-    extent: Told,
+    level: ConstraintLevel,
     layout: Layout | None = None,
 ) -> Constraints:
     """What the compiler is told of a whole program's choice.
@@ -53,10 +45,10 @@ def told_of(
     Args:
         frame, segments: of the program.
         choice: for all of it.
-        extent: how much of it to tell.
+        level: how much the compiler is constrained.
         layout: the choice's, if it is there already.
     """
-    told = limit(constraints(layout or lay_out(frame, choice)), extent)
+    told = limit(constraints(layout or lay_out(frame, choice)), level)
     return replace(told, recompute=_recomputed(frame, segments, choice.remat))
 
 
@@ -151,7 +143,7 @@ def whole_job(
     choice: Choice,
     environment: Parts,
     label: str,
-    extent: Told = Told.EVERYTHING,
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
     options: Mapping[str, str] | None = None,
     abridged: Abridged | None = None,
 ) -> Job:
@@ -162,7 +154,7 @@ def whole_job(
         choice: for all of it.
         environment: what measurements depend on.
         label: what progress calls it.
-        extent: how much of the choice the compiler is told.
+        level: how much the compiler is constrained.
         options: of the compiler.
         abridged: what is to stand for the program, and for the choice.
     """
@@ -173,14 +165,14 @@ def whole_job(
     layout = lay_out(frame, choice)
     if abridged:
         part, chosen = abridged.part, ""
-        told = limit(_told_inside(layout, part), extent)
+        told = limit(_told_inside(layout, part), level)
         again = [index for index in choice.remat if index in abridged.segments]
         told = replace(told, recompute=_recomputed(frame, segments, again, part))
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)
-        told = told_of(frame, segments, choice, extent, layout)
-        kept = {**asdict(choice), "extent": extent, "options": dict(options or {})}
+        told = constraints_of(frame, segments, choice, level, layout)
+        kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
         chosen = json.dumps(kept)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)

@@ -16,9 +16,7 @@ from statistics import median
 from cfp.search.costs import Costs
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.problem import Candidate, Option
-
-# Of twelve segments of a transformer on 2 H200 eleven took 1.17 to 1.44 times as long.
-_AGAIN = 1.25
+from cfp.settings import RECOMPUTE_TIME_EXPECTED
 
 
 class Outlook:
@@ -50,7 +48,7 @@ class Outlook:
         bases = [(o, self._plain.get(_without(o.candidate).key)) for o in again]
         known = [(o, p) for o, p in bases if p is not None]
         times = (o.time_ms / p.time_ms for o, p in known if p.time_ms > 0.0)
-        self._again = _middle(times, _AGAIN)
+        self._again = _middle(times, RECOMPUTE_TIME_EXPECTED)
         sizes = ((_needed(o), _needed(p)) for o, p in known)
         # The backward pass needs as much, if not from the forward pass on.
         self._needed = _middle((size / whole for size, whole in sizes if whole), 1.0)

@@ -145,3 +145,17 @@ def solution(problem: Problem, picks: Sequence[int]) -> Solution:
         cost_ms=problem.cost_ms(picks),
         memory_bytes=problem.memory_bytes(picks),
     )
+
+
+def scale_memory(problem: Problem, factor: float) -> Problem:
+    """The problem as if all memory that is no state were so many times as much."""
+
+    def scaled(option: Option) -> Option:
+        return replace(
+            option,
+            residual_bytes=round(factor * option.residual_bytes),
+            temp_bytes=round(factor * option.temp_bytes),
+        )
+
+    options = tuple(tuple(map(scaled, of_kind)) for of_kind in problem.options)
+    return replace(problem, options=options)

@@ -19,10 +19,7 @@ from cfp.profiling.moves import Move
 from cfp.search.costs import Costs, measured_options
 from cfp.search.effort import Explored
 from cfp.search.problem import Option
-
-_MOST = 12
-# Of what the two segments take: less is within the noise of their own times.
-_SHARE = 0.03
+from cfp.settings import RESHARD_IS_WORTH, RESHARDS_MEASURED
 
 
 def moves_between_measured(
@@ -43,8 +40,8 @@ def moves_between_measured(
 def moves_worth_measuring(
     costs: Costs,
     options: Sequence[Sequence[Option]],
-    most: int = _MOST,
-    share: float = _SHARE,
+    most: int = RESHARDS_MEASURED,
+    share: float = RESHARD_IS_WORTH,
 ) -> list[Move]:
     """The most expensive moves whose price may decide what is chosen.
 

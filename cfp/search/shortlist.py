@@ -16,8 +16,7 @@ from cfp.presets import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.candidates import segment_candidate
 from cfp.search.estimate import Estimator, SegmentEstimate
-
-_MOST_MIXED = 6
+from cfp.settings import MIXED_PRESETS
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def leading_classics(
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
     mixed = sorted(classics.keys() - set(CLASSICS), key=total_ms.__getitem__)
-    leading = {*CLASSICS, *mixed[:_MOST_MIXED]}
+    leading = {*CLASSICS, *mixed[:MIXED_PRESETS]}
     return {
         name: choice
         for name, choice in classics.items()

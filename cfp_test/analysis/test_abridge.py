@@ -22,7 +22,7 @@ from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import Told, can_recompute, whole_job
+from cfp.search.measure import ConstraintLevel, can_recompute, whole_job
 from cfp.targets import model_target
 from cfp_test.models.tiny import TINY
 
@@ -311,7 +311,7 @@ def half_again(analysis):
     return replace(choice, remat=choice.remat[: len(choice.remat) // 2])
 
 
-def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
+def check_like(make, layers, weight, choose, mesh, level=ConstraintLevel.EVERYTHING):
     """The abridged deep program and the shallow one compute and send the same."""
     long = make(layers)
     chosen = choose(long)
@@ -322,7 +322,7 @@ def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
     assert 0 < left < layers - 4
     short = make(left)
     jobs = [
-        whole_job(a.frame, a.segments, choice, (), "", extent, abridged=what)
+        whole_job(a.frame, a.segments, choice, (), "", level, abridged=what)
         for a, choice, what in ((short, choose(short), None), (long, chosen, abridged))
     ]
     (expected, whole), (found, less) = (
@@ -337,7 +337,7 @@ def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
 
 
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
-@pytest.mark.parametrize("extent", list(Told))
+@pytest.mark.parametrize("level", list(ConstraintLevel))
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
     [
@@ -350,12 +350,12 @@ def check_like(make, layers, weight, choose, mesh, extent=Told.EVERYTHING):
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(
-    mesh, loss, optimizer, preset, extent
+    mesh, loss, optimizer, preset, level
 ):
     def make(layers):
         return analysed(*stack_of(loss, layers, optimizer), mesh)
 
-    check_like(make, 13, WEIGHT, by_name(preset), mesh, extent)
+    check_like(make, 13, WEIGHT, by_name(preset), mesh, level)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.graft import lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.measure import Told, told_of, whole_job
+from cfp.search.measure import ConstraintLevel, constraints_of, whole_job
 from cfp_test.checking import make_mesh
 
 SIZES = (("x", 4),)
@@ -77,7 +77,7 @@ def test_the_same_is_sent(analysis, name):
     choice = presets(frame)[name]
     layout = lay_out(frame, choice)
     job = whole_job(frame, analysis.segments, choice, (), name)
-    told = told_of(frame, analysis.segments, choice, Told.EVERYTHING)
+    told = constraints_of(frame, analysis.segments, choice, ConstraintLevel.EVERYTHING)
     before = {
         product: layout.value_spec[product] for product, _ in transposed(frame.program)
     }

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from cfp.errors import CfpError
 from cfp.models.options import Scalar
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.targets import parse_options
 from cfp_test.bench import clock
 from cfp_test.bench.compete import SuiteOptions

@@ -22,7 +22,7 @@ from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
 from cfp.describe import plan_rows
-from cfp.entries import predicted_ms
+from cfp.race.candidates import predicted_ms
 from cfp.errors import CfpError
 from cfp.planner import Planner
 from cfp.planner_parts import Decision, PlannerSettings, Profiles, finalists
@@ -188,11 +188,11 @@ def planned(
                 predicted = predicted_ms(planner.analysis, decision.problem, one.choice)
                 made = Decision(f"{name}{label}", one.choice, predicted)
                 found.append(_entry(done, made, "cost_model", made.name))
-                if (winner.extent, winner.options) != (made.extent, made.options):
+                if (winner.level, winner.options) != (made.level, made.options):
                     told = replace(
                         made,
                         name=f"{name}, told as planned{label}",
-                        extent=winner.extent,
+                        level=winner.level,
                         options=winner.options,
                     )
                     found.append(_entry(done, told, "cost_model", told.name))

@@ -40,7 +40,7 @@ from cfp.planner_parts import Decision
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
-from cfp.search.measure import Told
+from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
 from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import make_choice
@@ -170,7 +170,7 @@ def measured(
     where = session.mesh.devices.flat[0].platform
     environment = BuildEnvironment(autotune_dir=args.workdir / "autotune")
     environment.prepare(where)
-    decision = Decision(str(row["sval"]), choice, extent=Told.EVERYTHING)
+    decision = Decision(str(row["sval"]), choice, level=ConstraintLevel.EVERYTHING)
     try:
         made = make_choice(session, decision, args.workdir, environment.options(where))
     except Exception as error:  # Compilers' errors have no type in common.

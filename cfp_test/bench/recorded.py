@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cfp.search.compiler import variants
-from cfp.search.measure import Told
+from cfp.race.options import variants
+from cfp.settings import ConstraintLevel
 
 GPT = "gpt --layers 4 --hidden 4096 --heads 32 --batch 24 --seq 1024"
 MOE = "moe --layers 4 --batch 64"
@@ -70,14 +70,14 @@ class Case:
     devices: int
     target: str
     preset: str
-    level: Told = Told.EVERYTHING
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING
     options: str = ""
     trace: bool = False
 
     @property
     def name(self) -> str:
         """As races and tables name it, with what the races leave out."""
-        told = ", arguments told" if self.level is Told.ARGUMENTS else ""
+        told = ", arguments told" if self.level is ConstraintLevel.ARGUMENTS else ""
         options = f", {self.options}" if self.options else ""
         return f"{self.preset}{told}{options}"
 
@@ -139,11 +139,11 @@ def cases(devices: int) -> list[Case]:
 def _four(found: _List) -> None:
     for target, presets in ((GPT, _CLASSICS), (MOE, (*_CLASSICS, "expert_parallel"))):
         for preset in presets:
-            found.add(target, preset, level=Told.ARGUMENTS, trace=True)
+            found.add(target, preset, level=ConstraintLevel.ARGUMENTS, trace=True)
         for preset in presets:
             found.add(target, preset, trace=True)
     for options in _RACED:
-        found.add(GPT, "fully_sharded", level=Told.ARGUMENTS, options=options)
+        found.add(GPT, "fully_sharded", level=ConstraintLevel.ARGUMENTS, options=options)
         found.add(MOE, "expert_parallel", options=options)
     found.add(GPT, "fully_sharded", options="large collectives")
     for links in ("nvlink", "p2p_off"):
@@ -159,21 +159,21 @@ def _four(found: _List) -> None:
 
 def _two(found: _List) -> None:
     for preset in _CLASSICS:
-        found.add(GPT_OF_TWO, preset, level=Told.ARGUMENTS, trace=True)
+        found.add(GPT_OF_TWO, preset, level=ConstraintLevel.ARGUMENTS, trace=True)
     for preset in _CLASSICS:
         found.add(GPT_OF_TWO, preset, trace=True)
     for preset in ("expert_parallel", "fully_sharded", "tensor_sequence_parallel"):
         found.add(MOE_OF_TWO, preset, trace=True)
-        found.add(MOE_OF_TWO, preset, level=Told.ARGUMENTS, trace=True)
+        found.add(MOE_OF_TWO, preset, level=ConstraintLevel.ARGUMENTS, trace=True)
     for preset in ("data_parallel", "zero1", "tensor_parallel"):
-        found.add(MOE_OF_TWO, preset, level=Told.ARGUMENTS)
+        found.add(MOE_OF_TWO, preset, level=ConstraintLevel.ARGUMENTS)
     for options in _RACED:
         found.add(MOE_OF_TWO, "expert_parallel", options=options)
-    for level in Told:
+    for level in ConstraintLevel:
         for preset in _CLASSICS:
             found.add(NARROW_GPT_OF_TWO, preset, level=level)
     for options in _RACED:
-        level = Told.ARGUMENTS
+        level = ConstraintLevel.ARGUMENTS
         found.add(NARROW_GPT_OF_TWO, "fully_sharded", level=level, options=options)
 
 
@@ -182,5 +182,5 @@ def tiny_cases(devices: int) -> list[Case]:
     found = _List(devices)
     for model, preset in (("gpt", "fully_sharded"), ("moe", "expert_parallel")):
         found.add(TINY[model], preset, trace=True)
-        found.add(TINY[model], "data_parallel", level=Told.ARGUMENTS)
+        found.add(TINY[model], "data_parallel", level=ConstraintLevel.ARGUMENTS)
     return found.found

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from cfp.models import find
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.marks_folder import MarksFolder
 from cfp_test.bench import clock, gate
 from cfp_test.bench.compete import SuiteOptions, compete

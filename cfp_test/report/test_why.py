@@ -5,7 +5,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.moves import Move
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

@@ -56,8 +56,8 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import Told
-from cfp.search.race import race
+from cfp.settings import ConstraintLevel
+from cfp.race.turns import race
 from cfp.targets import Target
 from cfp.trial import run_trial
 from cfp.units import format_bytes
@@ -160,7 +160,7 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     step = _step(target)
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.plain:
-        settings = replace(settings, extents=(Told.EVERYTHING,), compiler_options={})
+        settings = replace(settings, extents=(ConstraintLevel.EVERYTHING,), compiler_options={})
     found: dict[str, Found] = {}
 
     def plan(what: str, budget: int | None) -> Row:

@@ -10,7 +10,7 @@ from cfp.analysis.contractions import is_contraction
 from cfp.plan_parts import RaceRow
 from cfp.presets import CLASSICS
 from cfp.program.graph import Program
-from cfp.search.measure import Told
+from cfp.settings import ConstraintLevel
 
 
 def best_presets(race: Sequence[RaceRow], winner: str, count: int) -> list[str]:
@@ -21,8 +21,8 @@ def best_presets(race: Sequence[RaceRow], winner: str, count: int) -> list[str]:
 
     def is_classic(row: RaceRow) -> bool:
         name = row.name.removesuffix(", recomputed")
-        for extent in Told:
-            name = name.removesuffix(f", {extent} told").removesuffix(", recomputed")
+        for level in ConstraintLevel:
+            name = name.removesuffix(f", {level} told").removesuffix(", recomputed")
         # On a mesh of several axes classics are named by axis: "x=data,y=tensor".
         return name in CLASSICS or ("=" in name and ", " not in name)
 

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cfp import platform
 from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.cli.session import analyse, open_target
-from cfp.entries import extent_name, predicted_ms
+from cfp.race.candidates import level_name, predicted_ms
 from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import (
@@ -62,7 +62,7 @@ from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import Told
+from cfp.settings import ConstraintLevel
 from cfp.targets import Target
 from cfp_test.scripts.full_figures import (
     best_presets,
@@ -128,7 +128,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
         in_context=not options.quick,
         plans=options.plans,
         reach=options.reach,
-        extents=(Told.EVERYTHING,),
+        extents=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=clock.tell,
     )
@@ -143,13 +143,13 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
             plan = planner.race(decision)
         lap("race")
         classics = {
-            extent_name(name, extent): Decision(
-                extent_name(name, extent),
+            level_name(name, level): Decision(
+                level_name(name, level),
                 choice,
                 predicted_ms(planner.analysis, decision.problem, choice),
-                extent=extent,
+                level=level,
             )
-            for extent in planner.extents
+            for level in planner.extents
             for name, choice in decision.classics.items()
         }
         environment = dict(planner.environment)

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import api, execute, platform
 from cfp.devices.mock import mocked_mesh, play_one_of
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.compiled import doubt
 from cfp.profiling.overwritten import has_rematerialized
-from cfp.search.squeeze import MEMORY_SHARE
+from cfp.race.limit import MEMORY_SHARE
 from cfp.targets import resolve
 
 MODELS = ("gpt", "moe", "bert", "llama")

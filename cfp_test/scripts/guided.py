@@ -22,18 +22,18 @@ from cfp import platform
 from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
 from cfp.search.assemble import whole_choice
-from cfp.search.bounds import MARGIN, fit_weights
+from cfp.search.bounds import fit_weights
 from cfp.search.candidates import best_candidates
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.finalist import Finalist
+from cfp.race.programs import Finalist
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option
-from cfp.search.race import race
+from cfp.race.turns import race
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
 
@@ -73,7 +73,7 @@ def left_out(
             others = [p for j, p in enumerate(parts) if j != i]
             times = [o.time_ms for j, o in enumerate(found) if j != i]
             if others:
-                weights = MARGIN * fit_weights(np.array(others), np.array(times))
+                weights = BOUND_MARGIN * fit_weights(np.array(others), np.array(times))
                 ratios.append(float(parts[i] @ weights) / option.time_ms)
     return {
         "count": len(ratios),

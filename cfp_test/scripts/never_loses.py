@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 
 from cfp import api, platform
 from cfp.cli.session import open_target
-from cfp.entries import extent_name
+from cfp.race.candidates import level_name
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
 from cfp.planner_parts import (
@@ -54,17 +54,17 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.report.progress import progress_text
-from cfp.search.finalist import RaceResult
-from cfp.search.measure import Told
-from cfp.search.race import race
+from cfp.race.programs import RaceResult
+from cfp.settings import ConstraintLevel
+from cfp.race.turns import race
 
 
-def parts_of(name: str) -> tuple[str, Told]:
+def parts_of(name: str) -> tuple[str, ConstraintLevel]:
     """A classic's name without how much the compiler is told of it, and that."""
-    for extent in Told:
-        if name.endswith(way := f", {extent} told"):
-            return name.removesuffix(way), extent
-    return name, Told.EVERYTHING
+    for level in ConstraintLevel:
+        if name.endswith(way := f", {level} told"):
+            return name.removesuffix(way), level
+    return name, ConstraintLevel.EVERYTHING
 
 
 def best_classic(plan: Plan) -> tuple[str, float] | None:
@@ -98,12 +98,12 @@ def compared(
         if row.note == TOO_FAR:
             absent.append((*parts_of(row.name), row.predicted_ms))
         elif math.isinf(reach):
-            absent += [(row.name, extent, None) for extent in Told]
+            absent += [(row.name, level, None) for level in ConstraintLevel]
     best = best_classic(plan)
     known = [(*parts_of(best[0]), None)] if best and absent else []
     entries = [
-        Decision(extent_name(name, extent), choices[name], predicted, extent)
-        for name, extent, predicted in [*known, *absent]
+        Decision(level_name(name, level), choices[name], predicted, level)
+        for name, level, predicted in [*known, *absent]
         if name in choices  # What is computed again is not known by name.
     ]
     if not entries:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from cfp import api, platform
 from cfp.cli.session import open_target
-from cfp.planner_parts import PlannerSettings
-from cfp.search.measure import Told
+from cfp.context import PlannerSettings
+from cfp.settings import ConstraintLevel
 
 
 def measure(options: argparse.Namespace, rest: list[str]) -> None:
@@ -36,7 +36,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> None:
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.quick:
         settings = replace(
-            settings, in_context=False, plans=1, extents=(Told.EVERYTHING,)
+            settings, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
         )
     if options.whole_race:
         settings = replace(settings, repeats=None)

@@ -26,7 +26,7 @@ import jax
 from cfp import platform
 from cfp.cli.session import analyse, open_target
 from cfp.planner import Planner
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads

@@ -10,14 +10,14 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.planner_parts import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import Told, whole_job
-from cfp.search.remembered import remembered
+from cfp.search.measure import ConstraintLevel, whole_job
+from cfp.race.remembered import remembered
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()
@@ -64,15 +64,15 @@ def test_what_was_compiled_comes_back(analysis, known):
     keep, job, found = known
     assert found() == []
     keep(job("data_parallel"), 20, 1.0)
-    keep(job("tensor_parallel", Told.ARGUMENTS), 30, 3.0)
+    keep(job("tensor_parallel", ConstraintLevel.ARGUMENTS), 30, 3.0)
     refused = {"status": "out_of_memory", "samples_ms": ()}
     keep(job("fully_sharded"), 10, 0.0, **refused)
     classics = presets(analysis.frame)
     again = {name: replace(choice, remat=(1,)) for name, choice in classics.items()}
-    assert [(r.choice, r.extent, r.record.peak_bytes) for r in found()] == [
-        (again["data_parallel"], Told.EVERYTHING, 20),
-        (again["tensor_parallel"], Told.ARGUMENTS, 30),
-        (again["fully_sharded"], Told.EVERYTHING, 10),
+    assert [(r.choice, r.level, r.record.peak_bytes) for r in found()] == [
+        (again["data_parallel"], ConstraintLevel.EVERYTHING, 20),
+        (again["tensor_parallel"], ConstraintLevel.ARGUMENTS, 30),
+        (again["fully_sharded"], ConstraintLevel.EVERYTHING, 10),
     ]
     assert all(r.options == {} for r in found())
 
@@ -80,10 +80,10 @@ def test_what_was_compiled_comes_back(analysis, known):
 def test_options_of_the_compiler_come_back_too(known):
     keep, job, found = known
     options = {"xla_backend_optimization_level": "1"}
-    keep(job("data_parallel", Told.EVERYTHING, options), 10, 1.0)
+    keep(job("data_parallel", ConstraintLevel.EVERYTHING, options), 10, 1.0)
     # A record may come from elsewhere: options that may do harm are not followed.
     harmful = {"xla_dump_to": "/tmp/anywhere"}
-    keep(job("tensor_parallel", Told.EVERYTHING, harmful), 10, 1.0)
+    keep(job("tensor_parallel", ConstraintLevel.EVERYTHING, harmful), 10, 1.0)
     assert [(r.options, r.record.peak_bytes) for r in found()] == [(options, 10)]
 
 

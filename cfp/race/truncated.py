@@ -1,6 +1,6 @@
-"""What a race of abridged programs says about the whole ones.
+"""What a race of truncated programs says about the whole ones.
 
-A whole program takes as many times as long as the abridged one as it does by the
+A whole program takes as many times as long as the truncated one as it does by the
 profiles, which know how much of a step is layers, and how much is what stands before
 and behind these. The same goes for its memory.
 """
@@ -16,34 +16,48 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.search.costs import fixed_bytes
 from cfp.search.explain import picks_of
-from cfp.search.finalist import Whole
 from cfp.search.problem import Problem
+from cfp.settings import TRUNCATED_AT_MOST
 
-# The winner is compiled whole, too: a little less for each is more for all.
-_WORTH_IT = 0.7
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """What a program that runs says about the whole one.
+
+    Attributes:
+        time: that one takes so many times as long.
+        memory: and needs so many times as much memory on each device.
+    """
+
+    time: float = 1.0
+    memory: float = 1.0
+
+
+# What a whole program says about itself.
+WHOLE = Ratios()
 
 
 @dataclass(frozen=True, slots=True)
-class Shortened:
-    """Abridged programs, and what they say of the whole one, by choice.
+class Truncated:
+    """Truncated programs, and what they say of the whole one, by choice.
 
     Attributes:
         programs: what is left. Choices that treat the same layers alike share one.
-        wholes: what it says.
+        ratios: what it says.
     """
 
     programs: Mapping[Choice, Abridged]
-    wholes: Mapping[Choice, Whole]
+    ratios: Mapping[Choice, Ratios]
 
-    def whole(self, choice: Choice) -> Whole:
-        """What the abridged program says about the whole one, under a choice."""
-        return self.wholes[choice]
+    def ratios_of(self, choice: Choice) -> Ratios:
+        """What the truncated program says about the whole one, under a choice."""
+        return self.ratios[choice]
 
 
-def shorten(
+def truncate(
     analysis: Analysis, problem: Problem, choices: Sequence[Choice], kept: int
-) -> Shortened | None:
-    """Abridges a program for a race of some choices.
+) -> Truncated | None:
+    """Truncates a program for a race of some choices.
 
     Args:
         analysis: of the program.
@@ -52,12 +66,12 @@ def shorten(
         kept: how many repeats of a stretch of segments stay that are treated alike.
 
     Returns:
-        None if the program cannot be abridged, or not by enough, for one of the
+        None if the program cannot be truncated, or not by enough, for one of the
         choices, or the profiles know neither it nor one that treats the same layers
         alike.
     """
     programs: dict[Choice, Abridged] = {}
-    wholes: dict[Choice, Whole] = {}
+    ratios: dict[Choice, Ratios] = {}
     alike: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
         alike.setdefault(treatments(analysis, choice), []).append(choice)
@@ -67,7 +81,7 @@ def shorten(
         abridged = abridge(analysis, kinds, kept)
         if abridged is None:
             return None
-        if len(abridged.segments) > _WORTH_IT * len(analysis.segments):
+        if len(abridged.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
             return None
         short = replace(
             problem,
@@ -75,27 +89,27 @@ def shorten(
             fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
         )
         known = {
-            choice: _whole(problem, short, abridged.segments, picks)
+            choice: _ratios(problem, short, abridged.segments, picks)
             for choice in group
             if (picks := picks_of(analysis, problem, choice)) is not None
         }
         if not known:
             return None
-        usual = Whole(
-            time_ratio=mean(one.time_ratio for one in known.values()),
-            bytes_ratio=mean(one.bytes_ratio for one in known.values()),
+        usual = Ratios(
+            time=mean(one.time for one in known.values()),
+            memory=mean(one.memory for one in known.values()),
         )
         programs |= dict.fromkeys(group, abridged)
-        wholes |= dict.fromkeys(group, usual) | known
-    return Shortened(programs, wholes)
+        ratios |= dict.fromkeys(group, usual) | known
+    return Truncated(programs, ratios)
 
 
-def _whole(
+def _ratios(
     problem: Problem, short: Problem, segments: Sequence[int], picks: Sequence[int]
-) -> Whole:
+) -> Ratios:
     left = [picks[i] for i in segments]
     short_ms, short_bytes = short.cost_ms(left), short.memory_bytes(left)
-    return Whole(
-        time_ratio=problem.cost_ms(picks) / short_ms if short_ms else 1.0,
-        bytes_ratio=problem.memory_bytes(picks) / short_bytes if short_bytes else 1.0,
+    return Ratios(
+        time=problem.cost_ms(picks) / short_ms if short_ms else 1.0,
+        memory=problem.memory_bytes(picks) / short_bytes if short_bytes else 1.0,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.entries import (
+from cfp.race.candidates import (
     _predicted_size,
     by_size,
     computed_again,
@@ -23,11 +23,11 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.answers import Answer
+from cfp.race.cache import Answer
 from cfp.search.explain import segment_candidate
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem
-from cfp.search.squeeze import MEMORY_SHARE, Room, squeezed
+from cfp.race.limit import MEMORY_SHARE, Room, scale_memory
 from cfp_test.program.test_recompute import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0
@@ -92,8 +92,8 @@ def test_classics_compute_again_as_few_segments_as_do(analysis):
 def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
     least = 20 * (len(analysis.segments) - 1) + 100
     assert again(analysis, least - 1) == {}
-    assert again(analysis, least - 1, squeezed)
-    assert again(analysis, least // 2, squeezed) == {}
+    assert again(analysis, least - 1, scale_memory)
+    assert again(analysis, least // 2, scale_memory) == {}
 
 
 def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
@@ -272,7 +272,7 @@ def test_who_is_too_large_is_told_of_the_budget_at_once(
     times = {"a": 2.0, "b": 1.0, "c": 3.0}
     entries = [entry(n + way, times[n], 0)[0] for way in ("", ":2") for n in times]
     sizes = {e.choice: CompiledBytes(temp_bytes=needs[e.name[0]]) for e in entries}
-    monkeypatch.setattr("cfp.entries._predicted_size", lambda _, __, c: sizes[c])
+    monkeypatch.setattr("cfp.race.candidates._predicted_size", lambda _, __, c: sizes[c])
     room = Room(budget_bytes=budget_bytes, device_bytes=1000, platform="gpu")
     found = by_size(analysis, None, entries, room)
     names = [[one.name for one in part] for part in found]

@@ -10,8 +10,8 @@ from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure
 from cfp.search import race as room
-from cfp.search.finalist import Finalist
-from cfp.search.race import first_that_fits, race
+from cfp.race.programs import Finalist
+from cfp.race.turns import first_that_fits, race
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from cfp.program.trace import planning_mesh
 from cfp.search.candidates import segment_candidate
 from cfp.search.costs import fixed_bytes
 from cfp.search.problem import Option, Problem
-from cfp.search.shortened import shorten
+from cfp.race.truncated import shorten
 from cfp_test.analysis.test_abridge import ADAM, KEPT, analysed, plain, stack_of
 
 LAYERS = 20

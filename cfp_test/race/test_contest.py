@@ -11,7 +11,7 @@ import pytest
 
 import cfp
 from cfp import contest
-from cfp.entries import with_options
+from cfp.race.candidates import with_options
 from cfp.planner import Planner
 from cfp.planner_parts import TOO_FAR, TOO_LARGE, UNMEASURED, Decision
 from cfp.presets import CLASSICS, presets
@@ -19,10 +19,10 @@ from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.report.tables import plan_text
 from cfp.search import shortened
-from cfp.search.compiler import variants
+from cfp.race.options import variants
 from cfp.search.costs import Costs
-from cfp.search.finalist import RaceResult
-from cfp.search.squeeze import Room
+from cfp.race.programs import RaceResult
+from cfp.race.limit import Room
 
 LAYERS, WIDTH, BATCH = 12, 16, 8
 ADAM = optax.adam(1e-3)
@@ -92,7 +92,7 @@ def raced(monkeypatch):
         counts.append(len(job.part.ops))
         return build(program, mesh, job, environment)
 
-    monkeypatch.setattr("cfp.search.race.build", counting)
+    monkeypatch.setattr("cfp.race.turns.build", counting)
     return counts
 
 
@@ -300,7 +300,7 @@ def whole_fails(monkeypatch):
 
     def fail(count):
         most[:] = [count]
-        monkeypatch.setattr("cfp.search.race.build", failing)
+        monkeypatch.setattr("cfp.race.turns.build", failing)
         return failed
 
     return fail
@@ -386,7 +386,7 @@ def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
         return needs.setdefault(choice, 10 * (len(needs) + 1))
 
     monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**40)
-    monkeypatch.setattr("cfp.contest.predicted_bytes", predicted)
+    monkeypatch.setattr("cfp.race.race.predicted_bytes", predicted)
     assert "segments_raced" in plan().search
     for need, refused in ((10 * 2**40, 1), (2**40, 0)):
         needs[list(needs)[-1]] = need
@@ -411,7 +411,7 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
         known[self.decision.classics["data_parallel"]] = None
         return entries(self)
 
-    monkeypatch.setattr("cfp.entries._predicted_size", predicted)
+    monkeypatch.setattr("cfp.race.candidates._predicted_size", predicted)
     monkeypatch.setattr(contest.Contest, "_entries", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}

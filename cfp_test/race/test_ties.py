@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfp.entries import complexity, tied_with
+from cfp.race.candidates import complexity, tied_with
 from cfp.planner_parts import Decision
 from cfp.profiling.record import ProfileRecord
-from cfp.search.finalist import RaceResult
-from cfp.search.spread import is_tie
+from cfp.race.programs import RaceResult
+from cfp.race.ties import is_tie
 
 
 def test_two_samples_each_decide_nothing():

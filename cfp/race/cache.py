@@ -2,8 +2,8 @@
 
 Only times of one race compare, so that a race is run again if its programs are known
 from several. What each race measured is therefore kept once more, under its set of
-programs and its budget. And who takes part under a budget depends on what was compiled
-for others meanwhile: who took part when the same was asked for is kept, too.
+programs and its budget. And what takes part under a budget depends on what was compiled
+for others meanwhile: what took part when the same was asked for is kept, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-
-# Times of two races differ by as much.
-_NOISE = 0.02
+from cfp.settings import RACE_NOISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Answer:
     Attributes:
         known: choices that took part because they were known to fit, in order, as
             records have them.
-        time_ms: of the winner; infinite if nobody ran.
+        time_ms: of the winner; infinite if nothing ran.
         ended: when that was, as in records.
     """
 
@@ -40,8 +38,8 @@ class Answer:
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
         """Whether the fastest that ran since did not take part, and beats the winner.
 
-        Who was known then and did not is no news, however the clocks have drifted.
-        Where nobody ran anybody else will do.
+        What was known then and did not is no news, however the clocks have drifted.
+        Where nothing ran anything else will do.
 
         Args:
             records: of choices that fit.
@@ -52,7 +50,7 @@ class Answer:
         best = min(since, key=lambda record: record.time_ms, default=None)
         if best is None or best.choice in self.known:
             return False
-        return best.time_ms < (1.0 - _NOISE) * self.time_ms
+        return best.time_ms < (1.0 - RACE_NOISE) * self.time_ms
 
 
 def question(
@@ -100,12 +98,12 @@ def keep_answer(
     known: Sequence[str],
     samples_ms: Sequence[float],
 ) -> None:
-    """Keeps who took part because it was known, and the winner's samples if any ran."""
+    """Keeps what took part because it was known, and samples of the winner."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
         status="ok" if samples_ms else "out_of_memory",
-        reason="" if samples_ms else "nobody ran",
+        reason="" if samples_ms else "nothing ran",
         samples_ms=tuple(samples_ms),
         choice=json.dumps(known),
     )

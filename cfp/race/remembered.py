@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
+from cfp.context import PlanContext
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.search.measure import Told
+from cfp.race.cache import Answer
+from cfp.race.programs import programs_of
+from cfp.search.problem import Problem
+from cfp.settings import LIMITED_TIME, ConstraintLevel
+from cfp.solution import Candidate, predicted_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,13 @@ class Remembered:
 
     Attributes:
         choice: the choice.
-        extent: how much of it the compiler was told.
+        level: how much the compiler was constrained.
         options: of the compiler.
         record: what it needs on each device and, if it was timed, takes.
     """
 
     choice: Choice
-    extent: Told
+    level: ConstraintLevel
     options: Mapping[str, str]
     record: ProfileRecord
 
@@ -61,8 +66,73 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
     return sorted(found, key=lambda one: one.record.time_ms)
 
 
+def known_to_fit(
+    context: PlanContext,
+    analysis: Analysis,
+    problem: Problem | None,
+    candidates: Sequence[Candidate],
+    answer: Answer | None,
+) -> list[Candidate]:
+    """Choices that were compiled before and fit, the fastest; or else the leanest.
+
+    With them a plan is no worse than it was with less memory, and what an error names
+    as the smallest budget does (docs/decisions.md, "What was compiled is remembered").
+
+    Args:
+        context: with a memory budget.
+        analysis: of the program.
+        problem: what predicts their times, or None.
+        candidates: what may race anyway.
+        answer: how the race ended the last time. What took part then does so again, and
+            then the answer is known; unless something else has been faster since.
+    """
+    assert context.memory is not None, "without a budget everything known is raced"
+    budget_bytes = context.memory.budget_bytes
+    [first] = programs_of(analysis, candidates[:1], context.environment)
+    known = remembered(analysis, context.store, first.job)
+    present = {one.key for one in candidates}
+    alike = {(one.choice, one.level) for one in candidates if not one.options}
+    # What is too large as it is leads nothing, to be raced with other options then.
+    large = {
+        (one.choice, one.level)
+        for one in known
+        if not one.options and one.record.peak_bytes > budget_bytes
+    }
+
+    def is_raced_anyway(one: Remembered) -> bool:
+        leads = (one.choice, one.level) in alike - large
+        return leads and one.options in context.compiler_options.values()
+
+    new: dict[object, tuple[ProfileRecord, Candidate]] = {}
+    for one in reversed(known):  # Of those that are the same the fastest stays.
+        candidate = Candidate(
+            "planned before",
+            one.choice,
+            predicted_ms(analysis, problem, one.choice),
+            level=one.level,
+            options=one.options,
+        )
+        if candidate.key not in present and not is_raced_anyway(one):
+            new[candidate.key] = one.record, candidate
+    ranked = sorted(new.values(), key=lambda pair: pair[0].time_ms)
+    fitting = [pair for pair in ranked if pair[0].peak_bytes <= budget_bytes]
+    if answer is not None and not answer.is_old(record for record, _ in fitting):
+        there = {pair[0].choice: pair for pair in ranked}
+        chosen = [there[choice] for choice in answer.known if choice in there]
+    elif fitting:
+        limit_ms = LIMITED_TIME * fitting[0][0].time_ms
+        near = fitting[: context.plans]
+        chosen = [pair for pair in near if pair[0].time_ms <= limit_ms]
+    else:
+        chosen = sorted(new.values(), key=lambda pair: pair[0].peak_bytes)[:1]
+    return [
+        replace(candidate, name=f"planned before {number}")
+        for number, (_, candidate) in enumerate(chosen, 1)
+    ]
+
+
 def choice_of(analysis: Analysis, record: ProfileRecord) -> Choice | None:
-    """The choice that a record is of; None if it does not say, or nobody knows it."""
+    """The choice that a record is of; None if it does not say, or none is known."""
     found = _read(analysis, _strategies(analysis), record)
     return found[0] if found is not None else None
 
@@ -84,7 +154,7 @@ def _was_refused(record: ProfileRecord) -> bool:
 
 def _read(
     analysis: Analysis, options: Sequence[Sequence[Strategy]], record: ProfileRecord
-) -> tuple[Choice, Told, Mapping[str, str]] | None:
+) -> tuple[Choice, ConstraintLevel, Mapping[str, str]] | None:
     """The choice, unless it is one that another version of cfp has made.
 
     Args:
@@ -99,7 +169,7 @@ def _read(
             for strategy in data["blocks"]
         )
         storage = tuple(map(Storage, data["storage"]))
-        remat, extent = tuple(data["remat"]), Told(data["extent"])
+        remat, level = tuple(data["remat"]), ConstraintLevel(data["extent"])
         told = dict(data["options"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
@@ -112,5 +182,5 @@ def _read(
         and all(place in range(len(analysis.segments)) for place in remat)
         and refused_option(told) is None
     ):
-        return Choice(blocks, storage, remat), extent, told
+        return Choice(blocks, storage, remat), level, told
     return None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.profiling.record import CompiledBytes
-from cfp.search.squeeze import Room, squeezed
+from cfp.race.limit import Room, scale_memory
 from cfp_test.search.drawn import problems
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def test_who_may_fit():
 
 @given(problems())
 def test_the_state_is_not_squeezed(problem):
-    less = squeezed(problem)
+    less = scale_memory(problem)
     for before, after in zip(problem.options, less.options, strict=True):
         for one, other in zip(before, after, strict=True):
             assert other.state_bytes == one.state_bytes

@@ -10,14 +10,14 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.blocks import scope_path
 from cfp.analysis.layout import Choice, lay_out
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
-from cfp.plan_text import merged_name
+from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
+from cfp.race.programs import RaceResult
+from cfp.race.remembered import choice_of
 from cfp.search.assemble import whole_choice
-from cfp.search.finalist import RaceResult
 from cfp.search.ilp import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem
-from cfp.search.remembered import choice_of
 from cfp.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
@@ -55,8 +55,8 @@ def no_winner(
     budget_bytes: int | None,
     reserve_bytes: int = 0,
 ) -> CfpError:
-    """The error for a race that nobody finished, in a budget and its reserve."""
-    # Of what could not be compiled nobody knows what it needs.
+    """The error for a race that nothing finished, in a budget and its reserve."""
+    # Of what could not be compiled it is not known what it needs.
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled or results if r.fits]
     if failed:

@@ -6,9 +6,9 @@ import pytest
 
 from cfp.planner_parts import Decision
 from cfp.profiling.record import ProfileRecord
-from cfp.search.finalist import RaceResult, Whole
-from cfp.search.measure import Told
-from cfp.whole import UNTRIED, first_whole
+from cfp.race.programs import RaceResult, Whole
+from cfp.settings import ConstraintLevel
+from cfp.race.whole import UNTRIED, first_whole
 
 
 def result(entry, time_ms=None, peak_bytes=10):
@@ -37,7 +37,7 @@ def entries():
     """Four choices, the first of which has variants; the best first."""
     one, *others = (Decision(name, name) for name in "abcd")
     plain = replace(one, name="a, plain", options={"plain": "1"})
-    told = replace(one, name="a, arguments told", extent=Told.ARGUMENTS)
+    told = replace(one, name="a, arguments told", level=ConstraintLevel.ARGUMENTS)
     return [one, plain, told, *others]
 
 

@@ -1,0 +1,286 @@
+"""What is asked for, and what all passes of a plan have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from cfp.devices.described import DescribedMesh
+from cfp.errors import CfpError
+from cfp.profiling.key import Parts, environment_parts
+from cfp.profiling.marks import Limits
+from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import Progress
+from cfp.search.effort import Effort
+from cfp.settings import ConstraintLevel, PlatformDefaults, defaults_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """How much to measure, and who is told.
+
+    Attributes:
+        per_kind: how many strategies to measure for each kind of segment, at most.
+        tolerance: measuring ends when no other plan can be faster by more than this
+            share of the step; on GPUs, where memory decides, when none probably is by
+            more than 2%.
+        patience: or after so many rounds in a row that made no plan faster by that
+            share, and one more where memory keeps out a faster one. By default 1 on
+            virtual CPU devices, and none on others: what is measured at first is the
+            classics' parts and the best by estimate.
+        seconds: planning ends about when this much time is over: no round of measuring
+            begins then, and no program joins the race or is timed again.
+        in_context: whether segments are measured with a neighbour, which predicts
+            better and builds twice as many programs.
+        plans: how many of the best plans, by each of two ways to predict, take part
+            in the race; by default 2, and 1 on virtual CPU devices. Where memory
+            decides, one of them is for programs that turn out smaller than predicted.
+        extents: how much the compiler is told of the classics; each way takes part.
+            By default all ways, and one on virtual CPU devices, where a build takes
+            longer than the difference is worth.
+        reach: classics that are predicted to take this many times as long as the plan
+            are not raced; by default 1.1, or 1.2 where the compiler is told of their
+            arguments alone, and 2 on virtual CPU devices.
+        compiler_options: options of the compiler by the name that the race is to give
+            them; the leaders are raced with each, too. By default a short list for
+            the platform.
+        race: whether the best plan and the classics are timed on the whole program;
+            otherwise the prediction is trusted, and under a budget that was asked for
+            the best that fits is found by compiling, which runs nothing.
+        repeats: of segments that repeat back to back so many repeats are raced (two at
+            least, the first and the last), unless a budget was asked for, and the rest
+            follows from the prediction; only what wins is then compiled and timed
+            whole. None races whole programs.
+        measure: whether what each strategy costs is measured; False takes what is in
+            the store already. By default it is, but on virtual CPU devices, whose times
+            say nothing about those of GPUs: there choices are made by estimates, and
+            the plan and two presets race.
+        retry_failures: whether what failed before is tried again; or what failed
+            before a moment, which a process that is started again keeps to.
+        limits: what counts as hung.
+        progress: told of every event, a :class:`Progress` or a line of text.
+
+    Raises:
+        CfpError: fewer than two repeats, no strategy to measure, or a tolerance that is
+            no share.
+    """
+
+    per_kind: int = 16
+    tolerance: float = 0.01
+    patience: float | None = None
+    seconds: float = float("inf")
+    in_context: bool = True
+    plans: int | None = None
+    extents: tuple[ConstraintLevel, ...] | None = None
+    reach: float | None = None
+    compiler_options: Mapping[str, Mapping[str, str]] | None = None
+    race: bool = True
+    repeats: int | None = 4
+    measure: bool | None = None
+    retry_failures: bool | datetime = False
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[Progress | str], None] | None = None
+
+    def __post_init__(self):
+        if self.repeats is not None and self.repeats < 2:
+            raise CfpError(
+                f"Expected two repeats or more to race, got repeats={self.repeats}. "
+                "None races whole programs."
+            )
+        if self.per_kind < 1:
+            raise CfpError(
+                f"Expected one strategy or more to measure for each kind of segment, "
+                f"got per_kind={self.per_kind}."
+            )
+        if not 0 <= self.tolerance <= 1:
+            raise CfpError(
+                "Expected a share of the step between 0 and 1, such as 0.01, got "
+                f"tolerance={self.tolerance}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What a program has to fit into, where that was asked for.
+
+    Attributes:
+        budget_bytes: what it may need of a device's memory.
+        device_bytes: memory that the compiler reckons with, or None if unknown.
+        limits_memory: whether the compiler can be told of the budget.
+        reserve_bytes: what is there besides, since the allocator may add it.
+    """
+
+    budget_bytes: int
+    device_bytes: int | None
+    limits_memory: bool
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContext:
+    """What all passes of a plan have in common.
+
+    Attributes:
+        mesh: the devices, which may only be described.
+        store: where measurements are kept.
+        settings: what was asked for.
+        defaults: what holds on the platform of the devices.
+        environment: what measurements depend on.
+        memory: the budget that was asked for; None if none was.
+        device_bytes: memory of a device, or None where it does not say.
+        end: when planning is to end, as `time.monotonic` counts.
+    """
+
+    mesh: Mesh | DescribedMesh
+    store: ProfileStore
+    settings: PlannerSettings
+    defaults: PlatformDefaults
+    environment: Parts
+    memory: MemoryBudget | None = None
+    device_bytes: int | None = None
+    end: float = math.inf
+
+    @property
+    def described(self) -> DescribedMesh | None:
+        """The mesh, if its devices are not there."""
+        return self.mesh if isinstance(self.mesh, DescribedMesh) else None
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh, whose devices are there."""
+        assert isinstance(self.mesh, Mesh), "it is described, and not there"
+        return self.mesh
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process has some of the devices."""
+        return Agreement.of(self.devices).alone
+
+    @property
+    def measure(self) -> MeasureOptions:
+        """How anything is built and timed."""
+        return MeasureOptions(
+            retry_failures=self.settings.retry_failures,
+            limits=self.settings.limits,
+            progress=self.settings.progress,
+        )
+
+    @property
+    def by_estimates(self) -> bool:
+        """Whether choices are made by estimates, and none is measured but in a race."""
+        if self.described is not None:
+            return True
+        return self.settings.measure is None and self.defaults.estimates
+
+    @property
+    def races(self) -> bool:
+        """Whether whole programs are timed, unless the user interrupts before that."""
+        settings = self.settings
+        return (
+            self.described is None and settings.race and settings.measure is not False
+        )
+
+    @property
+    def plans(self) -> int:
+        """How many of the best plans by each way to predict take part in the race."""
+        return self.settings.plans or self.defaults.plans
+
+    @property
+    def levels(self) -> tuple[ConstraintLevel, ...]:
+        """How much the compiler is constrained in presets; each way races."""
+        return self.settings.extents or self.defaults.levels
+
+    @property
+    def reach(self) -> Mapping[ConstraintLevel, float]:
+        """How many times as long as the best a candidate may take, to be raced."""
+        asked = self.settings.reach
+        return dict.fromkeys(ConstraintLevel, asked) if asked else self.defaults.reach
+
+    @property
+    def compiler_options(self) -> Mapping[str, Mapping[str, str]]:
+        """What the leaders are raced with, too, by name."""
+        asked = self.settings.compiler_options
+        return self.defaults.compiler_options if asked is None else asked
+
+    @property
+    def effort(self) -> Effort:
+        """When measuring ends."""
+        settings, patience = self.settings, self.settings.patience
+        return Effort(
+            per_kind=settings.per_kind,
+            tolerance=settings.tolerance,
+            patience=self.defaults.patience if patience is None else patience,
+        )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Memory that a plan may use on each device."""
+        return self.memory.budget_bytes if self.memory else self.device_bytes
+
+
+@contextlib.contextmanager
+def open_context(
+    mesh: Mesh | DescribedMesh,
+    cache_dir: str | Path | None = None,
+    budget_bytes: int | None = None,
+    settings: PlannerSettings | None = None,
+) -> Iterator[PlanContext]:
+    """What the passes of a plan need; the store is closed at the end.
+
+    Args:
+        mesh: the devices, which may only be described.
+        cache_dir: where measurements are kept; the user's cache by default.
+        budget_bytes: memory of a device that was asked for, or None.
+        settings: how much to measure.
+    """
+    if not isinstance(settings, PlannerSettings | None):
+        raise CfpError(
+            f"settings is a {type(settings).__name__}. Pass "
+            "cfp.PlannerSettings(per_kind=8), for instance."
+        )
+    settings = settings or PlannerSettings()
+    if isinstance(mesh, DescribedMesh):
+        environment = tuple(mesh.environment.items())
+    else:
+        environment = environment_parts(list(mesh.devices.flat))
+    defaults = defaults_of(dict(environment)["platform"])
+    device_bytes = device_memory(mesh)
+    memory = None
+    if budget_bytes is not None:
+        memory = MemoryBudget(
+            budget_bytes=budget_bytes - defaults.reserve_bytes,
+            device_bytes=device_bytes,
+            limits_memory=defaults.limits_memory,
+            reserve_bytes=defaults.reserve_bytes,
+        )
+    with ProfileStore(store_path(cache_dir)) as store:
+        yield PlanContext(
+            mesh=mesh,
+            store=store,
+            settings=settings,
+            defaults=defaults,
+            environment=environment,
+            memory=memory,
+            device_bytes=device_bytes,
+            end=time.monotonic() + settings.seconds,
+        )
+
+
+def device_memory(mesh: Mesh | DescribedMesh) -> int | None:
+    """Memory of a device that programs may use, or None where it does not say."""
+    if isinstance(mesh, DescribedMesh):
+        return mesh.memory_bytes
+    if mesh.devices.flat[0].platform == "cpu":
+        return None
+    # A process may only ask its own; what follows must be the same in all.
+    stats = mesh.local_devices[0].memory_stats() or {}
+    return Agreement.of(mesh).least(int(stats.get("bytes_limit", 0))) or None

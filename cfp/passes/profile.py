@@ -1,0 +1,160 @@
+"""The profile pass: what is worth measuring, measured or estimated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.context import PlanContext
+from cfp.presets import presets
+from cfp.profiling.collectives import Rates, measure_rates
+from cfp.profiling.looker import Looker
+from cfp.search.costs import Costs
+from cfp.search.effort import Explored
+from cfp.search.estimated import estimate_options
+from cfp.search.guided import explore
+from cfp.search.reshard import moves_between_measured
+from cfp.search.shortlist import estimate_kinds, leading_classics
+from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.settings import LIMITED_MEMORY
+from cfp.solution import Profiles
+
+
+def profile(context: PlanContext, analysis: Analysis) -> Profiles:
+    """Measures options of every kind of segment, as the search asks for them.
+
+    Interrupted, once every kind has some, it makes do with what was measured.
+    """
+    started = time.perf_counter()
+    if context.by_estimates:
+        return _estimated(context, analysis, started)
+    options = context.measure
+    rates = measure_rates(
+        context.devices,
+        context.store,
+        retry_failures=options.retry_failures,
+        progress=options.progress,
+        limits=options.limits,
+    )
+    named, found, looker = look_up(
+        context, analysis, rates, measure=context.settings.measure is not False
+    )
+    moved_ms = looker.moves(
+        moves_between_measured(analysis, rates, found), context.environment
+    )
+    done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
+    cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
+    return Profiles(
+        named,
+        found,
+        rates,
+        measured=sum(record is not None for record in done) - cached,
+        cached=cached,
+        failed=sum(record is not None and not record.ok for record in done),
+        seconds=time.perf_counter() - started,
+        moved_ms=moved_ms,
+        interrupted=looker.interrupted,
+    )
+
+
+def look_up(
+    context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
+) -> tuple[Mapping[str, Choice], Explored, Looker]:
+    """The presets that are worth it, all that was asked for, and what answered.
+
+    Args:
+        context: of the plan.
+        analysis: of the program.
+        rates: the devices' rates.
+        measure: whether to measure; otherwise no device is used.
+    """
+    settings, alone = context.settings, context.is_alone
+    estimates = estimate_kinds(analysis, rates)
+    every = leading_classics(analysis, estimates, presets(analysis.frame))
+    # What saves memory is worth measuring however long it takes, if need be, and so are
+    # all where one could not be built or run; which depends on times, too, that several
+    # processes may know differently.
+    near = leading_classics(analysis, estimates, every, context.defaults.estimate_reach)
+    costs, memory = Costs(analysis, rates), context.memory
+    if memory is not None:
+        needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
+        able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
+        every = able or every
+    first = near if memory is None and alone else every
+    looker = Looker(
+        analysis.frame.program,
+        context.devices,
+        context.store,
+        lambda: tuning_jobs(analysis, first, context.environment),
+        measure,
+        context.measure,
+    )
+    effort = context.effort
+    if not alone:
+        # What is asked for later depends on times, which processes that remember
+        # different runs know differently: they measure all at once.
+        effort = replace(effort, at_first=settings.per_kind)
+
+    def is_over() -> bool:
+        return not alone or looker.interrupted or time.monotonic() > context.end
+
+    limits = context.defaults.limits_memory and may_save(context)
+
+    def explored(leading: Mapping[str, Choice]) -> Explored:
+        where = (analysis, leading, estimates, context.environment)
+        return explore(
+            estimates,
+            WantedMaker(*where, settings.in_context),
+            costs,
+            effort=effort,
+            budget_bytes=context.budget_bytes,
+            look=looker,
+            is_over=is_over,
+            left=LIMITED_MEMORY if limits else 1.0,
+        )
+
+    found = explored(first)
+    failed = any(not record.ok for record in found.records.values())
+    wider = (found.tight or failed) and first != every
+    if wider and not looker.interrupted:
+        more = explored(every)
+        # Interrupted at first, it knows less than what was there.
+        if more.tight or not looker.interrupted:
+            return every, more, looker
+    return first, found, looker
+
+
+def compiles(context: PlanContext, interrupted: bool = False) -> bool:
+    """Whether a plan is compiled before it is the answer."""
+    if context.described is not None:
+        return False
+    return (context.races and not interrupted) or context.memory is not None
+
+
+def may_save(context: PlanContext, interrupted: bool = False) -> bool:
+    """Whether a compiler may make a program fit that by prediction does not."""
+    return bool(context.device_bytes) and compiles(context, interrupted)
+
+
+def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
+    """Options by estimates, of virtual or described devices; nothing is run."""
+    context.measure.tell("estimating what each strategy takes")
+    described = context.described
+    rates = (
+        described.rates
+        if described is not None
+        else Rates.of_virtual_devices(context.devices)
+    )
+    estimates = estimate_kinds(analysis, rates)
+    named = leading_classics(analysis, estimates, presets(analysis.frame))
+    found = estimate_options(
+        estimates,
+        named,
+        Costs(analysis, rates),
+        per_kind=context.settings.per_kind,
+        budget_bytes=context.budget_bytes,
+    )
+    return Profiles(named, found, rates, seconds=time.perf_counter() - started)

@@ -1,0 +1,133 @@
+"""The search: the fastest choice that fits in memory, by what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.context import PlanContext
+from cfp.errors import CfpError
+from cfp.passes.profile import compiles, may_save
+from cfp.presets import CLASSICS, presets
+from cfp.race.candidates import leanest_of, rematerialized
+from cfp.race.shortage import over_budget
+from cfp.search.assemble import best_solutions, whole_choice
+from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.effort import Explored
+from cfp.search.problem import Problem, scale_memory
+from cfp.settings import COMPILED_TO_PREDICTED, LIMITED_MEMORY, PRESETS_BY_ESTIMATE
+from cfp.solution import Candidate, Profiles, Solution, predicted_ms
+
+
+def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
+    """The fastest measured choice that fits in memory, by prediction.
+
+    Where none does it is the leanest, if that is compiled next: only the compiler
+    knows what a plan needs, and so what budget would do.
+
+    Raises:
+        MemoryBudgetError: none fits, and nothing is compiled to make sure.
+    """
+    started = time.perf_counter()
+    context.measure.tell("searching among what was measured")
+    costs = Costs(analysis, profiles.rates, profiles.moved_ms)
+    problems = _problems(context, costs, profiles.found)
+    problem, named = problems[0], dict(profiles.presets)
+    interrupted = profiles.interrupted
+    compiled = compiles(context, interrupted)
+    if profiles.found.estimated and context.races:
+        named = _fastest(analysis, named, problem)
+    found: dict[Choice, float] = {}
+    tight, plans = profiles.found.tight, context.plans
+    for one in problems:
+        good = best_solutions(one, max(1, plans - 1) if tight else plans)
+        if tight and plans > 1 and compiled:
+            # Programs that rematerialize may turn out smaller than predicted.
+            small = scale_memory(one, COMPILED_TO_PREDICTED)
+            good = [*good, *best_solutions(small, 1)]
+        for best in good:
+            choice = whole_choice(analysis, one, best)
+            found.setdefault(choice, problem.cost_ms(best.picks))
+    # Where the compiler may yet save some memory, more may fit; it will say so.
+    saves = may_save(context, interrupted)
+    hoped = scale_memory(problem, LIMITED_MEMORY) if saves else problem
+    if tight:
+        for best in best_solutions(hoped, 1):
+            choice = whole_choice(analysis, hoped, best)
+            found.setdefault(choice, best.cost_ms)
+        named |= rematerialized(analysis, (problem, hoped), named)
+    if not found:
+        if not compiled:
+            raise over_budget(analysis, problem)
+        lean = leanest_of(analysis, problem)
+        found[lean.choice] = lean.predicted_ms or 0.0
+    (choice, best_ms), *others = found.items()
+    rivals = tuple(
+        Candidate(f"planned {number}", other, cost)
+        for number, (other, cost) in enumerate(others, 2)
+    )
+    missing = presets(analysis.frame).keys() - named.keys()
+    return Solution(
+        Candidate("planned", choice, best_ms),
+        rivals=rivals,
+        presets=named,
+        unmeasured=tuple(name for name in CLASSICS if name in missing),
+        problem=problem,
+        counts={**_counts(profiles), "search_seconds": time.perf_counter() - started},
+        interrupted=interrupted,
+    )
+
+
+def preset_solution(analysis: Analysis, name: str) -> Solution:
+    """A preset, by name, in place of a search.
+
+    Raises:
+        CfpError: there is no such preset for the program.
+    """
+    known = presets(analysis.frame)
+    if name not in known:
+        raise CfpError(
+            f"There is no preset {name!r} for this program. There are: "
+            f"{', '.join(known)}."
+        )
+    return Solution(Candidate(name, known[name]))
+
+
+def _problems(context: PlanContext, costs: Costs, found: Explored) -> list[Problem]:
+    """What is to be searched: with times in context, and with times alone."""
+    budget = context.budget_bytes
+    if found.estimated:
+        return [build_problem(costs, found.estimated, budget)]
+    known = (found.wanted, found.records)
+    return [
+        build_problem(costs, measured_options(costs, *known, alone), budget)
+        for alone in (False, True)
+    ]
+
+
+def _fastest(
+    analysis: Analysis, named: Mapping[str, Choice], problem: Problem
+) -> dict[str, Choice]:
+    """The presets that race where choices are made by estimates."""
+    times = {
+        name: predicted_ms(analysis, problem, choice) or float("inf")
+        for name, choice in named.items()
+    }
+    best = sorted(times, key=times.__getitem__)[:PRESETS_BY_ESTIMATE]
+    return {name: choice for name, choice in named.items() if name in best}
+
+
+def _counts(profiles: Profiles) -> dict[str, float]:
+    """What a plan says of how its choices were made."""
+    if profiles.found.estimated:
+        options = sum(map(len, profiles.found.estimated))
+        return {"strategies_estimated": options, "estimate_seconds": profiles.seconds}
+    return {
+        "strategies_measured": profiles.measured,
+        "strategies_cached": profiles.cached,
+        "strategies_failed": profiles.failed,
+        "profile_seconds": profiles.seconds,
+        "gap": profiles.found.gap,
+    }

@@ -1,0 +1,31 @@
+"""How anything is built and timed, whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from cfp.profiling.marks import Limits
+from cfp.profiling.tasks import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """How anything is built and timed.
+
+    Attributes:
+        retry_failures: whether what failed before is tried again, or what failed before
+            a moment.
+        limits: what counts as hung.
+        progress: told what is being done.
+    """
+
+    retry_failures: bool | datetime = False
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[Progress | str], None] | None = None
+
+    def tell(self, event: Progress | str) -> None:
+        """Passes an event on."""
+        if self.progress is not None:
+            self.progress(event)

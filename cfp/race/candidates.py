@@ -1,0 +1,119 @@
+"""Which whole programs may race: the plan, its rivals, the presets, variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, lay_out
+from cfp.context import PlanContext
+from cfp.profiling.record import CompiledBytes
+from cfp.search.assemble import whole_choice
+from cfp.search.dynamic import solve_dynamically
+from cfp.search.explain import picks_of
+from cfp.search.ilp import leanest
+from cfp.search.measure import value_bytes
+from cfp.search.problem import Problem
+from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate, Solution, predicted_ms
+
+
+def candidates_of(
+    context: PlanContext, analysis: Analysis, solution: Solution
+) -> list[Candidate]:
+    """What a search found, and the presets; the best by prediction first."""
+    if solution.problem is None:
+        return [solution.best]
+    presets = [
+        Candidate(
+            level_name(name, level),
+            choice,
+            predicted_ms(analysis, solution.problem, choice),
+            level=level,
+        )
+        for level in context.levels
+        for name, choice in solution.presets.items()
+    ]
+    return [solution.best, *presets, *solution.rivals]
+
+
+def level_name(name: str, level: ConstraintLevel) -> str:
+    """What a choice is called of which the compiler is constrained so much."""
+    return name if level is ConstraintLevel.EVERYTHING else f"{name}, {level} told"
+
+
+def with_options(
+    leaders: Sequence[Candidate], options: Mapping[str, Mapping[str, str]]
+) -> list[Candidate]:
+    """Of each leader a variant for each name: its own options, and those."""
+    return [
+        replace(one, name=f"{one.name}, {name}", options={**one.options, **chosen})
+        for one in leaders
+        for name, chosen in options.items()
+    ]
+
+
+def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
+    """What needs the least memory by prediction: it is tried if nothing else fits."""
+    best = leanest(problem)
+    return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
+
+
+def rematerialized(
+    analysis: Analysis, problems: Sequence[Problem], presets: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """Presets that fit with some of their segments rematerialized.
+
+    Args:
+        analysis: of the program.
+        problems: what fits, at first by the strictest reckoning.
+        presets: strategies and storage, by name.
+    """
+    [problem, *_] = problems
+    found = {}
+    for name, choice in presets.items():
+        picks = picks_of(analysis, problem, choice)
+        if picks is None:
+            continue
+        taken = dict(zip(problem.kinds, picks, strict=True))
+        kept = [
+            [
+                place
+                for place, option in enumerate(options)
+                if option.candidate.key[:2] == options[taken[kind]].candidate.key[:2]
+            ]
+            for kind, options in enumerate(problem.options)
+        ]
+        alike = problem.keep(kept)
+        solved = (solve_dynamically(one.keep(kept)) for one in problems)
+        best = next((one for one in solved if one is not None), None)
+        if best is not None:
+            again = whole_choice(analysis, alike, best)
+            if again.remat:
+                found[f"{name}, recomputed"] = again
+    return found
+
+
+def predicted_size(
+    analysis: Analysis, problem: Problem, choice: Choice
+) -> CompiledBytes | None:
+    """What a program will need, if all of it was measured.
+
+    What is there from the first op to the last is known exactly, results that take no
+    argument's place included.
+    """
+    picks = picks_of(analysis, problem, choice)
+    if picks is None:
+        return None
+    frame = analysis.frame
+    layout, program = lay_out(frame, choice), frame.program
+    results = sum(
+        value_bytes(layout, value)
+        for place, value in enumerate(program.outputs)
+        if place not in program.alias
+    )
+    options = [problem.options[k][p] for k, p in zip(problem.kinds, picks, strict=True)]
+    state = problem.fixed_bytes + sum(option.state_bytes for option in options)
+    rest = problem.memory_bytes(picks) - state
+    return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)

@@ -1,0 +1,159 @@
+"""The one rule of who races.
+
+Candidates are sorted by predicted time. Each is compiled as it is; or with the memory
+limit, where by prediction, or as compiled, it does not fit as it is; rematerialized
+ones are candidates of their own. That goes on until enough fit: all that are predicted
+to be within reach of the fastest that fits, and one preset. What cannot fit whatever
+the compiler does is not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cfp.analysis.layout import Choice
+from cfp.context import MemoryBudget
+from cfp.profiling.record import CompiledBytes
+from cfp.race.candidates import with_options
+from cfp.race.compile import Compiled
+from cfp.race.limit import MEMORY_SHARE, limit_options, may_fit
+from cfp.settings import (
+    COMPILED_TO_PREDICTED,
+    LIMITED_TIME,
+    MOST_REFUSED,
+    ConstraintLevel,
+)
+from cfp.solution import Candidate
+
+Compile = Callable[[Sequence[Candidate]], Sequence[Compiled]]
+
+
+def expected_ms(candidate: Candidate) -> float | None:
+    """What a candidate should take, the memory limit reckoned with."""
+    if candidate.predicted_ms is None:
+        return None
+    limited = MEMORY_SHARE in candidate.options
+    return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
+
+
+def in_reach(
+    candidate: Candidate, best_ms: float, reach: Mapping[ConstraintLevel, float]
+) -> bool:
+    """Whether a candidate may be faster than the best; what is unknown may be."""
+    ms = expected_ms(candidate)
+    return ms is None or ms <= reach[candidate.level] * best_ms
+
+
+def best_of(candidates: Sequence[Candidate]) -> float:
+    """The least time that any of them should take; infinite if none is known."""
+    times = [ms for one in candidates if (ms := expected_ms(one)) is not None]
+    return min(times, default=float("inf"))
+
+
+def raced_anyway(
+    candidates: Sequence[Candidate], presets: Collection[Choice]
+) -> set[Any]:
+    """Keys of what takes part however slow it is: the plan, and the best preset."""
+    known = [one for one in candidates if one.choice in presets and one.predicted_ms]
+    best = sorted(known, key=_order)[:1]
+    return {one.key for one in (*candidates[:1], *best)}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What became of candidates.
+
+    Attributes:
+        fitting: compiled, and they fit.
+        refused: compiled, and they do not fit or fail, with the reasons.
+        far: too far behind, so that they were not compiled.
+        too_large: predicted not to fit, so that they were not compiled.
+    """
+
+    fitting: list[tuple[Candidate, Compiled]] = field(default_factory=list)
+    refused: list[tuple[Candidate, Compiled]] = field(default_factory=list)
+    far: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+
+
+def enough_that_fit(
+    candidates: Sequence[Candidate],
+    compile_all: Compile,
+    *,
+    memory: MemoryBudget | None,
+    size_of: Callable[[Candidate], CompiledBytes | None],
+    reach: Mapping[ConstraintLevel, float] | None,
+    presets: Collection[Choice] = (),
+    always: Collection[Any] = (),
+) -> Admitted:
+    """Compiles candidates until enough of them fit.
+
+    Args:
+        candidates: the plan first.
+        compile_all: says of some what they need, or why they cannot race.
+        memory: what they have to fit into, if a budget was asked for.
+        size_of: what a candidate needs by prediction, if that is known.
+        reach: how many times as long as the fastest that fits one may take; None if
+            one that fits is enough, without a race.
+        presets: choices of which the fastest is compiled however slow it is.
+        always: keys of what else is.
+    """
+    found, limited = Admitted(), set()
+    queue: list[Candidate] = []
+    for place, one in enumerate(candidates):
+        size = None if memory is None or not place or one.options else size_of(one)
+        if memory is None or size is None:
+            queue.append(one)
+        elif not may_fit(memory, size):
+            found.too_large.append(one)
+        elif size.peak_bytes * COMPILED_TO_PREDICTED <= memory.budget_bytes:
+            queue.append(one)
+        elif not (variants := with_options([one], limit_options(memory, size))):
+            queue.append(one)
+        elif one.choice in limited:  # With fewer constraints it needs no less.
+            found.too_large.append(one)
+        else:
+            limited.add(one.choice)
+            queue += variants
+    refused: set[Any] = set()
+    always = {*always, *raced_anyway([*candidates[:1], *queue], presets)}
+    while queue and len(refused) < MOST_REFUSED:
+        queue.sort(key=_order)
+        if reach is None:
+            near = queue[:1] if not found.fitting else []
+        else:
+            best_ms = best_of([one for one, _ in found.fitting] or queue)
+            near = [
+                one
+                for one in queue
+                if one.key in always or in_reach(one, best_ms, reach)
+            ]
+            near = near or ([] if found.fitting else queue[:1])
+        if memory is not None:
+            near = near[: MOST_REFUSED - len(refused)]
+        if not near:
+            break
+        queue = [one for one in queue if one not in near]
+        for one, compiled in zip(near, compile_all(near), strict=True):
+            if compiled.fits:
+                found.fitting.append((one, compiled))
+                continue
+            found.refused.append((one, compiled))
+            refused.add((one.choice, one.level))
+            if memory is None or MEMORY_SHARE in one.options or one.choice in limited:
+                continue
+            assert compiled.refused is not None
+            record = compiled.refused.record
+            if not compiled.refused.fits and may_fit(memory, record):
+                limited.add(one.choice)
+                queue += with_options([one], limit_options(memory, record))
+        refused -= {(one.choice, one.level) for one, _ in found.fitting}
+    found.far.extend(queue)
+    return found
+
+
+def _order(candidate: Candidate) -> float:
+    ms = expected_ms(candidate)
+    return float("inf") if ms is None else ms

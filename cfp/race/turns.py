@@ -1,0 +1,237 @@
+"""Programs timed in turn, A B C A B C; the fastest is the answer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from cfp.profiling.builder import Built, Job
+from cfp.profiling.deaths import bury
+from cfp.profiling.marks import Marks
+from cfp.profiling.options import MeasureOptions
+from cfp.profiling.record import ProfileRecord, utc_now
+from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.store import ProfileStore
+from cfp.program.graph import Program
+from cfp.race.cache import keep_race, of_one_race
+from cfp.race.compile import build_each, fits, keep, still_good, too_late
+from cfp.race.programs import RaceProgram, RaceResult
+from cfp.race.ties import is_tie
+from cfp.settings import MORE_ROUNDS, STAY_AFTER_LOOK, STAY_AFTER_TURN, defaults_of
+
+# What one program gets in a turn: a look at first, which tells what is far behind, then
+# more. Turns are short, so that a drift of the clocks meets all alike.
+_LOOK_ON_CPUS = TimingOptions(
+    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
+)
+_TURN_ON_CPUS = TimingOptions(
+    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
+)
+# Devices at their power limit slow down as they work: on 2 H200 the same step took
+# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
+# are as long after the beginning: each program gets one sample, of as many executions
+# after as many; in a turn they last so long.
+_LOOK_ELSEWHERE = TimingOptions(
+    warmup_seconds=0.0,
+    min_samples=1,
+    max_samples=1,
+    budget_seconds=0.0,
+    min_sample_ms=60.0,
+    min_repeat=3,
+)
+_TURN_MS_ELSEWHERE = 500.0
+
+
+def race_programs(
+    program: Program,
+    mesh: Mesh,
+    programs: Sequence[RaceProgram],
+    store: ProfileStore,
+    *,
+    budget_bytes: int | None = None,
+    rounds: int = 3,
+    end: float = math.inf,
+    built: dict[str, Built] | None = None,
+    options: MeasureOptions | None = None,
+) -> list[RaceResult]:
+    """Compiles programs whole and times them in turn, A B C A B C.
+
+    What is far behind after a turn sits out, so that turns go to those between which it
+    is close. Where all others become slower meanwhile, because the devices did, what
+    sat out takes part again: nothing wins by having sat out.
+    Programs with one key run once. If all of them are in the store already, from one
+    race, nothing runs; otherwise all run again, because only times of one run compare.
+    A race that was run with this budget has its answer, whatever ran since; but what
+    failed since is out. What failed before is not tried again unless asked.
+
+    Args:
+        program: the program.
+        mesh: the devices.
+        programs: what takes part.
+        store: where records are kept.
+        budget_bytes: what needs more memory is not run and cannot win.
+        rounds: how many turns there are; a few more where it takes them to tell.
+        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
+            program is, and no other turn begins.
+        built: compiled programs by name: used, and added to.
+        options: how to build and to time.
+
+    Returns:
+        One result for each program, in their order.
+    """
+    options = options or MeasureOptions()
+    jobs = {one.job.key.digest: one.job for one in programs}
+    bury(store, about=jobs)
+    retry = options.retry_failures
+    known = still_good(store.get_many(jobs), retry, budget_bytes)
+    # What is known to be too large need not be compiled to find that out again.
+    out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
+    raced = {**of_one_race(jobs, budget_bytes, store), **out}
+
+    def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
+        # Times of two races do not compare. All of one ended at one moment.
+        ended = {r.created for digest, r in found.items() if digest not in out}
+        return len(found) == len(jobs) and len(ended) <= 1
+
+    records = next(filter(is_answer, (raced, known)), None)
+    cached = records is not None
+    if records is None:
+        again = [one for one in programs if one.job.key.digest not in out]
+        with Marks(store.path, options.limits, program.name) as marks:
+            outcomes = build_each(
+                program,
+                mesh,
+                again,
+                store,
+                marks,
+                options,
+                budget_bytes=budget_bytes,
+                built={} if built is None else built,
+                end=end,
+            )
+            turns = _Turns((program, mesh), again, outcomes, marks, options)
+            ran = turns.run(rounds, end)
+        keep(list(ran.values()), store)
+        records = {**out, **ran}
+    if records is not raced:
+        ran = {digest: r for digest, r in records.items() if digest not in out}
+        keep_race(jobs, budget_bytes, ran, store)
+    late = {d: too_late(job) for d, job in jobs.items() if d not in records}
+    records = {**records, **late}
+    results = []
+    for one in programs:
+        record = records[one.job.key.digest]
+        results.append(
+            RaceResult(
+                name=one.name,
+                predicted_ms=one.predicted_ms,
+                record=record,
+                peak_bytes=round(one.ratios.memory * record.peak_bytes),
+                fits=fits(record, budget_bytes),
+                cached=cached,
+                ratios=one.ratios,
+            )
+        )
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Compiled programs that are run, in turn."""
+
+    place: tuple[Program, Mesh]
+    programs: Sequence[RaceProgram]
+    outcomes: Mapping[str, Built | ProfileRecord]
+    marks: Marks
+    options: MeasureOptions
+
+    def run(self, rounds: int, end: float) -> dict[str, ProfileRecord]:
+        by_key = {one.job.key.digest: one for one in self.programs}
+        jobs = {digest: one.job for digest, one in by_key.items()}
+        ratios = {digest: one.ratios.time for digest, one in by_key.items()}
+        records = {
+            d: one for d, one in self.outcomes.items() if isinstance(one, ProfileRecord)
+        }
+        ready = {d: one for d, one in self.outcomes.items() if isinstance(one, Built)}
+        order = before = list(ready)
+        platform = self.place[1].devices.flat[0].platform
+
+        def time_of(digest: str) -> float:
+            return ratios[digest] * records[digest].time_ms
+
+        most = rounds + MORE_ROUNDS
+        for turn in range(most):
+            known = [records[d].time_ms for d in order if turn]
+            timing = _timing(platform, min(known, default=None))
+            of = f"{rounds}" if turn < rounds else f"at most {most}"
+            for place in range(len(order)):
+                digest = order[(place + turn) % len(order)]
+                told = f"timing {jobs[digest].label}, turn {turn + 1} of {of}"
+                self.options.tell(told)
+                found = self._time(by_key[digest], ready[digest], timing)
+                records[digest] = _join(records.get(digest), found)
+            times = {d: time_of(d) for d in ready}
+            best = min((times[d] for d in order), default=0.0)
+            steady = min((times[d] for d in order if d in before), default=0.0)
+            if time.monotonic() > end:
+                break
+            settled = steady == min(times.values(), default=0.0)
+            able = sorted((d for d in order if records[d].ok), key=time_of)
+            close = (
+                len(able) > 1
+                and defaults_of(platform).settles_ties
+                and _is_tie([(ratios[d], records[d]) for d in able[:2]])
+            )
+            if turn + 1 >= rounds and settled and not close:
+                break
+            stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
+            before = order
+            order = [d for d in ready if times[d] <= stay * best]
+        ended = utc_now()
+        return {
+            d: replace(r, choice=jobs[d].choice, created=ended)
+            for d, r in records.items()
+        }
+
+    def _time(
+        self, one: RaceProgram, built: Built, timing: TimingOptions
+    ) -> ProfileRecord:
+        job: Job = one.job
+        expected_ms = one.predicted_ms or 0.0
+        with self.marks.doing(job.key, job.label, "run", expected_ms):
+            return run(built, job, *(one.place or self.place), timing=timing)
+
+
+def _is_tie(pair: Sequence[tuple[float, ProfileRecord]]) -> bool:
+    """Whether more turns may tell which of the two fastest is faster."""
+    one, two = ([ratio * ms for ms in record.samples_ms] for ratio, record in pair)
+    return is_tie(one, two)
+
+
+def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
+    """How to time all in a turn; in a look, where nothing is known of any yet.
+
+    Args:
+        platform: of the devices.
+        fastest_ms: the fastest step of those in it, or None for a look.
+    """
+    if platform == "cpu":
+        return _LOOK_ON_CPUS if fastest_ms is None else _TURN_ON_CPUS
+    if fastest_ms is None:
+        return _LOOK_ELSEWHERE
+    steps = max(3, math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3)))
+    return replace(_LOOK_ELSEWHERE, min_sample_ms=0.0, min_repeat=steps)
+
+
+def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
+    if before is None or not (before.ok and found.ok):
+        return found
+    return replace(
+        found,
+        samples_ms=before.samples_ms + found.samples_ms,
+        run_seconds=before.run_seconds + found.run_seconds,
+    )

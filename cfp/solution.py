@@ -1,0 +1,105 @@
+"""What the profile pass and the search hand on: profiles, candidates, a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.profiling.collectives import Rates
+from cfp.profiling.moves import Move
+from cfp.search.effort import Explored
+from cfp.search.explain import picks_of
+from cfp.search.problem import Problem
+from cfp.settings import ConstraintLevel
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What the profile pass measured.
+
+    Attributes:
+        presets: those presets that are worth measuring.
+        found: the options of every kind of segment, and what they take.
+        rates: the devices' rates.
+        measured, cached, failed: counts of strategies.
+        seconds: how long the pass took.
+        moved_ms: what resharding between segments takes, where it was measured.
+        interrupted: whether the user ended the measuring.
+    """
+
+    presets: Mapping[str, Choice] = field(repr=False)
+    found: Explored = field(repr=False)
+    rates: Rates = field(repr=False)
+    measured: int = 0
+    cached: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    moved_ms: Mapping[Move, float] = field(default_factory=dict, repr=False)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole program that may become the plan.
+
+    Attributes:
+        name: what the race calls it.
+        choice: strategies and storage.
+        predicted_ms: its step time by the profiles, or None.
+        level: how much the compiler is constrained.
+        options: of the compiler.
+    """
+
+    name: str
+    choice: Choice = field(repr=False)
+    predicted_ms: float | None = None
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells whole programs apart."""
+        return self.choice, self.level, tuple(sorted(self.options.items()))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the search found.
+
+    Attributes:
+        best: the best by prediction.
+        rivals: others that are promising.
+        presets: the presets to race against.
+        unmeasured: names of those that were estimated to be too far behind or, under a
+            budget, to need more memory than there is.
+        problem: what was searched; None for a preset that was taken by name.
+        counts: counts and seconds of the passes until now.
+        interrupted: whether the user ended the measuring, so that there is no race.
+    """
+
+    best: Candidate
+    rivals: tuple[Candidate, ...] = field(default=(), repr=False)
+    presets: Mapping[str, Choice] = field(default_factory=dict)
+    unmeasured: tuple[str, ...] = ()
+    problem: Problem | None = field(default=None, repr=False)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def predicted_ms(
+    analysis: Analysis, problem: Problem | None, choice: Choice
+) -> float | None:
+    """What the profiles say about a choice, if all of it was measured."""
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    return None if problem is None or picks is None else problem.cost_ms(picks)
+
+
+def predicted_bytes(
+    analysis: Analysis, problem: Problem | None, choice: Choice
+) -> int | None:
+    """The memory that a choice needs by the profiles, if all of it was measured."""
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    return None if problem is None or picks is None else problem.memory_bytes(picks)

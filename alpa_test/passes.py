@@ -10,14 +10,15 @@ import statistics
 import sys
 from pathlib import Path
 
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings
+
 from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit
 from cfp import platform
 from cfp.analysis.flops import program_flops
 from cfp.cli.session import analyse
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import execute
 from cfp.targets import model_target

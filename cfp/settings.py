@@ -148,8 +148,8 @@ _LARGE = str(2**28)
 
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
-# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of compiler
-# options are raced, not twenty".
+# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of
+# compiler options are raced, not twenty".
 _GPU = PlatformDefaults(
     reach=_REACH,
     limits_memory=True,

@@ -27,7 +27,7 @@ from cfp.profiling.marks import Marks
 from cfp.profiling.marks_folder import Mark
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.search import race
+from cfp.race import turns
 from cfp_test.bench.watch import Watch
 
 FAULTS: dict[str, str] = json.loads(os.environ.get("FAULTS", "{}"))
@@ -108,7 +108,7 @@ def install() -> None:
             yield
 
     Watch.doing = faulty_doing
-    runner.run = race.run = faulty_run
+    runner.run = turns.run = faulty_run
     collectives.execute = logged_execute
     ProfileStore.put_all = logged_put_all
 

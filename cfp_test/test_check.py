@@ -22,8 +22,8 @@ from cfp.check import (
     both_sides,
     compile_alone,
 )
-from cfp.difference import Difference
 from cfp.context import PlannerSettings
+from cfp.difference import Difference
 from cfp.program.step import flatten_step
 from cfp.race.limit import MEMORY_SHARE
 from cfp.targets import Target, model_target

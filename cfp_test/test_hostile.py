@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from cfp.race.options import variants
 from typer.testing import CliRunner
 
 import cfp
@@ -10,7 +11,6 @@ from cfp.cli import app
 from cfp.errors import MeshError
 from cfp.platform import select
 from cfp.profiling.compiler_options import refused_option
-from cfp.race.options import variants
 from cfp.race.limit import MEMORY_SHARE
 from cfp_test import hostile
 

@@ -12,27 +12,27 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.race.race import Contest
-from cfp.race.candidates import in_reach
-from cfp.planner import Planner
-from cfp.planner_parts import (
-    TOO_LARGE,
-    Decision,
-    Ground,
-    PlannerSettings,
-    device_memory,
-    finalists,
-)
+from cfp.context import PlanContext, PlannerSettings, device_memory, open_context
+from cfp.passes.profile import profile as profile_segments
+from cfp.passes.search import preset_solution, search
+from cfp.pipeline import decide
+from cfp.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.costs import Costs
+from cfp.race import compile as building
+from cfp.race import race as story
+from cfp.race.enough import best_of, in_reach, raced_anyway
+from cfp.race.outcome import TOO_LARGE
 from cfp.race.programs import RaceResult
-from cfp.search.guided import explore
-from cfp.settings import ConstraintLevel
+from cfp.race.run import Run
 from cfp.race.shortage import no_winner
+from cfp.search.costs import Costs
+from cfp.search.guided import explore
+from cfp.settings import ConstraintLevel, defaults_of
+from cfp.solution import Candidate
 from cfp_test.injected import inject_times
 from cfp_test.program.test_recompute import stack_step
 
@@ -153,23 +153,27 @@ def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
     assert device_memory(mesh) is None, "virtual devices do not say"
 
 
+def platform(monkeypatch, **changes):
+    """Other defaults than those of virtual devices."""
+    changed = replace(defaults_of("cpu"), **changes)
+    monkeypatch.setattr("cfp.context.defaults_of", lambda name: changed)
+
+
 @pytest.fixture
 def lean_compiler(monkeypatch):
     """A compiler that makes do with half of the temporaries, if it is told anything.
 
     It takes its word for CPUs, too, which have no such thing.
     """
-    for module in ("search.squeeze", "planner_parts"):
-        monkeypatch.setattr(f"cfp.{module}.GPU_PLATFORMS", ("cpu",))
-    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**16)
-    monkeypatch.setattr("cfp.planner_parts._UNSPLIT_BYTES", RESERVE)
+    platform(monkeypatch, limits_memory=True, reserve_bytes=RESERVE)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
 
     def lean(program, mesh, job, environment):
         built = build(program, mesh, job, environment)
         less = built.temp_bytes // 2
         return replace(built, temp_bytes=less) if job.options else built
 
-    monkeypatch.setattr("cfp.race.turns.build", lean)
+    monkeypatch.setattr(building, "build", lean)
 
 
 def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
@@ -194,45 +198,37 @@ def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_who_was_left_out_races_where_the_compiler_made_nothing_fit(
+def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
     mesh, tmp_path, monkeypatch, fails
 ):
-    """A rival that only the compiler could make fit leaves out who is far behind it."""
+    """A rival that is far faster by prediction leaves out what is far behind it."""
     found = planning_mesh(mesh)
     program, _ = trace(flatten_step(STEP, ARGS, {}), found)
     analysis = analyze(program, tuple(found.shape.items()))
     settings = PlannerSettings(
         measure=True, per_kind=3, in_context=False, compiler_options={}
     )
-
     options = {"xla_no_such_option": "1"} if fails else {}
-    calls, slow, turns = [], set(), []
-
-    def told(entries, results, room):
-        calls.append(entries)
-        return [replace(entries[0], name="told", options=options)]
+    turns = []
 
     def timed(built, job, program, mesh, *, timing):
-        """Who races at first is slow."""
         turns.append(job.label)
-        slow.update([] if calls else [job.choice])
-        took_ms = 10.0 if job.choice in slow else 1.0
-        return built.record("ok", samples_ms=[took_ms], run_seconds=0.1)
+        return built.record("ok", samples_ms=[1.0], run_seconds=0.1)
 
-    monkeypatch.setattr("cfp.race.race.told_of_budget", told)
     monkeypatch.setattr("cfp.race.turns.run", timed)
-    with Planner(analysis, found, tmp_path, 2**30, settings) as planner:
-        decision = planner.search(planner.profile())
-        fast = Decision("hoped", decision.choice, predicted_ms=1e-6, options=options)
-        made = planner.race(replace(decision, rivals=(fast,)))
+    with open_context(found, tmp_path, 2**30, settings) as context:
+        solution = search(context, analysis, profile_segments(context, analysis))
+        choice = solution.best.choice
+        hoped = Candidate("hoped", choice, predicted_ms=1e-6, options=options)
+        solution = replace(solution, rivals=(hoped,))
+        made, _ = decide(context, analysis, solution)
         assert turns and made.search["race_cached"] == 0.0
         turns.clear()
-        again = planner.race(replace(decision, rivals=(fast,)))
-    # Who raced later is no news to the race that led to it.
+        again, _ = decide(context, analysis, solution)
     assert not turns and again.search["race_cached"] == 1.0
     assert again.race == made.race
     ran = {name for name, row in rows(made).items() if row.time_ms is not None}
-    assert "hoped" in rows(made) or fails
+    assert "hoped" in rows(made)
     assert (len(ran & {*PRESETS}) > 1) == fails
 
 
@@ -265,19 +261,14 @@ def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
 
 def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch):
     """The best by prediction turns out too large; then, the next; at last, all."""
-    built, too_large, entered = [], set(), []
+    built, too_large = [], set()
 
     def swollen(program, mesh, job, environment):
         made = build(program, mesh, job, environment)
         built.append(job.key.digest)
         return replace(made, temp_bytes=2**40) if job.key.digest in too_large else made
 
-    def seen(*args):
-        entered.extend(finalists(*args))
-        return finalists(*args)
-
-    monkeypatch.setattr("cfp.race.turns.build", swollen)
-    monkeypatch.setattr("cfp.race.race.finalists", seen)
+    monkeypatch.setattr(building, "build", swollen)
     plans = []
     with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled plans"):
         while True:
@@ -290,8 +281,6 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
     assert plans[0].winner == "planned"
     assert len({made.search["gap"] for made in plans}) == 1
     # The leanest may be the same program as one of them; it is tried last.
-    last = entered[-1]
-    assert last.name == "leanest" and last.job.key.digest in too_large
     entries = [made for made in plans if made.winner != "leanest"]
     assert entries[1:] and entries in (plans, plans[:-1]), "the leanest comes last"
     for made in entries[1:]:
@@ -315,20 +304,20 @@ def test_what_an_error_names_as_the_smallest_budget_does(plan):
 def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
     """By prediction nothing fits: the leanest is raced, with the classics."""
     free = plan()
-    monkeypatch.setattr("cfp.planner.best_solutions", lambda problem, count: [])
+    monkeypatch.setattr("cfp.passes.search.best_solutions", lambda problem, count: [])
     made = plan(2 * free.peak_bytes)
     assert {"planned", *PRESETS} >= {re.split(", | before ", made.winner)[0]}
     assert rows(made)["planned"].time_ms is not None
     check_step(made)
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         # Nothing is compiled, so that nobody knows better.
-        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 1000)
+        monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 1000)
         plan(race=False)
 
 
 def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkeypatch):
     def planned(device_bytes):
-        monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: device_bytes)
+        monkeypatch.setattr("cfp.context.device_memory", lambda mesh: device_bytes)
         return plan(race=False)
 
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction") as caught:
@@ -388,20 +377,20 @@ def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
             raise KeyboardInterrupt
         return profile(*args, **options)
 
-    monkeypatch.setattr("cfp.planner.explore", watched)
+    monkeypatch.setattr("cfp.passes.profile.explore", watched)
     monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
-    monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
-    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**30)
+    platform(monkeypatch, estimate_reach=1.0)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**30)
     monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)
     # What is not measured could take no time, so that more is always asked for.
     monkeypatch.setattr("cfp.search.guided.BOUND_MARGIN", 0.0)
     settings = PlannerSettings(measure=True, per_kind=6, in_context=False)
-    with Planner(analysis, found, tmp_path, settings=settings) as planner:
-        profiles = planner.profile()
-        assert planner.search(profiles).predicted_ms
-    assert planner.interrupted and len(explored) == during
+    with open_context(found, tmp_path, settings=settings) as context:
+        profiles = profile_segments(context, analysis)
+        assert search(context, analysis, profiles).best.predicted_ms
+    assert profiles.interrupted and len(explored) == during
     assert profiles.found.tight
-    assert 1 <= len(profiles.classics) < len(planner.classics)
+    assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
 
 
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
@@ -417,11 +406,12 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
     program, lowering = trace(flat, found)
     analysis = analyze(program, tuple(found.shape.items()))
     settings = PlannerSettings(measure=True, race=False)
-    with Planner(analysis, found, tmp_path, settings=settings) as planner:
-        classic = planner.preset("fully_sharded")
+    with open_context(found, tmp_path, settings=settings) as context:
+        taken = preset_solution(analysis, "fully_sharded")
         everything = tuple(range(len(analysis.segments)))
-        choice = replace(classic.choice, remat=everything)
-        made = planner.race(replace(classic, choice=choice))
+        choice = replace(taken.best.choice, remat=everything)
+        solution = replace(taken, best=replace(taken.best, choice=choice))
+        made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
     assert made.constraints.recompute
     assert any("recomputed" in row.storage for row in made.rows)
@@ -431,30 +421,40 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
     check_step(loaded)
 
 
-def decision(name, predicted_ms):
-    return Decision(name, Choice((), ()), predicted_ms)
+def near_and_far(plan, others, reach):
+    every = [plan, *others]
+    anyway = raced_anyway(every, {one.choice for one in others})
+    near = [
+        one
+        for one in others
+        if one.key in anyway or in_reach(one, best_of([plan]), reach)
+    ]
+    return [c.name for c in near], [c.name for c in others if c not in near]
 
 
-def test_who_is_predicted_far_behind_is_out_of_reach():
-    plan = decision("planned", 100.0)
-    classics = [
-        decision("near", 109.0),
-        decision("far", 111.0),
-        decision("unknown", None),
-        decision("fast", 90.0),
+def candidate(name, predicted_ms):
+    return Candidate(name, Choice((), (), tuple(map(ord, name))), predicted_ms)
+
+
+def test_what_is_predicted_far_behind_is_out_of_reach():
+    plan = candidate("planned", 100.0)
+    others = [
+        candidate("near", 109.0),
+        candidate("far", 111.0),
+        candidate("unknown", None),
+        candidate("fast", 90.0),
     ]
     reach = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
-    near, far = in_reach(plan, classics, reach)
-    assert [c.name for c in near] == ["near", "unknown", "fast"]
-    assert [c.name for c in far] == ["far"]
-    # The best of them takes part in any case, so that there is something to compare.
-    near, far = in_reach(plan, [decision("a", 150.0), decision("b", 200.0)], reach)
-    assert ([c.name for c in near], [c.name for c in far]) == (["a"], ["b"])
-    # What has no prediction itself leaves nobody out.
-    assert in_reach(decision("planned", None), classics, reach) == (classics, [])
-    # Of what the compiler is told less the prediction is less sure.
-    less = [replace(c, level=ConstraintLevel.ARGUMENTS) for c in classics]
-    assert in_reach(plan, less, reach) == (less, [])
+    assert near_and_far(plan, others, reach) == (["near", "unknown", "fast"], ["far"])
+    # The best preset takes part in any case, so that there is something to compare.
+    behind = [candidate("a", 150.0), candidate("b", 200.0)]
+    assert near_and_far(plan, behind, reach) == (["a"], ["b"])
+    # What has no prediction itself leaves nothing out.
+    unknown = candidate("planned", None)
+    assert near_and_far(unknown, others, reach)[1] == []
+    # With fewer constraints the prediction is less sure.
+    less = [replace(c, level=ConstraintLevel.ARGUMENTS) for c in others]
+    assert near_and_far(plan, less, reach)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -479,19 +479,19 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
 
 def test_the_winner_is_a_leader(plan, monkeypatch):
     """Who lost to the leaders has not won because these are slower now."""
-    race, called = Contest._race, []
+    time, called = Run.time, []
 
-    def slower(planner, entries, *where, **how):
-        field = race(planner, entries, *where, **how)
-        called.append([e.name for e in entries])
+    def slower(run, candidates, *how, **more):
+        field = time(run, candidates, *how, **more)
+        called.append([one.name for one in candidates])
         if len(called) == 2:
             return [
-                (e, replace(r, record=replace(r.record, samples_ms=(1e6,))))
-                for e, r in field
+                (one, replace(r, record=replace(r.record, samples_ms=(1e6,))))
+                for one, r in field
             ]
         return field
 
-    monkeypatch.setattr(Contest, "_race", slower)
+    monkeypatch.setattr(Run, "time", slower)
     made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
     first, second = called
     assert set(first) - set(second)
@@ -550,14 +550,15 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
-    entries = Contest._entries
+    candidates_of = story.candidates_of
 
-    def split(contest):
-        every = {e.name: e for half in entries(contest) for e in half}
-        return [every[large.name]], [every[small.name]]
+    def split(*how):
+        every = {one.name: one for one in candidates_of(*how)}
+        fast = replace(every[large.name], predicted_ms=1e-6)
+        return [fast, every[small.name]]
 
-    monkeypatch.setattr(Contest, "_entries", split)
-    monkeypatch.setattr("cfp.race.race.known_to_fit", lambda *_: [])
+    monkeypatch.setattr(story, "candidates_of", split)
+    monkeypatch.setattr("cfp.race.run.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)
     # The leanest takes part then, too, and may be as fast.
@@ -579,9 +580,8 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     ],
 )
 def test_patience_follows_from_the_platform(platform, asked, patience):
-    device = SimpleNamespace(platform=platform)
-    mesh = SimpleNamespace(devices=np.array([device]))
-    given = dict.fromkeys(field.name for field in fields(Ground))
+    given = dict.fromkeys(field.name for field in fields(PlanContext))
     settings = PlannerSettings(measure=True, patience=asked)
-    ground = Ground(**{**given, "mesh": mesh, "settings": settings})
-    assert ground.effort.patience == patience
+    here = {"defaults": defaults_of(platform), "settings": settings}
+    context = PlanContext(**{**given, **here})
+    assert context.effort.patience == patience

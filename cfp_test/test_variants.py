@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp import api
 from cfp import variants as room
 from cfp.errors import CfpError, MemoryBudgetError, PinError
-from cfp.planner import Planner
 from cfp.platform import mesh_shapes
-from cfp.search import race as racing
+from cfp.race import turns as racing
 
 CLASSIC = {"preset": "data_parallel"}
 ROWS = 512
@@ -267,16 +267,20 @@ def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_pat
 def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp_path):
     """Of what was measured by then nothing fits."""
     timed({"line": 1.0}, {})
-    profile, seen = Planner.profile, []
+    profile, search, seen = api.profile, api.search, []
 
-    def interrupted(planner):
-        seen.append(planner.mesh)
-        planner.interrupted = len(seen) > place
-        if planner.interrupted:
+    def interrupted(context, analysis):
+        seen.append(context.mesh)
+        found = profile(context, analysis)
+        return replace(found, interrupted=len(seen) > place)
+
+    def nothing(context, analysis, profiles):
+        if profiles.interrupted:
             raise CfpError("nothing fits")
-        return profile(planner)
+        return search(context, analysis, profiles)
 
-    monkeypatch.setattr(Planner, "profile", interrupted)
+    monkeypatch.setattr(api, "profile", interrupted)
+    monkeypatch.setattr(api, "search", nothing)
     settings = cfp.PlannerSettings(per_kind=1, in_context=False)
     how = {"cache_dir": tmp_path, "settings": settings}
     if place:

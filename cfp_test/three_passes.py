@@ -28,10 +28,10 @@ from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
+from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.planner import Planner
-from cfp.context import PlannerSettings
+from cfp.passes.profile import profile
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display
@@ -164,10 +164,8 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
         print("Profiling...", flush=True)
     with Display() as display:
         settings = replace(_settings(args), progress=display.tell)
-        with Planner(
-            analysis, session.mesh, args.workdir, settings=settings
-        ) as planner:
-            made = planner.profile()
+        with open_context(session.mesh, args.workdir, settings=settings) as context:
+            made = profile(context, analysis)
     for kind, index in enumerate(analysis.representatives):
         segment = analysis.segments[index]
         found = [

@@ -22,7 +22,8 @@ from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import ConstraintLevel, can_recompute, whole_job
+from cfp.search.measure import can_recompute, whole_job
+from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
 from cfp_test.models.tiny import TINY
 

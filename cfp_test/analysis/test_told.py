@@ -11,7 +11,8 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.graft import lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.measure import ConstraintLevel, constraints_of, whole_job
+from cfp.search.measure import constraints_of, whole_job
+from cfp.settings import ConstraintLevel
 from cfp_test.checking import make_mesh
 
 SIZES = (("x", 4),)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.analysis.flops import program_flops
@@ -16,8 +18,6 @@ from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.execute import compile_step
 from cfp.models.options import Scalar
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings
 from cfp.profiling.builder import Built, compile_lowered
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cfp.planner import Planner
+from cfp.planner_parts import Decision, PlannerSettings, Profiles, finalists
 from jax.sharding import Mesh
 
 from alpa_test.cost_model import LINKS, AlphaBeta, Modelled, choose, fit
@@ -22,11 +24,9 @@ from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
 from cfp.describe import plan_rows
-from cfp.race.candidates import predicted_ms
 from cfp.errors import CfpError
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, Profiles, finalists
 from cfp.program.trace import planning_mesh
+from cfp.race.candidates import predicted_ms
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cfp.planner_parts import Decision
 
 from alpa_test.cost_model.communication import sent_share
 from cfp import platform
@@ -36,7 +37,6 @@ from cfp.cli.session import Session, analyse
 from cfp.describe import block_collectives
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.planner_parts import Decision
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute

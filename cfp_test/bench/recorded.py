@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cfp.race.options import variants
+
 from cfp.settings import ConstraintLevel
 
 GPT = "gpt --layers 4 --hidden 4096 --heads 32 --batch 24 --seq 1024"
@@ -143,7 +144,9 @@ def _four(found: _List) -> None:
         for preset in presets:
             found.add(target, preset, trace=True)
     for options in _RACED:
-        found.add(GPT, "fully_sharded", level=ConstraintLevel.ARGUMENTS, options=options)
+        found.add(
+            GPT, "fully_sharded", level=ConstraintLevel.ARGUMENTS, options=options
+        )
         found.add(MOE, "expert_parallel", options=options)
     found.add(GPT, "fully_sharded", options="large collectives")
     for links in ("nvlink", "p2p_off"):

@@ -1,33 +1,29 @@
-"""Who takes part in a race besides the plan: recomputed classics, lean variants."""
+"""Whole programs that may race: rematerialized presets, what was compiled before."""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.race.candidates import (
-    _predicted_size,
-    by_size,
-    computed_again,
-    known_to_fit,
-    let_down,
-    told_of_budget,
-    with_options,
-)
-from cfp.planner_parts import Decision
+from cfp.context import MemoryBudget
 from cfp.presets import presets
-from cfp.profiling.record import CompiledBytes, ProfileRecord
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.cache import Answer
+from cfp.race.candidates import predicted_size, rematerialized, with_options
+from cfp.race.limit import MEMORY_SHARE
+from cfp.race.remembered import known_to_fit
 from cfp.search.explain import segment_candidate
 from cfp.search.measure import whole_job
-from cfp.search.problem import Option, Problem
-from cfp.race.limit import MEMORY_SHARE, Room, scale_memory
+from cfp.search.problem import Option, Problem, scale_memory
+from cfp.settings import LIMITED_MEMORY
+from cfp.solution import Candidate
 from cfp_test.program.test_recompute import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0
@@ -70,12 +66,16 @@ def problem_of(analysis, budget_bytes):
     )
 
 
+def limited(problem):
+    return scale_memory(problem, LIMITED_MEMORY)
+
+
 def again(analysis, budget_bytes, *more):
     problem = problem_of(analysis, budget_bytes)
     classics = presets(analysis.frame)
     names = ("data_parallel", "fully_sharded")  # Of one nothing was measured.
     asked = {name: classics[name] for name in names}
-    found = computed_again(analysis, (problem, *(f(problem) for f in more)), asked)
+    found = rematerialized(analysis, (problem, *(f(problem) for f in more)), asked)
     return {name: choice.remat for name, choice in found.items()}
 
 
@@ -92,54 +92,12 @@ def test_classics_compute_again_as_few_segments_as_do(analysis):
 def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
     least = 20 * (len(analysis.segments) - 1) + 100
     assert again(analysis, least - 1) == {}
-    assert again(analysis, least - 1, scale_memory)
-    assert again(analysis, least // 2, scale_memory) == {}
-
-
-def entry(name, predicted_ms, peak_bytes, time_ms=float("inf")):
-    """An entry, and how it did: half of what it needs are temporaries.
-
-    What stands behind a colon in its name is of no matter to the program.
-    """
-    half = peak_bytes // 2
-    record = CompiledBytes(argument_bytes=half, temp_bytes=peak_bytes - half)
-    fits = time_ms < float("inf")
-    result = SimpleNamespace(
-        record=record, peak_bytes=peak_bytes, fits=fits, time_ms=time_ms
-    )
-    program = tuple(map(ord, name.split(":")[0]))
-    return Decision(name, Choice((), (), program), predicted_ms), result
-
-
-@pytest.mark.parametrize(
-    ("others", "expected"),
-    [
-        ([("fits", 5.0, 90, 5.0), ("fast", 4.0, 120)], ["fast"]),
-        ([("fits", 5.0, 90, 5.0), ("slow", 6.0, 120)], []),
-        ([("fits", 5.0, 90, 5.0), ("huge", 4.0, 150)], []),
-        ([("fits", 5.0, 90, 5.0), ("unknown", None, 120)], ["unknown"]),
-        # Where nothing fits the leanest has a try, however far off.
-        ([("huge", 4.0, 150), ("larger", 3.0, 200)], ["huge"]),
-        ([("a", 3.0, 120), ("b", 2.0, 121), ("c", 1.0, 122)], ["c", "b", "a"]),
-        ([("only", 3.0, 120)], ["only"]),
-        ([("a", 3.0, 121), ("b", 2.0, 120)], ["b", "a"]),
-        ([("a", 3.0, 120), ("b", 2.0, 121), ("a:2", 1.0, 120)], ["b", "a"]),
-        ([("failed", 1.0, 0)], []),
-    ],
-)
-def test_who_is_told_of_the_budget(others, expected):
-    entries, results = zip(*(entry(*other) for other in others), strict=True)
-    room = Room(budget_bytes=100, device_bytes=1000, platform="gpu")
-    found = told_of_budget(entries, results, room)
-    names = [one.name for one in found]
-    first = [name for name in names if name.endswith(", within the budget")]
-    assert first == [f"{name}, within the budget" for name in expected]
-    assert len(set(names)) == len(names)
-    assert all(one.options for one in found)
+    assert again(analysis, least - 1, limited)
+    assert again(analysis, least // 2, limited) == {}
 
 
 def test_variants_keep_the_options_that_an_entry_has():
-    one = Decision("one", Choice((), ()), options={"a": "1", "b": "1"})
+    one = Candidate("one", Choice((), ()), options={"a": "1", "b": "1"})
     [varied] = with_options([one], {"other": {"b": "2", "c": "2"}})
     assert varied.name == "one, other"
     assert varied.options == {"a": "1", "b": "2", "c": "2"}
@@ -173,15 +131,23 @@ def known(analysis, tmp_path):
         return record.choice
 
     def found(budget_bytes, answer=None, device_bytes=None, told=()):
-        platform = "gpu" if device_bytes else "cpu"
-        room = Room(
-            budget_bytes=budget_bytes, device_bytes=device_bytes, platform=platform
+        memory = MemoryBudget(
+            budget_bytes=budget_bytes,
+            device_bytes=device_bytes,
+            limits_memory=bool(device_bytes),
         )
-        entries = [
-            Decision("planned", classics["data_parallel"]),
-            *(Decision("told", classics[name], options=SHARE) for name in told),
+        context: Any = SimpleNamespace(
+            memory=memory,
+            store=store,
+            environment=(),
+            plans=1,
+            compiler_options={"option": OPTION},
+        )
+        near = [
+            Candidate("planned", classics["data_parallel"]),
+            *(Candidate("told", classics[name], options=SHARE) for name in told),
         ]
-        there = known_to_fit(analysis, store, (), entries, 1, [OPTION], room, answer)
+        there = known_to_fit(context, analysis, None, near, answer)
         return [(names[one.choice], one.options) for one in there]
 
     with ProfileStore(tmp_path / "store.sqlite") as store:
@@ -255,42 +221,13 @@ def test_who_fits_told_of_another_budget_takes_part(known):
     assert found(200, device_bytes=1000) == [("data_parallel", told)]
 
 
-# Who needs 100 by prediction may turn out to need 85, and, told of it, 55.
-@pytest.mark.parametrize(
-    ("budget_bytes", "near", "told", "large"),
-    [
-        (85, "abcabc", "", ""),
-        (84, "cc", "ab", "ab"),  # What is told less of a choice is not tried, too.
-        (56, "cc", "ab", "ab"),
-        (54, "cc", "", "aabb"),
-    ],
-)
-def test_who_is_too_large_is_told_of_the_budget_at_once(
-    analysis, monkeypatch, budget_bytes, near, told, large
-):
-    needs = {"a": 100, "b": 100, "c": 10}
-    times = {"a": 2.0, "b": 1.0, "c": 3.0}
-    entries = [entry(n + way, times[n], 0)[0] for way in ("", ":2") for n in times]
-    sizes = {e.choice: CompiledBytes(temp_bytes=needs[e.name[0]]) for e in entries}
-    monkeypatch.setattr("cfp.race.candidates._predicted_size", lambda _, __, c: sizes[c])
-    room = Room(budget_bytes=budget_bytes, device_bytes=1000, platform="gpu")
-    found = by_size(analysis, None, entries, room)
-    names = [[one.name for one in part] for part in found]
-    first = [name for name in names[1] if name.endswith(", within the budget")]
-    letters = [sorted(name[0] for name in part) for part in (names[0], first, names[2])]
-    assert letters == [sorted(near), sorted(told), sorted(large)]
-    no_gpu = by_size(analysis, None, entries, replace(room, platform="cpu"))
-    assert not no_gpu[1], "nobody could be told"
-    assert len(no_gpu[0]) + len(no_gpu[2]) == len(entries)
-
-
 def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):
     problem, program = problem_of(analysis, None), analysis.frame.program
     choice = presets(analysis.frame)["data_parallel"]
     none = (None,) * len(program.args)
     every = (*range(len(program.outputs)), *none[len(program.outputs) :])
     donated, kept = (
-        _predicted_size(
+        predicted_size(
             replace(
                 analysis,
                 frame=replace(analysis.frame, program=replace(program, alias=alias)),
@@ -303,24 +240,3 @@ def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):
     most = sum(program.values[v].size_bytes for v in program.outputs)
     assert donated.output_bytes == 0 < kept.output_bytes <= most
     assert replace(kept, output_bytes=0) == donated
-
-
-def test_who_left_others_out_of_reach_in_vain_is_left_out():
-    """Unless somebody runs who was hoped for; a slow one that runs was not."""
-    fast, slow = Decision("fast", "1", FAST_MS), Decision("slow", "2", SLOW_MS)
-    decision = Decision("planned", "3", 5.0, rivals=(fast, slow))
-    options = {MEMORY_SHARE: "40"}
-    told_fast, told_slow = (replace(e, options=options) for e in (fast, slow))
-    sober = replace(decision, rivals=(slow,))
-
-    def left(ran, ahead=(), told=()):
-        return let_down(decision, ahead, told, ran)
-
-    both = [told_fast, told_slow]
-    assert left([decision, slow]) == sober
-    assert left([decision, fast]) is None
-    assert left([told_slow], ahead=both) == sober
-    assert left([told_fast], ahead=both) is None
-    # Only who was faster and too large is told of the budget later.
-    assert left([told_slow], told=[told_slow]) is None
-    assert let_down(sober, [], [], [decision]) is None

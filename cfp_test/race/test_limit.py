@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
-from cfp.race.limit import Room, scale_memory
+from cfp.race.limit import limit_options, may_fit
+from cfp.search.problem import scale_memory
+from cfp.settings import defaults_of
 from cfp_test.search.drawn import problems
 
 GIB = 2**30
@@ -23,15 +26,15 @@ def compiled(fixed_gib, temp_gib):
 
 
 def room(budget_gib, platform="gpu", device_gib=100):
-    return Room(
+    return MemoryBudget(
         budget_bytes=int(budget_gib * GIB),
         device_bytes=device_gib and device_gib * GIB,
-        platform=platform,
+        limits_memory=defaults_of(platform).limits_memory,
     )
 
 
 def test_the_share_is_of_what_the_arguments_leave():
-    found = room(52).options(compiled(20, 60))
+    found = limit_options(room(52), compiled(20, 60))
     assert {name: options[SHARE] for name, options in found.items()} == {
         "within the budget": "40",  # 52 - 20 of 100 - 20
         "well within the budget": "36",
@@ -40,14 +43,14 @@ def test_the_share_is_of_what_the_arguments_leave():
 
 
 def test_a_share_is_rounded_to_the_nearest_and_then_down():
-    found = room(1.9 + 0.02).options(compiled(0.02, 60))
+    found = limit_options(room(1.9 + 0.02), compiled(0.02, 60))
     assert [options[SHARE] for options in found.values()] == ["2", "1", "1"]
 
 
 @given(st.floats(0, 99), st.floats(0, 99))
 def test_what_is_allowed_stays_within_the_budget(fixed_gib, budget_gib):
     one, there = compiled(fixed_gib, 10), room(budget_gib)
-    found = there.options(one).values()
+    found = limit_options(there, one).values()
     for share in [int(options[SHARE]) for options in found if SHARE in options]:
         allowed = fixed_gib + share / 100 * (100 - fixed_gib)
         assert share >= 1
@@ -56,7 +59,7 @@ def test_what_is_allowed_stays_within_the_budget(fixed_gib, budget_gib):
 
 
 def test_small_programs_need_no_more_than_the_smallest_share():
-    found = room(21).options(compiled(20, 0.7))
+    found = limit_options(room(21), compiled(20, 0.7))
     assert list(found) == ["within the budget, no latency hiding"]
     assert SHARE not in found["within the budget, no latency hiding"]
 
@@ -71,18 +74,18 @@ def test_small_programs_need_no_more_than_the_smallest_share():
     ],
 )
 def test_where_there_is_nothing_to_tell(elsewhere):
-    assert elsewhere.options(compiled(20, 60)) == {}
+    assert limit_options(elsewhere, compiled(20, 60)) == {}
 
 
 def test_who_may_fit():
-    assert room(53.1).may_do(compiled(20, 60))
-    assert not room(52.9).may_do(compiled(20, 60))
-    assert not room(52.9).may_do(CompiledBytes()), "it could not be compiled"
+    assert may_fit(room(53.1), compiled(20, 60))
+    assert not may_fit(room(52.9), compiled(20, 60))
+    assert not may_fit(room(52.9), CompiledBytes()), "it could not be compiled"
 
 
 @given(problems())
-def test_the_state_is_not_squeezed(problem):
-    less = scale_memory(problem)
+def test_the_state_is_not_scaled(problem):
+    less = scale_memory(problem, 0.75)
     for before, after in zip(problem.options, less.options, strict=True):
         for one, other in zip(before, after, strict=True):
             assert other.state_bytes == one.state_bytes

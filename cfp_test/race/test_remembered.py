@@ -16,8 +16,9 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import ConstraintLevel, whole_job
 from cfp.race.remembered import remembered
+from cfp.search.measure import whole_job
+from cfp.settings import ConstraintLevel
 from cfp_test.program.test_recompute import stack_step
 
 STEP, ARGS = stack_step()

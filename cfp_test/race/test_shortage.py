@@ -15,8 +15,8 @@ from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceResult
-from cfp.search.measure import can_recompute, whole_job
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
+from cfp.search.measure import can_recompute, whole_job
 from cfp_test.program.test_recompute import stack_step
 
 MIB = 2**20

@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfp.race.candidates import complexity, tied_with
-from cfp.planner_parts import Decision
 from cfp.profiling.record import ProfileRecord
 from cfp.race.programs import RaceResult
-from cfp.race.ties import is_tie
+from cfp.race.ties import complexity, is_tie, tied_with
+from cfp.solution import Candidate
 
 
 def test_two_samples_each_decide_nothing():
@@ -43,7 +42,7 @@ def entrant(name, samples, options=(), fits=True):
         fits=fits,
         cached=False,
     )
-    return Decision(name, None, options=dict(options)), result
+    return Candidate(name, None, options=dict(options)), result
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 
 from cfp.presets import presets
 from cfp.program.trace import planning_mesh
+from cfp.race.truncated import truncate
 from cfp.search.candidates import segment_candidate
 from cfp.search.costs import fixed_bytes
 from cfp.search.problem import Option, Problem
-from cfp.race.truncated import shorten
 from cfp_test.analysis.test_abridge import ADAM, KEPT, analysed, plain, stack_of
 
 LAYERS = 20
@@ -52,7 +52,7 @@ def test_each_way_to_treat_layers_has_a_program_of_its_own(analysis, problem):
     classics = presets(analysis.frame)
     data, sharded = classics["data_parallel"], classics["fully_sharded"]
     half = replace(data, remat=tuple(range(len(analysis.segments) // 2)))
-    found = shorten(analysis, problem, [data, sharded, half], KEPT)
+    found = truncate(analysis, problem, [data, sharded, half], KEPT)
     assert found is not None
     programs = found.programs
     assert programs[data] is programs[sharded]
@@ -67,25 +67,25 @@ def test_each_way_to_treat_layers_has_a_program_of_its_own(analysis, problem):
 
         whole, left = range(len(analysis.segments)), programs[choice].segments
         ratio = taken(whole) / taken(left)
-        assert found.whole(choice).time_ratio == pytest.approx(ratio)
+        assert found.ratios_of(choice).time == pytest.approx(ratio)
     # Of the half what is kept differs, and so does what it says of memory.
-    ratios = [found.whole(choice).bytes_ratio for choice in (data, half)]
+    ratios = [found.ratios_of(choice).memory for choice in (data, half)]
     assert ratios[0] > ratios[1] > 1
 
 
 def test_what_the_profiles_do_not_know_is_scaled_like_its_like(analysis, problem):
     classics = presets(analysis.frame)
     data, tensor = classics["data_parallel"], classics["tensor_parallel"]
-    found = shorten(analysis, problem, [data, tensor], KEPT)
+    found = truncate(analysis, problem, [data, tensor], KEPT)
     assert found is not None
-    assert found.whole(tensor) == found.whole(data)
+    assert found.ratios_of(tensor) == found.ratios_of(data)
     half = replace(tensor, remat=tuple(range(len(analysis.segments) // 2)))
-    assert shorten(analysis, problem, [data, tensor, half], KEPT) is None
+    assert truncate(analysis, problem, [data, tensor, half], KEPT) is None
 
 
 def test_a_choice_that_cannot_be_abridged_has_all_race_whole(analysis, problem):
     data = presets(analysis.frame)["data_parallel"]
     few = tuple(i for i in range(len(analysis.segments)) if i % 5 < i // 5)
     mixed = replace(data, remat=few)
-    assert shorten(analysis, problem, [data], KEPT) is not None
-    assert shorten(analysis, problem, [data, mixed], KEPT) is None
+    assert truncate(analysis, problem, [data], KEPT) is not None
+    assert truncate(analysis, problem, [data, mixed], KEPT) is None

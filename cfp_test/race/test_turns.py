@@ -7,11 +7,14 @@ import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure
-from cfp.search import race as room
-from cfp.race.programs import Finalist
-from cfp.race.turns import first_that_fits, race
+from cfp.race import compile as building
+from cfp.race import turns as room
+from cfp.race.compile import compile_programs
+from cfp.race.programs import RaceProgram
+from cfp.race.turns import race_programs
 
 
 @pytest.fixture
@@ -28,10 +31,14 @@ def timed(case, store, monkeypatch):
 
     monkeypatch.setattr(room, "run", turn)
 
-    def go(names: str, **options) -> tuple[list[str], dict[str, ProfileRecord]]:
+    def go(
+        names: str, retry_failures=False, **how
+    ) -> tuple[list[str], dict[str, ProfileRecord]]:
         turns.clear()
-        finalists = [Finalist(name=name, job=case.job(name)) for name in names]
-        results = race(case.program, case.mesh, finalists, store, rounds=1, **options)
+        programs = [RaceProgram(name=name, job=case.job(name)) for name in names]
+        how["options"] = MeasureOptions(retry_failures=retry_failures)
+        place = (case.program, case.mesh)
+        results = race_programs(*place, programs, store, rounds=1, **how)
         return list(turns), {result.name: result.record for result in results}
 
     return go
@@ -86,7 +93,7 @@ def dated(timed, case, store, monkeypatch):
         need = 100 if job.label == "l" else 10
         return Built(key=job.key, compiled=None, temp_bytes=need)
 
-    monkeypatch.setattr(room, "build", fake)
+    monkeypatch.setattr(building, "build", fake)
     monkeypatch.setattr(room, "utc_now", lambda: f"2026-01-01T00:{now[0]:02}:00+00:00")
 
     def go(names: str, budget_bytes: int = 1000, **options) -> tuple[str, dict]:
@@ -114,13 +121,13 @@ def test_a_refusal_does_not_replace_what_another_process_measured(
     job = case.job("l")
     other = Built(key=job.key, compiled=None, temp_bytes=100)
     other = other.record("ok", samples_ms=[1.0], run_seconds=0.1)
-    build = room.build
+    build = building.build
 
     def slow(*args) -> Built:
         store.put(other)
         return build(*args)
 
-    monkeypatch.setattr(room, "build", slow)
+    monkeypatch.setattr(building, "build", slow)
     assert dated("la", 50) == ("a", {"a": 0})
     assert store.get(job.key.digest) == other
     # It is no part of a race that it was refused from, though it has run.
@@ -188,8 +195,8 @@ def test_what_is_known_to_be_too_large_is_not_compiled_again(timed, monkeypatch)
         compiled.append(job.label)
         return build(program, mesh, job, environment)
 
-    build = room.build
-    monkeypatch.setattr(room, "build", note)
+    build = building.build
+    monkeypatch.setattr(building, "build", note)
     timed("ab", budget_bytes=before["a"].peak_bytes - 1)
     assert compiled == ["b"]
 
@@ -225,9 +232,14 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
         return built.record("ok", samples_ms=[slow * alone_ms] * 4, run_seconds=0.1)
 
     monkeypatch.setattr(room, "run", turn)
-    finalists = [Finalist(name=name, job=case.job(name)) for name in "abc"]
-    results = race(
-        case.program, case.mesh, finalists, store, rounds=3, progress=told.append
+    programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
+    results = race_programs(
+        case.program,
+        case.mesh,
+        programs,
+        store,
+        rounds=3,
+        options=MeasureOptions(progress=told.append),
     )
     counts = dict.fromkeys(t.partition(", ")[2] for t in told if "timing" in t)
     more = [f"turn {number} of at most 6" for number in (4, 5, 6)]
@@ -250,8 +262,8 @@ def test_who_is_far_behind_sits_out(case, store, monkeypatch):
         return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
 
     monkeypatch.setattr(room, "run", turn)
-    finalists = [Finalist(name=name, job=case.job(name)) for name in "abc"]
-    race(case.program, case.mesh, finalists, store, rounds=3)
+    programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
+    race_programs(case.program, case.mesh, programs, store, rounds=3)
     assert turns == ["a", "b", "c", "b", "a", "a", "b"]
 
 
@@ -275,19 +287,25 @@ def compiled(case, store, monkeypatch):
     def never(*args, **options):
         raise AssertionError("nothing runs")
 
-    monkeypatch.setattr(room, "build", fake)
+    monkeypatch.setattr(building, "build", fake)
     monkeypatch.setattr(room, "run", never)
 
     def go(budget_bytes: int, **options):
         built.clear()
-        refused, peak = first_that_fits(
-            case.program,
-            case.mesh,
-            [Finalist(name=name, job=case.job(name)) for name in NEEDS],
-            store,
-            budget_bytes=budget_bytes,
-            **options,
-        )
+        refused, peak = [], None
+        for name in NEEDS:
+            [found] = compile_programs(
+                case.program,
+                case.mesh,
+                [RaceProgram(name=name, job=case.job(name))],
+                store,
+                budget_bytes=budget_bytes,
+                options=MeasureOptions(**options),
+            )
+            if found.fits:
+                peak = found.peak_bytes
+                break
+            refused.append(found.refused)
         return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
 
     return go
@@ -333,27 +351,27 @@ def test_nobody_is_marked_after_a_race(timed, store):
 
 def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch):
     programs: dict[str, Built] = {}
-    timed("ab", programs=programs)
+    timed("ab", built=programs)
     assert set(programs) == {"a", "b"}
 
     def only_c(program, mesh, job, environment) -> Built:
         assert job.label == "c"
         return Built(key=job.key, compiled=None)
 
-    monkeypatch.setattr(room, "build", only_c)
-    turns, found = timed("abc", programs=programs)
+    monkeypatch.setattr(building, "build", only_c)
+    turns, found = timed("abc", built=programs)
     assert turns == ["a", "b", "c"]
     assert found["a"].key == case.job("a").key.digest
 
 
 def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
-    seen, build = [], room.build
+    seen, build = [], building.build
 
     def noted(*job):
         seen.append(bool(jax.config.jax_enable_x64))
         return build(*job)
 
-    monkeypatch.setattr(room, "build", noted)
+    monkeypatch.setattr(building, "build", noted)
     timed("a")
     with jax.enable_x64(True):
         timed("bc")

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cfp.planner_parts import Decision
 from cfp.profiling.record import ProfileRecord
-from cfp.race.programs import RaceResult, Whole
-from cfp.settings import ConstraintLevel
+from cfp.race.programs import RaceResult
+from cfp.race.truncated import Ratios
 from cfp.race.whole import UNTRIED, first_whole
+from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate
 
 
 def result(entry, time_ms=None, peak_bytes=10):
@@ -28,14 +29,14 @@ def result(entry, time_ms=None, peak_bytes=10):
         peak_bytes=peak_bytes,
         fits=True,
         cached=False,
-        whole=Whole(time_ratio=2.0),
+        ratios=Ratios(time=2.0),
     )
 
 
 @pytest.fixture
 def entries():
     """Four choices, the first of which has variants; the best first."""
-    one, *others = (Decision(name, name) for name in "abcd")
+    one, *others = (Candidate(name, name) for name in "abcd")
     plain = replace(one, name="a, plain", options={"plain": "1"})
     told = replace(one, name="a, arguments told", level=ConstraintLevel.ARGUMENTS)
     return [one, plain, told, *others]

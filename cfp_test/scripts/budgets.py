@@ -39,6 +39,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from cfp.planner_parts import PlannerSettings, finalists
 from jax.sharding import Mesh
 from jax.tree_util import tree_unflatten
 
@@ -47,7 +48,6 @@ from cfp.api import Found, find_plan
 from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
-from cfp.planner_parts import PlannerSettings, finalists
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.inputs import InputKind, make_inputs
 from cfp.profiling.key import environment_parts
@@ -56,8 +56,8 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.settings import ConstraintLevel
 from cfp.race.turns import race
+from cfp.settings import ConstraintLevel
 from cfp.targets import Target
 from cfp.trial import run_trial
 from cfp.units import format_bytes
@@ -160,7 +160,9 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     step = _step(target)
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.plain:
-        settings = replace(settings, extents=(ConstraintLevel.EVERYTHING,), compiler_options={})
+        settings = replace(
+            settings, extents=(ConstraintLevel.EVERYTHING,), compiler_options={}
+        )
     found: dict[str, Found] = {}
 
     def plan(what: str, budget: int | None) -> Row:

@@ -24,10 +24,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cfp.planner import Planner
+
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
-from cfp.planner import Planner
 from cfp.profiling import pipeline
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile

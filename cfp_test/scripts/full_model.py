@@ -46,22 +46,23 @@ from jax.sharding import Mesh
 # Started as a script, Python finds what lies beside it, and not the repository.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cfp import platform
-from cfp.analysis.flops import program_flops, recomputed_flops
-from cfp.cli.session import analyse, open_target
-from cfp.race.candidates import level_name, predicted_ms
-from cfp.plan import Plan
 from cfp.planner import Planner
 from cfp.planner_parts import (
     Decision,
     PlannerSettings,
     compose_plan,
 )
+
+from cfp import platform
+from cfp.analysis.flops import program_flops, recomputed_flops
+from cfp.cli.session import analyse, open_target
+from cfp.plan import Plan
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.candidates import level_name, predicted_ms
 from cfp.settings import ConstraintLevel
 from cfp.targets import Target
 from cfp_test.scripts.full_figures import (

@@ -17,23 +17,23 @@ import time
 from pathlib import Path
 
 import numpy as np
+from cfp.planner import Planner
 
 from cfp import platform
 from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
-from cfp.planner import Planner
 from cfp.context import PlannerSettings
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
+from cfp.race.programs import Finalist
+from cfp.race.turns import race
 from cfp.search.assemble import whole_choice
 from cfp.search.bounds import fit_weights
 from cfp.search.candidates import best_candidates
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
-from cfp.race.programs import Finalist
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option
-from cfp.race.turns import race
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
 

@@ -31,13 +31,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from cfp import api, platform
-from cfp.cli.session import open_target
-from cfp.race.candidates import level_name
-from cfp.errors import MemoryBudgetError
-from cfp.plan import Plan
 from cfp.planner_parts import (
     TOO_FAR,
     UNMEASURED,
@@ -47,16 +40,23 @@ from cfp.planner_parts import (
     finalists,
     room_within,
 )
+from jax.sharding import Mesh
+
+from cfp import api, platform
+from cfp.cli.session import open_target
+from cfp.errors import MemoryBudgetError
+from cfp.plan import Plan
 from cfp.presets import CLASSICS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.report.progress import progress_text
+from cfp.race.candidates import level_name
 from cfp.race.programs import RaceResult
-from cfp.settings import ConstraintLevel
 from cfp.race.turns import race
+from cfp.report.progress import progress_text
+from cfp.settings import ConstraintLevel
 
 
 def parts_of(name: str) -> tuple[str, ConstraintLevel]:

@@ -22,10 +22,10 @@ from datetime import date
 from pathlib import Path
 
 import jax
+from cfp.planner import Planner
 
 from cfp import platform
 from cfp.cli.session import analyse, open_target
-from cfp.planner import Planner
 from cfp.context import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cfp.planner_parts import Decision, compose_plan
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.cli.session import analyse
 from cfp.errors import PlanMismatch
 from cfp.plan_parts import RaceRow
-from cfp.planner_parts import Decision, compose_plan
 from cfp.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step

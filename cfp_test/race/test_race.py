@@ -1,7 +1,6 @@
 """Races of deep programs: abridged ones run, and the winner whole."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +9,24 @@ import optax
 import pytest
 
 import cfp
-from cfp import contest
-from cfp.race.candidates import with_options
-from cfp.planner import Planner
-from cfp.planner_parts import TOO_FAR, TOO_LARGE, UNMEASURED, Decision
+from cfp import api
+from cfp.context import MemoryBudget
 from cfp.presets import CLASSICS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
-from cfp.report.tables import plan_text
-from cfp.search import shortened
-from cfp.race.options import variants
-from cfp.search.costs import Costs
+from cfp.race import compile as building
+from cfp.race import race as story
+from cfp.race import run as steps
+from cfp.race import truncated
+from cfp.race.candidates import with_options
+from cfp.race.limit import limit_options
+from cfp.race.outcome import TOO_FAR, TOO_LARGE, UNMEASURED
 from cfp.race.programs import RaceResult
-from cfp.race.limit import Room
+from cfp.race.run import second_race
+from cfp.report.tables import plan_text
+from cfp.search.costs import Costs
+from cfp.settings import defaults_of
+from cfp.solution import Candidate
 
 LAYERS, WIDTH, BATCH = 12, 16, 8
 ADAM = optax.adam(1e-3)
@@ -83,16 +87,22 @@ def plan(mesh, folder):
     return make
 
 
+def patient(monkeypatch, **changes):
+    """Other defaults than those of virtual devices."""
+    changed = replace(defaults_of("cpu"), **changes)
+    monkeypatch.setattr("cfp.context.defaults_of", lambda platform: changed)
+
+
 @pytest.fixture
 def raced(monkeypatch):
     """The parts that were built for races, in turn: how many ops each has."""
-    counts, build = [], contest.race.__globals__["build"]
+    counts, build = [], building.build
 
     def counting(program, mesh, job, environment):
         counts.append(len(job.part.ops))
         return build(program, mesh, job, environment)
 
-    monkeypatch.setattr("cfp.race.turns.build", counting)
+    monkeypatch.setattr(building, "build", counting)
     return counts
 
 
@@ -119,14 +129,14 @@ def test_a_deep_program_is_raced_abridged_and_the_winner_whole(plan, raced):
 
 def test_what_was_measured_is_scaled_to_the_whole_program(plan, monkeypatch):
     made = plan()
-    whole = shortened.Shortened.whole
+    ratios_of = truncated.Truncated.ratios_of
     found = []
 
     def tripled(self, choice):
-        found.append(whole(self, choice))
-        return replace(found[-1], time_ratio=3 * found[-1].time_ratio)
+        found.append(ratios_of(self, choice))
+        return replace(found[-1], time=3 * found[-1].time)
 
-    monkeypatch.setattr(shortened.Shortened, "whole", tripled)
+    monkeypatch.setattr(truncated.Truncated, "ratios_of", tripled)
     again = plan()
     assert again.search["race_cached"] == 1.0
     for row, other in zip(made.race, again.race, strict=True):
@@ -134,8 +144,8 @@ def test_what_was_measured_is_scaled_to_the_whole_program(plan, monkeypatch):
             assert other.time_ms == pytest.approx(3 * row.time_ms)
     assert again.measured_ms == made.measured_ms
     # Two thirds of the layers, which take most of a step, were left out.
-    assert all(1 < one.time_ratio < LAYERS for one in found)
-    assert all(1.2 < one.bytes_ratio < LAYERS / 4 for one in found)
+    assert all(1 < one.time < LAYERS for one in found)
+    assert all(1.2 < one.memory < LAYERS / 4 for one in found)
 
 
 @pytest.mark.parametrize("asked", [{"repeats": None}, {"memory_budget": 2**30}])
@@ -173,26 +183,26 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
 
 def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     """Only times of one run compare."""
-    stages, race = [], contest.race
+    stages, race = [], steps.race_programs
 
-    def watched(program, mesh, finalists, *where, **how):
-        results = race(program, mesh, finalists, *where, **how)
+    def watched(program, mesh, programs, *where, **how):
+        results = race(program, mesh, programs, *where, **how)
         if not stages:
             # What no classic is leads; one that is no leader is close, and no other.
-            known = {f.job.key.digest for f in finalists if f.name in CLASSICS}
-            every = dict.fromkeys(f.job.key.digest for f in finalists)
+            known = {f.job.key.digest for f in programs if f.name in CLASSICS}
+            every = dict.fromkeys(f.job.key.digest for f in programs)
             order = sorted(every, key=lambda digest: digest in known)
             assert len(order) > 3
             ms = dict(zip(order, (10.0, 10.1, 10.2, *range(20, 99)), strict=False))
             factors = [ms[r.record.key] / r.time_ms for r in results]
             results = [
-                replace(r, whole=replace(r.whole, time_ratio=f * r.whole.time_ratio))
+                replace(r, ratios=replace(r.ratios, time=f * r.ratios.time))
                 for r, f in zip(results, factors, strict=True)
             ]
-        stages.append((finalists, results))
+        stages.append((programs, results))
         return results
 
-    monkeypatch.setattr(contest, "race", watched)
+    monkeypatch.setattr(steps, "race_programs", watched)
     options = {"plain": {"xla_backend_optimization_level": "0"}}
     plan(plans=3, compiler_options=options, cache_dir=tmp_path)
     (first, results), (beside, _), *_ = stages
@@ -256,7 +266,7 @@ def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeyp
 
 
 def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
-    monkeypatch.setattr("cfp.planner._REACH_ON_CPUS", 1.0)
+    patient(monkeypatch, estimate_reach=1.0)
     made = plan(cache_dir=tmp_path)
     unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
     raced = {row.name for row in made.race if row.time_ms is not None}
@@ -288,7 +298,7 @@ def test_what_is_left_out_stands_between_two_repeats(repeats):
 @pytest.fixture
 def whole_fails(monkeypatch):
     """Of programs that won abridged, so many that cannot be built whole."""
-    build = contest.race.__globals__["build"]
+    build = building.build
     failed, most = [], []
 
     def failing(program, mesh, job, environment):
@@ -300,7 +310,7 @@ def whole_fails(monkeypatch):
 
     def fail(count):
         most[:] = [count]
-        monkeypatch.setattr("cfp.race.turns.build", failing)
+        monkeypatch.setattr(building, "build", failing)
         return failed
 
     return fail
@@ -326,43 +336,44 @@ def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
     plan, whole_fails, monkeypatch, tmp_path
 ):
     """A rival that is much faster by prediction, and abridged, keeps others out."""
-    search, whole = Planner.search, shortened.Shortened.whole
+    search, ratios_of = api.search, truncated.Truncated.ratios_of
     rivals, own_ms, places = [], [], {}
 
-    def with_rival(self, profiles):
-        found = search(self, profiles)
-        classics = dict(found.classics)
-        own = classics.pop("data_parallel")
-        rivals[:] = [classics.pop("tensor_parallel")]
-        own_ms[:] = [found.predicted_ms]
-        rival = Decision("rival", rivals[0], 0.3 * found.predicted_ms)
-        how = {"choice": own, "rivals": (rival,), "classics": classics}
-        return replace(found, **how)
+    def with_rival(context, analysis, profiles):
+        found = search(context, analysis, profiles)
+        presets = dict(found.presets)
+        best = replace(found.best, choice=presets.pop("data_parallel"))
+        rivals[:] = [presets.pop("tensor_parallel")]
+        own_ms[:] = [best.predicted_ms]
+        rival = Candidate("rival", rivals[0], 0.3 * best.predicted_ms)
+        return replace(found, best=best, rivals=(rival,), presets=presets)
 
     def scaled(self, choice):
-        found = whole(self, choice)
+        found = ratios_of(self, choice)
         share = 0.01 if choice in rivals else 1.0
-        return replace(found, time_ratio=share * found.time_ratio)
+        return replace(found, time=share * found.time)
 
-    monkeypatch.setattr(Planner, "search", with_rival)
-    monkeypatch.setattr(shortened.Shortened, "whole", scaled)
+    monkeypatch.setattr(api, "search", with_rival)
+    monkeypatch.setattr(truncated.Truncated, "ratios_of", scaled)
 
     def a_little_slower(analysis, problem, choice):
         return own_ms[0] * (1.02 + 0.02 * places.setdefault(choice, len(places)))
 
-    monkeypatch.setattr(contest, "predicted_ms", a_little_slower)
-    entries, far = contest.Contest._entries, []
+    monkeypatch.setattr("cfp.race.candidates.predicted_ms", a_little_slower)
+    near_among, near = steps.Run.near_among, []
 
-    def noted(self):
-        found = entries(self)
-        far.append(len(found[1]))
+    def noted(self, candidates):
+        found = near_among(self, candidates)
+        near.append(len(found))
         return found
 
-    monkeypatch.setattr(contest.Contest, "_entries", noted)
+    monkeypatch.setattr(steps.Run, "near_among", noted)
     failed = whole_fails(1)
     made = plan(cache_dir=tmp_path, reach=1.1)
-    assert failed and far[0] >= 2 and far[1:] == [0]
+    assert failed and max(near) >= near[0] + 1
     assert made.winner != "rival" and "segments_raced" in made.search
+    rows = {row.name: row for row in made.race}
+    assert rows["rival"].time_ms is None and "xla_no_such" in rows["rival"].note
     assert TOO_FAR not in [row.note for row in made.race]
 
 
@@ -385,8 +396,8 @@ def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
     def predicted(analysis, problem, choice):
         return needs.setdefault(choice, 10 * (len(needs) + 1))
 
-    monkeypatch.setattr("cfp.planner.device_memory", lambda mesh: 2**40)
-    monkeypatch.setattr("cfp.race.race.predicted_bytes", predicted)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**40)
+    monkeypatch.setattr(story, "predicted_bytes", predicted)
     assert "segments_raced" in plan().search
     for need, refused in ((10 * 2**40, 1), (2**40, 0)):
         needs[list(needs)[-1]] = need
@@ -405,14 +416,14 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     def predicted(analysis, problem, choice):
         return known.get(choice, CompiledBytes(temp_bytes=2**31))
 
-    entries = contest.Contest._entries
+    candidates_of = story.candidates_of
 
-    def seen(self):
-        known[self.decision.classics["data_parallel"]] = None
-        return entries(self)
+    def seen(context, analysis, solution):
+        known[solution.presets["data_parallel"]] = None
+        return candidates_of(context, analysis, solution)
 
-    monkeypatch.setattr("cfp.race.candidates._predicted_size", predicted)
-    monkeypatch.setattr(contest.Contest, "_entries", seen)
+    monkeypatch.setattr(steps, "predicted_size", predicted)
+    monkeypatch.setattr(story, "candidates_of", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}
     assert notes["data_parallel"] == ""
@@ -433,51 +444,31 @@ def result_of(entry, ms=9.0):
     )
 
 
-def contest_of(race):
-    """A contest with GPUs' options, whose races are made up."""
-    one = object.__new__(contest.Contest)
-    one._options, one._race = variants("gpu"), race
-    one.decision = SimpleNamespace(classics={})
-    one.ground = SimpleNamespace(environment=(), end=float("inf"))
-    one._rounds = 1
-    return one
-
-
-def test_a_plan_that_is_a_classic_takes_one_leaders_place():
+def test_a_plan_that_is_a_preset_takes_one_leaders_place():
     """One program under two names is raced with other options once, and the next is."""
     field = [
-        (Decision("planned", "one"), 9.0),
-        (Decision("fully_sharded", "one"), 9.0),
-        (Decision("data_parallel", "another"), 10.0),
-        (Decision("tensor_parallel", "a third"), 11.0),
+        (Candidate("planned", "one"), 9.0),
+        (Candidate("fully_sharded", "one"), 9.0),
+        (Candidate("data_parallel", "another"), 10.0),
+        (Candidate("tensor_parallel", "a third"), 11.0),
     ]
-    asked = []
-
-    def race(entries, environment, shortened, **how):
-        asked.extend(entries)
-        return [(entry, result_of(entry)) for entry in entries]
-
-    one = contest_of(race)
-    one._leaders_again([(e, result_of(e, ms)) for e, ms in field], [], None, {})
-    varied = {entry.name.partition(",")[0] for entry in asked if entry.options}
+    options = defaults_of("gpu").compiler_options
+    first, new = second_race([(e, result_of(e, ms)) for e, ms in field], options, ())
+    varied = {one.name.partition(",")[0] for one in new}
     assert varied == {"planned", "data_parallel"}
-    assert len({entry.key for entry in asked}) == len(asked) - 1
+    asked = [*first, *new]
+    assert len({one.key for one in asked}) == len(asked) - 1
 
 
 def test_no_two_programs_of_a_race_have_one_name():
-    """Programs are known by the names of who takes part, from one race to the next."""
-    room = Room(budget_bytes=40, device_bytes=120, platform="gpu")
-    options = room.options(CompiledBytes(argument_bytes=10, temp_bytes=40))
-    told = with_options([Decision("one", "a choice", 9.0)], options)
-    assert len({entry.key for entry in told}) == 3
-    asked = []
-
-    def race(entries, environment, shortened, **how):
-        asked.extend(entries)
-        return [(entry, result_of(entry)) for entry in entries]
-
-    one = contest_of(race)
-    one._leaders_again([(e, result_of(e)) for e in told], told, None, {})
-    names = [entry.name for entry in asked]
-    assert len(set(names)) == len(names) == len({entry.key for entry in asked})
+    """Programs are known by the names of candidates, from one race to the next."""
+    memory = MemoryBudget(budget_bytes=40, device_bytes=120, limits_memory=True)
+    limits = limit_options(memory, CompiledBytes(argument_bytes=10, temp_bytes=40))
+    limited = with_options([Candidate("one", "a choice", 9.0)], limits)
+    assert len({one.key for one in limited}) == 3
+    options = defaults_of("gpu").compiler_options
+    first, new = second_race([(e, result_of(e)) for e in limited], options, ())
+    asked = [*first, *new]
+    names = [one.name for one in asked]
+    assert len(set(names)) == len(names) == len({one.key for one in asked})
     assert "one, within the budget, large collectives" in names

@@ -1,0 +1,290 @@
+"""What a race does with candidates: compile, admit, time, compare, remember."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
+from cfp.context import PlanContext
+from cfp.errors import CfpError
+from cfp.plan_parts import RaceRow
+from cfp.profiling.builder import Built
+from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.record import CompiledBytes
+from cfp.race.cache import answer_to, question
+from cfp.race.candidates import (
+    leanest_of,
+    predicted_size,
+    with_options,
+)
+from cfp.race.compile import Compiled, compile_programs
+from cfp.race.enough import (
+    Admitted,
+    best_of,
+    enough_that_fit,
+    in_reach,
+    raced_anyway,
+)
+from cfp.race.limit import MEMORY_SHARE, limit_options
+from cfp.race.outcome import (
+    TOO_LARGE,
+    UNMEASURED,
+    RaceOutcome,
+    left_out,
+)
+from cfp.race.programs import RaceResult, TimedCandidate, programs_of
+from cfp.race.remembered import known_to_fit
+from cfp.race.shortage import no_winner
+from cfp.race.truncated import Truncated
+from cfp.race.turns import race_programs
+from cfp.settings import (
+    CLOSE_TO_LEADER,
+    LEADERS,
+    ROUNDS_BEFORE_OPTIONS,
+)
+from cfp.solution import Candidate, Solution
+
+# Kept apart from the first race: what leads must not change with this one.
+SECOND: Parts = (("race", "with other compiler options"),)
+
+
+def second_race(
+    field: Sequence[TimedCandidate],
+    options: Mapping[str, Mapping[str, str]],
+    presets: Collection[Choice],
+) -> tuple[list[Candidate], list[Candidate]]:
+    """What races again: leaders, what is close to the first, the best preset.
+
+    Args:
+        field: the first race.
+        options: of the compiler, by name.
+        presets: choices of which the best has what leaders have, or a ratio to it
+            would mislead.
+
+    Returns:
+        Those, and variants of leaders with options; nothing if there are no variants.
+    """
+    ranked = sorted(field, key=time_ms)
+    # The plan may be a preset: one program, under two names.
+    distinct = {one.key: (one, r) for one, r in reversed(ranked) if r.ran}
+    able = [*distinct.values()][::-1][:LEADERS]
+    known = [(one, r) for one, r in ranked if one.choice in presets]
+    leaders = {one.key: one for one, r in [*able, *known[:1]] if r.ran}
+    keys = {one.key for one, _ in field}
+    names = {one.name for one, _ in field}
+    # What is remembered may be a variant of something.
+    new = {
+        one.key: one
+        for one in with_options([*leaders.values()], options)
+        if one.key not in keys and one.name not in names
+    }
+    if not new:
+        return [], []
+    limit_ms = CLOSE_TO_LEADER * min(map(time_ms, able), default=0.0)
+    close = [(one, r) for one, r in ranked if r.ran and r.time_ms <= limit_ms]
+    first = {one.name: one for one, r in [*able, *close, *known[:1]] if r.ran}
+    return [*first.values()], [*{one.name: one for one in new.values()}.values()]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A race, and what it has compiled."""
+
+    context: PlanContext
+    analysis: Analysis
+    solution: Solution
+    started: float = field(default_factory=time.perf_counter)
+    built: dict[str, Built] = field(default_factory=dict)
+    fresh: list[str] = field(default_factory=list)  # What was not in the store.
+
+    @property
+    def presets(self) -> set[Choice]:
+        return set(self.solution.presets.values())
+
+    @property
+    def rounds(self) -> int:
+        """Of a race after which leaders run again, or in which times say little."""
+        few = self.context.compiler_options or self.context.by_estimates
+        return ROUNDS_BEFORE_OPTIONS if few else self.context.defaults.rounds
+
+    def compile_all(self, candidates: Sequence[Candidate]) -> list[Compiled]:
+        """What candidates need, and which cannot race."""
+        context, analysis = self.context, self.analysis
+        found = compile_programs(
+            analysis.frame.program,
+            context.devices,
+            programs_of(analysis, candidates, context.environment),
+            context.store,
+            budget_bytes=context.budget_bytes,
+            options=context.measure,
+            built=self.built,
+            end=context.end,
+        )
+        pairs = zip(candidates, found, strict=True)
+        self.fresh.extend(one.name for one, made in pairs if not made.cached)
+        return found
+
+    def time(
+        self,
+        candidates: Sequence[Candidate],
+        rounds: int,
+        stage: Parts = (),
+        truncated: Truncated | None = None,
+        built: dict[str, Built] | None = None,
+    ) -> list[TimedCandidate]:
+        """How candidates do, timed in turn."""
+        context, analysis = self.context, self.analysis
+        where = (*context.environment, *stage)
+        results = race_programs(
+            analysis.frame.program,
+            context.devices,
+            programs_of(analysis, candidates, where, truncated),
+            context.store,
+            budget_bytes=context.budget_bytes,
+            rounds=rounds,
+            end=context.end,
+            built=self.built if built is None else built,
+            options=context.measure,
+        )
+        self.fresh.extend(result.name for result in results if not result.cached)
+        return list(zip(candidates, results, strict=True))
+
+    def leaders_again(
+        self, raced: list[TimedCandidate], truncated: Truncated | None
+    ) -> tuple[list[TimedCandidate], list[TimedCandidate]]:
+        """Races leaders with other compiler options; how these did, and the others."""
+        context = self.context
+        first, new = second_race(raced, context.compiler_options, self.presets)
+        if not new or time.monotonic() > context.end:
+            return [], raced
+        names = {one.name for one in first}
+        for name in self.built.keys() - names:
+            del self.built[name]
+        rounds = context.defaults.rounds
+        again = self.time([*first, *new], rounds, SECOND, truncated)
+        ranked = sorted(raced, key=time_ms)
+        return again, [(one, r) for one, r in ranked if one.name not in names]
+
+    def admit(
+        self,
+        candidates: Sequence[Candidate],
+        always: Collection[object] = (),
+        one_is_enough: bool = False,
+    ) -> Admitted:
+        """Compiles candidates until enough fit."""
+        problem, analysis = self.solution.problem, self.analysis
+
+        def size_of(one: Candidate) -> CompiledBytes | None:
+            if problem is None:
+                return None
+            return predicted_size(analysis, problem, one.choice)
+
+        return enough_that_fit(
+            candidates,
+            self.compile_all,
+            memory=self.context.memory,
+            size_of=size_of,
+            reach=None if one_is_enough else self.context.reach,
+            presets=self.presets,
+            always=always,
+        )
+
+    def last_resort(self, admitted: Admitted) -> Admitted:
+        """The leanest by prediction; and the smallest compiled, with the memory limit.
+
+        What these need is what an error names.
+        """
+        memory, problem = self.context.memory, self.solution.problem
+        refused = list(admitted.refused)
+        if problem is not None:
+            lean = leanest_of(self.analysis, problem)
+            [made] = self.compile_all([lean])
+            if made.fits:
+                return Admitted([(lean, made)], refused)
+            refused.append((lean, made))
+        plain = [(c, m) for c, m in refused if MEMORY_SHARE not in c.options]
+        large = [(c, m) for c, m in plain if m.refused and not m.refused.fits]
+        if memory is None or not large:
+            return Admitted([], refused)
+        smallest, made = min(large, key=lambda pair: pair[1].peak_bytes)
+        assert made.refused is not None
+        options = limit_options(memory, made.refused.record)
+        variants = with_options([smallest], options)
+        known = {one.key for one, _ in refused}
+        variants = [one for one in variants if one.key not in known]
+        fitting = []
+        for one, made in zip(variants, self.compile_all(variants), strict=True):
+            if made.fits:
+                fitting.append((one, made))
+            else:
+                refused.append((one, made))
+        return Admitted(fitting, refused)
+
+    def remember(
+        self, candidates: Sequence[Candidate]
+    ) -> tuple[list[Candidate], ProfileKey | None]:
+        """What is known to fit and is no candidate yet; and what that answers."""
+        context, problem = self.context, self.solution.problem
+        if context.memory is None or problem is None or not context.is_alone:
+            return [], None
+        programs = programs_of(self.analysis, candidates, context.environment)
+        asked = question(
+            [one.job for one in programs],
+            context.compiler_options.values(),
+            context.memory.budget_bytes,
+            context.environment,
+        )
+        answer = answer_to(asked, context.store)
+        near = self.near_among(candidates)
+        return known_to_fit(context, self.analysis, problem, near, answer), asked
+
+    def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates that race if all fit."""
+        best_ms, anyway = best_of(candidates), raced_anyway(candidates, self.presets)
+        reach = self.context.reach
+        return [
+            one
+            for one in candidates
+            if one.key in anyway or in_reach(one, best_ms, reach)
+        ]
+
+    def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
+        memory = self.context.memory
+        reserve = memory.reserve_bytes if memory else 0
+        return no_winner(self.analysis, results, self.context.budget_bytes, reserve)
+
+    def outcome(
+        self,
+        won: TimedCandidate,
+        rows: Sequence[RaceRow],
+        ties: Sequence[TimedCandidate] = (),
+        built: Built | None = None,
+        counts: Mapping[str, float] | None = None,
+    ) -> RaceOutcome:
+        found = {
+            **self.solution.counts,
+            "race_seconds": time.perf_counter() - self.started,
+            "race_cached": float(not self.fresh),
+            **(counts or {}),
+        }
+        if (count := len({result.samples_ms for _, result in ties})) > 1:
+            found["ties"] = count - 1
+        why = TOO_LARGE if self.context.memory else UNMEASURED
+        absent = [left_out(name, None, why) for name in self.solution.unmeasured]
+        winner, result = won
+        return RaceOutcome(
+            winner=winner,
+            result=result,
+            peak_bytes=result.peak_bytes,
+            built=built,
+            rows=(*rows, *absent),
+            counts=found,
+        )
+
+
+def time_ms(timed: TimedCandidate) -> float:
+    """What a candidate took."""
+    return timed[1].time_ms

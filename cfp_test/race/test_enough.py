@@ -1,0 +1,219 @@
+"""The one rule of who races, on made-up sizes: what is compiled, and when it ends."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfp.analysis.layout import Choice
+from cfp.context import MemoryBudget
+from cfp.profiling.record import CompiledBytes
+from cfp.race.compile import Compiled
+from cfp.race.enough import enough_that_fit
+from cfp.race.limit import MEMORY_SHARE
+from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
+from cfp.solution import Candidate
+
+REACH = defaults_of("gpu").reach
+BUDGET = 100
+# What the memory limit leaves of the temporaries, which are half of everything here.
+LIMITED = 0.6
+
+
+def candidate(name, predicted_ms, level=ConstraintLevel.EVERYTHING):
+    return Candidate(name, Choice((), (), tuple(map(ord, name))), predicted_ms, level)
+
+
+def split(peak_bytes):
+    half = peak_bytes // 2
+    return CompiledBytes(argument_bytes=half, temp_bytes=peak_bytes - half)
+
+
+class Compiler:
+    """Compiles programs of given sizes; 0 fails. Notes what it was asked for."""
+
+    def __init__(self, sizes, stubborn=()):
+        self.sizes, self.stubborn, self.asked = sizes, stubborn, []
+
+    def __call__(self, candidates):
+        self.asked += [one.name for one in candidates]
+        return [self.one(candidate) for candidate in candidates]
+
+    def one(self, candidate):
+        base = candidate.name.partition(", ")[0]
+        size = split(self.sizes[base])
+        if candidate.options and base not in self.stubborn:
+            less = round(LIMITED * size.temp_bytes)
+            size = CompiledBytes(argument_bytes=size.argument_bytes, temp_bytes=less)
+        peak = size.peak_bytes
+        refused: Any = SimpleNamespace(fits=peak <= BUDGET, record=size)
+        is_good = 0 < peak <= BUDGET
+        return Compiled(peak, None if is_good else refused, False)
+
+
+def admit(sizes, times, *, predicted=None, limits=True, stubborn=(), **how):
+    """What becomes of programs that need some bytes and should take some time."""
+    compiler = Compiler(sizes, stubborn)
+    candidates = [candidate(name, times[name]) for name in sizes]
+    memory = MemoryBudget(
+        budget_bytes=BUDGET, device_bytes=10 * BUDGET, limits_memory=limits
+    )
+    expected = sizes if predicted is None else predicted
+    how = {"reach": REACH, "presets": [c.choice for c in candidates[1:]], **how}
+    found = enough_that_fit(
+        candidates,
+        compiler,
+        memory=memory,
+        size_of=lambda one: split(expected[one.name]) if expected[one.name] else None,
+        **how,
+    )
+    return found, compiler.asked
+
+
+def bases(candidates):
+    return {one.name.partition(", ")[0] for one in candidates}
+
+
+def fitting(found):
+    return bases(one for one, _ in found.fitting)
+
+
+def test_what_fits_and_is_in_reach_is_compiled_and_nothing_else():
+    sizes = {"planned": 90, "near": 80, "far": 70}
+    found, asked = admit(sizes, {"planned": 10.0, "near": 10.9, "far": 12.0})
+    assert asked == ["planned", "near"] and fitting(found) == {"planned", "near"}
+    assert bases(found.far) == {"far"}
+
+
+def test_the_best_preset_is_compiled_however_slow():
+    sizes = {"planned": 90, "slow": 80, "slower": 70}
+    found, _ = admit(sizes, {"planned": 10.0, "slow": 20.0, "slower": 30.0})
+    assert fitting(found) == {"planned", "slow"} and bases(found.far) == {"slower"}
+
+
+def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():
+    sizes = {"planned": 90, "large": 122}
+    found, asked = admit(sizes, {"planned": 10.0, "large": 8.0})
+    assert "large" not in asked and "large, within the budget" in asked
+    assert fitting(found) == {"planned", "large"}
+
+
+def test_what_turns_out_too_large_gets_the_memory_limit_then():
+    sizes, predicted = {"planned": 90, "large": 122}, {"planned": 90, "large": 95}
+    times = {"planned": 10.0, "large": 8.0}
+    found, asked = admit(sizes, times, predicted=predicted)
+    assert asked.index("large") < asked.index("large, within the budget")
+    assert fitting(found) == {"planned", "large"}
+    # With it a step takes longer: it must be worth that.
+    found, asked = admit(sizes, {"planned": 10.0, "large": 10.9}, predicted=predicted)
+    assert not [name for name in asked if name.startswith("large, ")]
+
+
+def test_without_a_memory_limit_it_is_compiled_as_it_is():
+    sizes = {"planned": 90, "large": 122}
+    found, asked = admit(sizes, {"planned": 10.0, "large": 8.0}, limits=False)
+    assert asked == ["large", "planned"] and fitting(found) == {"planned"}
+
+
+def test_what_cannot_fit_is_not_compiled():
+    sizes = {"planned": 90, "huge": 200}
+    found, asked = admit(sizes, {"planned": 10.0, "huge": 1.0})
+    assert asked == ["planned"] and bases(found.too_large) == {"huge"}
+
+
+def test_with_fewer_constraints_a_choice_needs_no_less():
+    """To give one choice the memory limit at both levels lost: it needs 5 % more."""
+    less = candidate("large", 8.0, ConstraintLevel.ARGUMENTS)
+    both = [candidate("planned", 10.0), candidate("large", 8.0), less]
+    compiler = Compiler({"planned": 90, "large": 122})
+    found = enough_that_fit(
+        both,
+        compiler,
+        memory=MemoryBudget(budget_bytes=100, device_bytes=999, limits_memory=True),
+        size_of=lambda one: split(compiler.sizes[one.name]),
+        reach=REACH,
+    )
+    levels = {one.level for one, _ in found.fitting if MEMORY_SHARE in one.options}
+    assert levels == {ConstraintLevel.EVERYTHING}
+    assert found.too_large == [less]
+
+
+def test_faster_rivals_that_do_not_fit_take_no_presets_place():
+    """As for a mixture of experts at 60 %: two faster choices were compiled within the
+    budget, and expert parallelism, which fits so and was the fastest, never was.
+    """
+    sizes = {"planned": 90, "first": 122, "second": 122, "experts": 122, "data": 95}
+    times = {"planned": 10.0, "first": 8.0, "second": 8.1, "experts": 8.4, "data": 9.9}
+    found, asked = admit(sizes, times, stubborn={"first", "second"})
+    assert "experts, within the budget" in asked
+    assert {"planned", "experts"} <= fitting(found)
+    # Those that fit as well do not take it either.
+    found, _ = admit(sizes, times)
+    assert {"first", "second", "experts"} <= fitting(found)
+
+
+def test_what_was_out_of_reach_of_something_too_large_is_compiled():
+    """As at budgets of 5.36 to 5.73 GiB: what was left out for the sake of faster plans
+    that then did not fit was the fastest that does.
+    """
+    sizes = {"planned": 90, "hoped": 122, "near": 95, "far": 80}
+    times = {"planned": 10.0, "hoped": 7.0, "near": 10.5, "far": 12.0}
+    found, _ = admit(sizes, times, stubborn={"hoped"})
+    assert fitting(found) == {"planned", "near"}
+    assert bases(one for one, _ in found.refused) == {"hoped"}
+    found, _ = admit(sizes, times)
+    assert "near" not in fitting(found) and bases(found.far) >= {"far"}
+
+
+def test_it_ends_when_too_many_do_not_fit():
+    sizes = {"planned": 120, **{f"p{n}": 120 for n in range(3 * MOST_REFUSED)}}
+    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
+    predicted = dict.fromkeys(sizes, 90)
+    found, asked = admit(sizes, times, predicted=predicted, limits=False)
+    assert not found.fitting and len(asked) == MOST_REFUSED
+    assert len(found.far) == len(sizes) - MOST_REFUSED
+
+
+def test_without_a_race_one_that_fits_is_enough():
+    sizes = {"planned": 120, "next": 90, "last": 80}
+    times = {"planned": 10.0, "next": 20.0, "last": 30.0}
+    found, asked = admit(sizes, times, limits=False, reach=None)
+    assert asked == ["planned", "next"] and fitting(found) == {"next"}
+
+
+def test_what_has_no_prediction_may_win():
+    sizes = {"planned": 90, "unknown": 80}
+    found, _ = admit(sizes, {"planned": 10.0, "unknown": None}, presets=())
+    assert fitting(found) == {"planned", "unknown"}
+
+
+@given(
+    st.lists(st.tuples(st.integers(20, 200), st.floats(1.0, 20.0)), max_size=7),
+    st.booleans(),
+)
+def test_nothing_in_reach_of_the_fastest_that_fits_is_left_out(others, limits):
+    sizes = {"planned": 90, **{f"p{n}": size for n, (size, _) in enumerate(others)}}
+    times = {"planned": 10.0, **{f"p{n}": ms for n, (_, ms) in enumerate(others)}}
+    found, asked = admit(sizes, times, limits=limits)
+    assert len(asked) == len(set(asked))
+    best_ms = min(times[name] for name in fitting(found))
+    plain = {one.name for one, _ in found.fitting}
+    for name, size in sizes.items():
+        if size <= BUDGET and times[name] <= best_ms:
+            assert name in plain
+    for one in found.far:
+        assert one.predicted_ms > best_ms
+    every = [*found.far, *found.too_large, *(one for one, _ in found.refused)]
+    assert bases(every) | fitting(found) == set(sizes)
+
+
+@pytest.mark.parametrize("name", ["first", "planned"])
+def test_what_fails_is_refused_and_the_next_has_its_turn(name):
+    sizes = {"planned": 90, "first": 90, "next": 90}
+    times = {"planned": 10.0, "first": 5.0, "next": 10.1}
+    found, _ = admit({**sizes, name: 0}, times, predicted=sizes)
+    assert bases(one for one, _ in found.refused) == {name}
+    expected = {"planned", "next"} if name == "first" else {"first", "next"}
+    assert fitting(found) <= expected and fitting(found)

@@ -10,17 +10,16 @@ import statistics
 import sys
 from pathlib import Path
 
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings
-
 from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit
 from cfp import platform
 from cfp.analysis.flops import program_flops
 from cfp.cli.session import analyse
+from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import execute
+from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp.units import parse_bytes
 from cfp_test import model_passes, three_passes
@@ -63,16 +62,13 @@ def main() -> int:
 def _run(session, args: argparse.Namespace) -> None:
     frame = session.analysis.frame
     budget = parse_bytes(args.memory_budget)
-    settings = PlannerSettings(race=False)
-    with Planner(
-        session.analysis, session.mesh, args.workdir, budget, settings
-    ) as planner:
+    with open_context(session.mesh, args.workdir) as context:
         if args.link == "fitted":
-            prices = fit(measure_rates(session.mesh, planner.store))
+            prices = fit(measure_rates(session.mesh, context.store))
         else:
             prices = AlphaBeta.uniform(frame.mesh, LINKS[args.link])
     found = choose(session.analysis, prices, budget_bytes=budget)
-    made = make_choice(session, Decision("cost model", found.choice), args.workdir, {})
+    made = make_choice(session, Candidate("cost model", found.choice), {})
     timing = QUICK_TURN if args.quick else TURN
     records = [
         execute(

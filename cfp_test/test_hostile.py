@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from cfp.race.options import variants
 from typer.testing import CliRunner
 
 import cfp
@@ -12,6 +11,7 @@ from cfp.errors import MeshError
 from cfp.platform import select
 from cfp.profiling.compiler_options import refused_option
 from cfp.race.limit import MEMORY_SHARE
+from cfp.settings import defaults_of
 from cfp_test import hostile
 
 
@@ -88,7 +88,7 @@ def test_names_are_printed_as_they_are(made, tmp_path):
 
 
 def test_options_that_cfp_itself_chooses_may_be_loaded():
-    for options in variants("cuda").values():
+    for options in defaults_of("cuda").compiler_options.values():
         assert refused_option(options) is None
     assert refused_option({MEMORY_SHARE: "37"}) is None
     assert refused_option({"xla_dump_to": "here"}) is not None

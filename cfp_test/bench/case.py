@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.analysis.flops import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
+from cfp.compose import compose_plan
 from cfp.execute import compile_step
 from cfp.models.options import Scalar
 from cfp.profiling.builder import Built, compile_lowered
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
+from cfp.race.outcome import RaceOutcome
+from cfp.solution import Candidate
 from cfp.targets import model_target
 
 
@@ -85,21 +85,17 @@ def ready(
 
 
 def make_choice(
-    session: Session, decision: Decision, workdir: Path, options: Mapping[str, str]
+    session: Session, candidate: Candidate, options: Mapping[str, str]
 ) -> Ready:
     """Compiles a choice, as cfp compiles its own plans.
 
     Args:
       session: the step, analysed.
-      decision: the choice, and how it is told to the compiler.
-      workdir: where measurements are kept; none are looked up or made.
-      options: compiler options, besides the decision's.
+      candidate: the choice, and how much the compiler is constrained.
+      options: compiler options, besides the candidate's.
     """
     analysis, mesh = session.analysis, session.mesh
-    settings = PlannerSettings(measure=True, race=False)
-    with Planner(analysis, mesh, workdir, settings=settings) as planner:
-        # Without a race, a choice only becomes shardings.
-        plan = planner.race(replace(decision, problem=None))
+    plan = compose_plan(analysis, mesh, {}, RaceOutcome(winner=candidate))
     bound = plan.bound_to(session.step, session.lowering.out_tree)
 
     def compiled(chosen: Mapping[str, str]) -> Flat:
@@ -117,7 +113,7 @@ def make_choice(
     state, batch = session.target.args
     shardings = jax.tree.leaves(bound.in_shardings)
     every = {**options, **plan.options}
-    return ready(decision.name, compiled, (state, batch), shardings, every)
+    return ready(candidate.name, compiled, (state, batch), shardings, every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from cfp.planner import Planner
-from cfp.planner_parts import Decision, PlannerSettings, Profiles, finalists
 from jax.sharding import Mesh
 
 from alpa_test.cost_model import LINKS, AlphaBeta, Modelled, choose, fit
@@ -23,10 +21,15 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
+from cfp.context import PlannerSettings, open_context
 from cfp.describe import plan_rows
 from cfp.errors import CfpError
+from cfp.passes.profile import profile
+from cfp.passes.search import search
 from cfp.program.trace import planning_mesh
-from cfp.race.candidates import predicted_ms
+from cfp.race.programs import programs_of
+from cfp.race.race import race
+from cfp.solution import Candidate, Profiles, Solution, predicted_ms
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
 
@@ -128,11 +131,10 @@ class _Planned:
 
     config: Config
     session: Session
-    decision: Decision
-    winner: Decision
+    solution: Solution
+    winner: Candidate
     profiles: Profiles
     seconds: float
-    workdir: Path
 
 
 def planned(
@@ -163,30 +165,28 @@ def planned(
       KeyboardInterrupt: the user has ended the measuring: half of it does not compare.
     """
     analysis = session.analysis
-    with Planner(analysis, session.mesh, workdir, budget_bytes, settings) as planner:
-        profiles = planner.profile()
-        if planner.interrupted:
+    with open_context(session.mesh, workdir, budget_bytes, settings) as context:
+        profiles = profile(context, analysis)
+        if profiles.interrupted:
             raise KeyboardInterrupt
-        decision = planner.search(profiles)
-        planner.race(decision)
-        winner = planner.winner
-        assert winner is not None, "a race has a winner"
+        solution = search(context, analysis, profiles)
+        outcome = race(context, analysis, solution)
+        winner = outcome.winner
         done = _Planned(
             config,
             session,
-            decision,
+            solution,
             winner,
             profiles,
             time.monotonic() - began,
-            workdir,
         )
         found = [_entry(done, winner, "planned", "planned" + label)]
         comparison = []
         if "cost_model" in groups:
             modelled = _modelled(done, budget_bytes)
             for name, one in modelled.items():
-                predicted = predicted_ms(planner.analysis, decision.problem, one.choice)
-                made = Decision(f"{name}{label}", one.choice, predicted)
+                predicted = predicted_ms(analysis, solution.problem, one.choice)
+                made = Candidate(f"{name}{label}", one.choice, predicted)
                 found.append(_entry(done, made, "cost_model", made.name))
                 if (winner.level, winner.options) != (made.level, made.options):
                     told = replace(
@@ -201,17 +201,17 @@ def planned(
             found += [
                 _entry(
                     done,
-                    Decision(
+                    Candidate(
                         name,
                         choice,
-                        predicted_ms(planner.analysis, decision.problem, choice),
+                        predicted_ms(analysis, solution.problem, choice),
                     ),
                     "preset",
                     f"preset {name}{label}",
                 )
-                for name, choice in profiles.classics.items()
+                for name, choice in profiles.presets.items()
             ]
-    counts = {**winner.search, "analysis_seconds": session.seconds}
+    counts = {**outcome.counts, "analysis_seconds": session.seconds}
     counts["planning_seconds"] = done.seconds
     return Field(
         competitors=found,
@@ -221,21 +221,21 @@ def planned(
     )
 
 
-def _entry(done: _Planned, decision: Decision, group: str, name: str) -> Competitor:
-    [finalist] = finalists(done.session.analysis, [decision], ())
+def _entry(done: _Planned, candidate: Candidate, group: str, name: str) -> Competitor:
+    [program] = programs_of(done.session.analysis, [candidate], ())
     return Competitor(
         name=name,
         group=group,
         mesh=done.session.mesh,
-        identity=finalist.job.key.digest,
-        make=partial(_make_by_cfp, done, decision, name),
-        predicted_ms=decision.predicted_ms,
+        identity=program.job.key.digest,
+        make=partial(_make_by_cfp, done, candidate, name),
+        predicted_ms=candidate.predicted_ms,
     )
 
 
 def _make_by_cfp(
     done: _Planned,
-    decision: Decision,
+    candidate: Candidate,
     name: str,
     is_small: bool,
     options: Mapping[str, str],
@@ -244,9 +244,9 @@ def _make_by_cfp(
     if is_small:
         sizes = small(config.model, config.options, session.mesh.size)
         tiny = session_of(config.model, sizes, session.mesh)
-        choice = carry_over(decision.choice, session.analysis, tiny.analysis)
-        session, decision = tiny, replace(decision, choice=choice)
-    return make_choice(session, replace(decision, name=name), done.workdir, options)
+        choice = carry_over(candidate.choice, session.analysis, tiny.analysis)
+        session, candidate = tiny, replace(candidate, choice=choice)
+    return make_choice(session, replace(candidate, name=name), options)
 
 
 def carry_over(choice: Choice, big: Analysis, little: Analysis) -> Choice:
@@ -301,7 +301,7 @@ def _side_by_side(
 ) -> dict[str, Any]:
     """Where the plan and the model's choice differ, and what each believed of both."""
     analysis = done.session.analysis
-    ours = plan_rows(analysis, done.winner.choice, done.decision.problem)
+    ours = plan_rows(analysis, done.winner.choice, done.solution.problem)
     theirs = plan_rows(analysis, modelled.choice, None)
     believed = modelled.formulation.believed_ms(done.winner.choice)
     return {

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from cfp.planner_parts import Decision
 
 from alpa_test.cost_model.communication import sent_share
 from cfp import platform
@@ -41,6 +40,7 @@ from cfp.presets import CLASSICS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
 from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import make_choice
@@ -170,9 +170,9 @@ def measured(
     where = session.mesh.devices.flat[0].platform
     environment = BuildEnvironment(autotune_dir=args.workdir / "autotune")
     environment.prepare(where)
-    decision = Decision(str(row["sval"]), choice, level=ConstraintLevel.EVERYTHING)
+    candidate = Candidate(str(row["sval"]), choice, level=ConstraintLevel.EVERYTHING)
     try:
-        made = make_choice(session, decision, args.workdir, environment.options(where))
+        made = make_choice(session, candidate, environment.options(where))
     except Exception as error:  # Compilers' errors have no type in common.
         return {**row, "status": "compile_error", "reason": reason_of(error)}
     costs = []

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cfp.race.options import variants
-
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, defaults_of
 
 GPT = "gpt --layers 4 --hidden 4096 --heads 32 --batch 24 --seq 1024"
 MOE = "moe --layers 4 --batch 64"
@@ -37,7 +35,7 @@ def _up_to(size: int) -> dict[str, str]:
 
 
 # Names of races, and of the comparison of options on ``planning_h200x4_202611.md``.
-_BY_NAME = variants("gpu")
+_BY_NAME = defaults_of("gpu").compiler_options
 _NO_HIDING = _BY_NAME["no latency hiding"]
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "": {},

@@ -39,13 +39,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cfp.planner_parts import PlannerSettings, finalists
 from jax.sharding import Mesh
 from jax.tree_util import tree_unflatten
 
 from cfp import platform
 from cfp.api import Found, find_plan
 from cfp.cli.session import open_target
+from cfp.context import PlannerSettings
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
@@ -56,7 +56,8 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.turns import race
+from cfp.race.programs import programs_of
+from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.targets import Target
 from cfp.trial import run_trial
@@ -224,10 +225,10 @@ def _race_all(found: Mapping[str, Found], workdir: Path) -> list[Row]:
     ]
     environment = (*environment_parts(list(mesh.devices.flat)), where)
     with ProfileStore(store_path(workdir)) as store:
-        results = race(
+        results = race_programs(
             some.analysis.frame.program,
             mesh,
-            finalists(some.analysis, entries, environment),
+            programs_of(some.analysis, entries, environment),
             store,
         )
     return [

@@ -24,11 +24,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cfp.planner import Planner
-
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
+from cfp.context import open_context
+from cfp.passes.profile import look_up
 from cfp.profiling import pipeline
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
@@ -68,21 +68,21 @@ def main() -> None:
     mesh = planning_mesh(mesh)
     analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
     program = analysis.frame.program
-    with Planner(analysis, mesh, options.workdir) as planner:
-        rates = measure_rates(mesh, planner.store, **planner.ground.manner)
+    with open_context(mesh, options.workdir) as context:
+        rates = measure_rates(mesh, context.store)
         if options.rates_only:
             return
-        classics = planner.explore(rates, measure=False)[0]
+        classics = look_up(context, analysis, rates, measure=False)[0]
         maker = WantedMaker(
-            analysis, classics, estimate_kinds(analysis, rates), planner.environment
+            analysis, classics, estimate_kinds(analysis, rates), context.environment
         )
-        effort = planner.ground.effort
+        effort = context.effort
         wanted = maker.first(effort.per_kind, effort.at_first)
         jobs = [job for item in wanted for job in item.jobs]
-        tuning = tuning_jobs(analysis, classics, planner.environment)
+        tuning = tuning_jobs(analysis, classics, context.environment)
         begun = time.perf_counter()
         if options.tune:
-            tune_kernels(program, mesh, tuning, planner.store)
+            tune_kernels(program, mesh, tuning, context.store)
         tuned = time.perf_counter()
         cores = os.sched_getaffinity(0)
         if options.switch_interval:
@@ -95,7 +95,7 @@ def main() -> None:
             program,
             mesh,
             jobs,
-            planner.store,
+            context.store,
             threads=options.threads,
             overlap=options.overlap or None,
         )

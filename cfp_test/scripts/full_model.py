@@ -46,24 +46,24 @@ from jax.sharding import Mesh
 # Started as a script, Python finds what lies beside it, and not the repository.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cfp.planner import Planner
-from cfp.planner_parts import (
-    Decision,
-    PlannerSettings,
-    compose_plan,
-)
-
 from cfp import platform
 from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.cli.session import analyse, open_target
+from cfp.compose import compose_plan
+from cfp.context import PlannerSettings, open_context
+from cfp.passes.profile import profile
+from cfp.passes.search import search
+from cfp.pipeline import decide
 from cfp.plan import Plan
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.candidates import level_name, predicted_ms
+from cfp.race.candidates import level_name
+from cfp.race.outcome import RaceOutcome
 from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate, predicted_ms
 from cfp.targets import Target
 from cfp_test.scripts.full_figures import (
     best_presets,
@@ -133,32 +133,32 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
         compiler_options={},
         progress=clock.tell,
     )
-    with Planner(
-        session.analysis, session.mesh, options.workdir, None, settings
-    ) as planner:
-        profiles = planner.profile()
+    analysis = session.analysis
+    with open_context(session.mesh, options.workdir, None, settings) as context:
+        profiles = profile(context, analysis)
         lap("profile")
-        decision = planner.search(profiles)
+        solution = search(context, analysis, profiles)
         lap("search")
         with _compilation_cache(options.workdir, mesh):
-            plan = planner.race(decision)
+            plan, _ = decide(context, analysis, solution)
         lap("race")
-        classics = {
-            level_name(name, level): Decision(
+        presets = {
+            level_name(name, level): Candidate(
                 level_name(name, level),
                 choice,
-                predicted_ms(planner.analysis, decision.problem, choice),
+                predicted_ms(analysis, solution.problem, choice),
                 level=level,
             )
-            for level in planner.extents
-            for name, choice in decision.classics.items()
+            for level in context.levels
+            for name, choice in solution.presets.items()
         }
-        environment = dict(planner.environment)
+        environment = dict(context.environment)
     step, out_tree = session.step, session.lowering.out_tree
     chosen = {plan.winner: plan}
     for name in best_presets(plan.race, plan.winner, options.presets):
+        taken = RaceOutcome(winner=presets[name], counts=solution.counts)
         chosen[name] = compose_plan(
-            session.analysis, session.mesh, environment, classics[name], decision, []
+            analysis, session.mesh, environment, taken, solution.problem
         )
     raced = {row.name: row for row in plan.race}
     trainings = []

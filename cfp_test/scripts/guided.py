@@ -17,16 +17,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from cfp.planner import Planner
 
 from cfp import platform
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
-from cfp.context import PlannerSettings
+from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.passes.profile import profile as profile_segments
+from cfp.presets import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
-from cfp.race.programs import Finalist
-from cfp.race.turns import race
+from cfp.race.programs import RaceProgram
+from cfp.race.turns import race_programs
 from cfp.search.assemble import whole_choice
 from cfp.search.bounds import fit_weights
 from cfp.search.candidates import best_candidates
@@ -36,20 +38,24 @@ from cfp.search.measure import whole_job
 from cfp.search.problem import Option
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
+from cfp.settings import BOUND_MARGIN
 
 
 def enumerate_pool(
-    planner: Planner, guided: list[Wanted], rates: Rates, pool: int
+    context: PlanContext,
+    analysis: Analysis,
+    guided: list[Wanted],
+    rates: Rates,
+    pool: int,
 ) -> list[Wanted]:
     """What guided profiling measured, and all the rest of the pool."""
-    settings = planner.settings
-    estimates = estimate_kinds(planner.analysis, rates)
+    estimates = estimate_kinds(analysis, rates)
     maker = WantedMaker(
-        planner.analysis,
-        planner.classics,
+        analysis,
+        presets(analysis.frame),
         estimates,
-        planner.environment,
-        settings.in_context,
+        context.environment,
+        context.settings.in_context,
     )
     found = {(w.kind, w.candidate.key): w for w in guided}
     for kind, estimate in enumerate(estimates.kinds):
@@ -62,10 +68,10 @@ def enumerate_pool(
 
 
 def left_out(
-    planner: Planner, rates: Rates, options: list[list[Option]]
+    analysis: Analysis, rates: Rates, options: list[list[Option]]
 ) -> dict[str, float]:
     """How far bounds hold that were fitted without what they bound."""
-    estimates = estimate_kinds(planner.analysis, rates)
+    estimates = estimate_kinds(analysis, rates)
     ratios = []
     for estimate, found in zip(estimates.kinds, options, strict=True):
         parts = [estimate.parts(o.candidate) for o in found]
@@ -104,16 +110,16 @@ def main() -> None:
     settings = PlannerSettings(
         per_kind=options.per_kind, in_context=options.in_context, plans=1
     )
-    with Planner(analysis, mesh, options.workdir, None, settings) as planner:
-        profiles = planner.profile()
+    with open_context(mesh, options.workdir, None, settings) as context:
+        profiles = profile_segments(context, analysis)
         costs = Costs(analysis, profiles.rates)
         guided = profiles.found.wanted
-        every = enumerate_pool(planner, guided, profiles.rates, options.pool)
+        every = enumerate_pool(context, analysis, guided, profiles.rates, options.pool)
         begun = time.perf_counter()
         jobs = [job for item in every for job in item.jobs]
-        summary = profile(analysis.frame.program, mesh, jobs, planner.store)
+        summary = profile(analysis.frame.program, mesh, jobs, context.store)
         seconds = time.perf_counter() - begun
-        finalists: list[Finalist] = []
+        programs: list[RaceProgram] = []
         rows: dict[str, dict] = {}
         known = None
         for name, wanted in (("guided", guided), ("everything", every)):
@@ -127,11 +133,13 @@ def main() -> None:
                 "predicted_ms": best.cost_ms,
             }
             job = whole_job(
-                analysis.frame, analysis.segments, choice, planner.environment, name
+                analysis.frame, analysis.segments, choice, context.environment, name
             )
-            finalists.append(Finalist(name=name, job=job, predicted_ms=best.cost_ms))
+            programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
         assert known is not None
-        results = race(analysis.frame.program, mesh, finalists, planner.store, rounds=6)
+        results = race_programs(
+            analysis.frame.program, mesh, programs, context.store, rounds=6
+        )
         for result in results:
             rows[result.name] |= {
                 "median_ms": result.time_ms,
@@ -144,8 +152,8 @@ def main() -> None:
             "guided_seconds": profiles.seconds,
             "remaining_seconds": seconds,
             "share": len(guided) / len(every),
-            "same_plan": finalists[0].job.key == finalists[1].job.key,
-            "bounds": left_out(planner, profiles.rates, known),
+            "same_plan": programs[0].job.key == programs[1].job.key,
+            "bounds": left_out(analysis, profiles.rates, known),
             **rows,
         }
     text = json.dumps(row)

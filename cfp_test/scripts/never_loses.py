@@ -31,19 +31,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from cfp.planner_parts import (
-    TOO_FAR,
-    UNMEASURED,
-    Decision,
-    PlannerSettings,
-    device_memory,
-    finalists,
-    room_within,
-)
 from jax.sharding import Mesh
 
 from cfp import api, platform
 from cfp.cli.session import open_target
+from cfp.context import PlannerSettings, device_memory
 from cfp.errors import MemoryBudgetError
 from cfp.plan import Plan
 from cfp.presets import CLASSICS, presets
@@ -53,10 +45,12 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.candidates import level_name
-from cfp.race.programs import RaceResult
-from cfp.race.turns import race
+from cfp.race.outcome import TOO_FAR, UNMEASURED
+from cfp.race.programs import RaceResult, programs_of
+from cfp.race.turns import race_programs
 from cfp.report.progress import progress_text
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, defaults_of
+from cfp.solution import Candidate
 
 
 def parts_of(name: str) -> tuple[str, ConstraintLevel]:
@@ -102,7 +96,7 @@ def compared(
     best = best_classic(plan)
     known = [(*parts_of(best[0]), None)] if best and absent else []
     entries = [
-        Decision(level_name(name, level), choices[name], predicted, level)
+        Candidate(level_name(name, level), choices[name], predicted, level)
         for name, level, predicted in [*known, *absent]
         if name in choices  # What is computed again is not known by name.
     ]
@@ -111,15 +105,14 @@ def compared(
     where = environment_parts(list(mesh.devices.flat))
     here = (*where, ("race", "with those that the planner left out"))
     entries = [found.winner, *entries]
-    device_bytes = device_memory(mesh)
-    room = room_within(budget, device_bytes, mesh.devices.flat[0].platform)
+    reserve = defaults_of(mesh.devices.flat[0].platform).reserve_bytes
     with closing(ProfileStore(store_path(workdir))) as store:
-        return race(
+        return race_programs(
             analysis.frame.program,
             mesh,
-            finalists(analysis, entries, here),
+            programs_of(analysis, entries, here),
             store,
-            budget_bytes=room.budget_bytes if room else device_bytes,
+            budget_bytes=budget - reserve if budget else device_memory(mesh),
             rounds=2,
         )
 

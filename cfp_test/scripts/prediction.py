@@ -22,11 +22,13 @@ from datetime import date
 from pathlib import Path
 
 import jax
-from cfp.planner import Planner
 
 from cfp import platform
+from cfp.analysis.analyze import Analysis
 from cfp.cli.session import analyse, open_target
-from cfp.context import PlannerSettings
+from cfp.context import PlannerSettings, open_context
+from cfp.passes.profile import profile
+from cfp.passes.search import search
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads
@@ -41,10 +43,9 @@ _ONCE = TimingOptions(
 _TURN = TimingOptions(warmup_seconds=0.4, min_samples=3, max_samples=8)
 
 
-def plans(planner: Planner, problem: Problem, classics: dict, count: int, seed: int):
+def plans(analysis: Analysis, problem: Problem, classics: dict, count: int, seed: int):
     """Names and picks: the best, the classics, and random mixes of what is measured."""
     found: dict[tuple[int, ...], str] = {}
-    analysis = planner.analysis
     for name, choice in classics.items():
         picks = picks_of(analysis, problem, choice)
         if picks is not None:
@@ -98,27 +99,28 @@ def main() -> None:
     session = analyse(target, mesh)
     settings = PlannerSettings(per_kind=options.per_kind)
     frame, segments = session.analysis.frame, session.analysis.segments
-    with Planner(session.analysis, mesh, options.workdir, None, settings) as planner:
+    analysis = session.analysis
+    with open_context(mesh, options.workdir, None, settings) as context:
         begun = time.perf_counter()
-        profiles = planner.profile()
+        profiles = profile(context, analysis)
         profile_seconds = time.perf_counter() - begun
         jobs = {j.key.digest for item in profiles.found.wanted for j in item.jobs}
         known = [profiles.found.records[digest] for digest in jobs]
         begun = time.perf_counter()
-        again = planner.profile()
+        again = profile(context, analysis)
         again_seconds = time.perf_counter() - begun
-        problem = planner.search(profiles).problem
+        problem = search(context, analysis, profiles).problem
         assert problem is not None
         rows, built = [], []
         chosen = plans(
-            planner, problem, dict(profiles.classics), options.plans, options.seed
+            analysis, problem, dict(profiles.presets), options.plans, options.seed
         )
-        environment = BuildEnvironment.beside(planner.store.path)
+        environment = BuildEnvironment.beside(context.store.path)
         whole = []
         for name, picks in chosen:
             predicted = solution(problem, picks)
             choice = whole_choice(session.analysis, problem, predicted)
-            job = whole_job(frame, segments, choice, planner.environment, name)
+            job = whole_job(frame, segments, choice, context.environment, name)
             whole.append((name, picks, predicted, job))
         with ThreadPoolExecutor(default_threads(mesh.devices.flat[0].platform)) as pool:
             built = list(
@@ -168,7 +170,7 @@ def main() -> None:
             "again_seconds": again_seconds,
             "again_measured": again.measured,
         }
-        environment_parts = dict(planner.environment)
+        environment_parts = dict(context.environment)
     found = [row for row, _, _ in rows]
     for row in found:
         if "samples_ms" not in row:

@@ -4,17 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cfp.planner_parts import Decision, compose_plan
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.cli.session import analyse
+from cfp.compose import compose_plan
 from cfp.errors import PlanMismatch
 from cfp.plan_parts import RaceRow
 from cfp.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.outcome import RaceOutcome
 from cfp.search.measure import whole_job
+from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test.checking import make_mesh
 from cfp_test.scripts.full_figures import (
@@ -148,8 +150,8 @@ def test_what_was_raced_is_trained_on_new_data_every_step(name):
     frame, segments = session.analysis.frame, session.analysis.segments
     program = frame.program
     choice = presets(frame)[name]
-    decision = Decision(name, choice)
-    plan = compose_plan(session.analysis, session.mesh, {}, decision, decision, [])
+    outcome = RaceOutcome(winner=Candidate(name, choice))
+    plan = compose_plan(session.analysis, session.mesh, {}, outcome)
     plan = plan.bound_to(session.step, session.lowering.out_tree)
 
     job = training_job(program, plan)
@@ -185,10 +187,9 @@ def test_what_was_raced_is_trained_on_new_data_every_step(name):
 def test_a_plan_for_another_program_is_not_trained():
     mesh = make_mesh((("x", 2),))
     session = analyse(model_target("gpt", TINY), mesh)
-    decision = Decision(
-        "data_parallel", presets(session.analysis.frame)["data_parallel"]
-    )
-    plan = compose_plan(session.analysis, session.mesh, {}, decision, decision, [])
+    choice = presets(session.analysis.frame)["data_parallel"]
+    outcome = RaceOutcome(winner=Candidate("data_parallel", choice))
+    plan = compose_plan(session.analysis, session.mesh, {}, outcome)
     other = analyse(model_target("gpt", {**TINY, "layers": 2}), mesh)
     with pytest.raises(PlanMismatch, match="another program"):
         training_job(other.analysis.frame.program, plan)

@@ -86,7 +86,7 @@ def enough_that_fit(
     size_of: Callable[[Candidate], CompiledBytes | None],
     reach: Mapping[ConstraintLevel, float] | None,
     presets: Collection[Choice] = (),
-    always: Collection[Any] = (),
+    known: Collection[Any] = (),
 ) -> Admitted:
     """Compiles candidates until enough of them fit.
 
@@ -98,12 +98,14 @@ def enough_that_fit(
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
         presets: choices of which the fastest is compiled however slow it is.
-        always: keys of what else is.
+        known: keys of what was compiled before and fits: it is tried in any case.
     """
     found, limited = Admitted(), set()
     queue: list[Candidate] = []
     for place, one in enumerate(candidates):
-        size = None if memory is None or not place or one.options else size_of(one)
+        # The plan is compiled as it is, and what is known to fit needs no prediction.
+        is_sure = not place or one.options or one.key in known
+        size = None if memory is None or is_sure else size_of(one)
         if memory is None or size is None:
             queue.append(one)
         elif not may_fit(memory, size):
@@ -118,21 +120,23 @@ def enough_that_fit(
             limited.add(one.choice)
             queue += variants
     refused: set[Any] = set()
-    always = {*always, *raced_anyway([*candidates[:1], *queue], presets)}
-    while queue and len(refused) < MOST_REFUSED:
+    anyway = {*known, *raced_anyway([*candidates[:1], *queue], presets)}
+    while queue:
         queue.sort(key=_order)
-        if reach is None:
-            near = queue[:1] if not found.fitting else []
+        if len(refused) >= MOST_REFUSED:
+            near = [] if found.fitting else [c for c in queue if c.key in known][:1]
+        elif reach is None:
+            near = [] if found.fitting else queue[:1]
         else:
             best_ms = best_of([one for one, _ in found.fitting] or queue)
             near = [
                 one
                 for one in queue
-                if one.key in always or in_reach(one, best_ms, reach)
+                if one.key in anyway or in_reach(one, best_ms, reach)
             ]
             near = near or ([] if found.fitting else queue[:1])
-        if memory is not None:
-            near = near[: MOST_REFUSED - len(refused)]
+            if memory is not None:
+                near = near[: MOST_REFUSED - len(refused)]
         if not near:
             break
         queue = [one for one in queue if one not in near]

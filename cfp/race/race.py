@@ -182,7 +182,7 @@ def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     known, _ = run.remember(candidates)
     keys = {one.key for one in known}
     new = [one for one in candidates if one.key not in keys]
-    admitted = run.admit([*new, *known], one_is_enough=True)
+    admitted = run.admit([*new, *known], keys, one_is_enough=True)
     if not admitted.fitting:
         admitted = run.last_resort(admitted)
     if not admitted.fitting:

@@ -171,7 +171,7 @@ class Run:
     def admit(
         self,
         candidates: Sequence[Candidate],
-        always: Collection[object] = (),
+        known: Collection[object] = (),
         one_is_enough: bool = False,
     ) -> Admitted:
         """Compiles candidates until enough fit."""
@@ -189,7 +189,7 @@ class Run:
             size_of=size_of,
             reach=None if one_is_enough else self.context.reach,
             presets=self.presets,
-            always=always,
+            known=known,
         )
 
     def last_resort(self, admitted: Admitted) -> Admitted:

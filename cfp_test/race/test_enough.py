@@ -176,6 +176,18 @@ def test_it_ends_when_too_many_do_not_fit():
     assert len(found.far) == len(sizes) - MOST_REFUSED
 
 
+@pytest.mark.parametrize("reach", [REACH, None])
+def test_what_is_known_to_fit_is_tried_however_many_do_not(reach):
+    sizes = {"planned": 120, **{f"p{n}": 120 for n in range(2 * MOST_REFUSED)}}
+    sizes["known"] = 90
+    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
+    key = candidate("known", times["known"]).key
+    predicted = {**dict.fromkeys(sizes, 90), "known": 300}
+    how = {"limits": False, "reach": reach, "known": {key}}
+    found, _ = admit(sizes, times, predicted=predicted, **how)
+    assert fitting(found) == {"known"}
+
+
 def test_without_a_race_one_that_fits_is_enough():
     sizes = {"planned": 120, "next": 90, "last": 80}
     times = {"planned": 10.0, "next": 20.0, "last": 30.0}

@@ -36,7 +36,7 @@ def measure_all_budgets(
 ) -> Problem:
     """The search problem of choices for budgets of any size, and no budget.
 
-    It has what a search with plenty of memory asks for, the classics among it, and
+    It has what a search with plenty of memory asks for, the presets among it, and
     the fastest of every kind of segment with their forward pass computed again: of
     these, if the time of the settings is over, only what is known.
 

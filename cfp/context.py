@@ -26,7 +26,7 @@ from cfp.settings import ConstraintLevel, PlatformDefaults, defaults_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """How much to measure, and who is told.
+    """How much to measure, and where progress is reported.
 
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.
@@ -44,16 +44,16 @@ class PlannerSettings:
         plans: how many of the best plans, by each of two ways to predict, take part
             in the race; by default 2, and 1 on virtual CPU devices. Where memory
             decides, one of them is for programs that turn out smaller than predicted.
-        extents: how much the compiler is told of the classics; each way takes part.
+        extents: how much the compiler is constrained in presets; each way races.
             By default all ways, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.
-        reach: classics that are predicted to take this many times as long as the plan
-            are not raced; by default 1.1, or 1.2 where the compiler is told of their
-            arguments alone, and 2 on virtual CPU devices.
+        reach: candidates that are predicted to take this many times as long as the
+            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
+            are constrained, and 2 on virtual CPU devices.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
-        race: whether the best plan and the classics are timed on the whole program;
+        race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
         repeats: of segments that repeat back to back so many repeats are raced (two at
@@ -115,7 +115,7 @@ class MemoryBudget:
     Attributes:
         budget_bytes: what it may need of a device's memory.
         device_bytes: memory that the compiler reckons with, or None if unknown.
-        limits_memory: whether the compiler can be told of the budget.
+        limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what is there besides, since the allocator may add it.
     """
 

@@ -46,9 +46,9 @@ RESHARD_IS_WORTH = 0.03
 
 # --------------------------------------------------------------------- the search
 
-# What the compiler leaves of temporaries that it is told to reduce, usually and at
-# least. docs/results/budgets_h200x2: 0.74 and 0.77 for two plans of a transformer, and
-# 0.6 and 0.73 where they compute segments again.
+# What the compiler leaves of temporaries under a memory limit, usually and at least.
+# docs/results/budgets_h200x2: 0.74 and 0.77 for two plans of a transformer, and 0.6 and
+# 0.73 where they rematerialize segments.
 LIMITED_MEMORY = 0.75
 LIMITED_MEMORY_AT_LEAST = 0.55
 # The compiled-to-predicted ratio of memory of some programs that compute segments
@@ -62,12 +62,12 @@ COMPILED_TO_PREDICTED = 0.85
 LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until only the leanest is tried. Guess.
 MOST_REFUSED = 8
-# The leaders of a race, that are raced with other compiler options too, and who is so
+# The leaders of a race, that are raced with other compiler options too, and what is so
 # close to the first of them. Two: decisions.md, "A race is for those who may win it".
 LEADERS = 2
 CLOSE_TO_LEADER = 1.03
 ROUNDS_BEFORE_OPTIONS = 1
-# Who is slower than this many times the fastest of a turn sits out: after the first
+# What is slower than this many times the fastest of a turn sits out: after the first
 # turn, and after every other. decisions.md, "A race is for those who may win it".
 STAY_AFTER_LOOK = 1.08
 STAY_AFTER_TURN = 1.04
@@ -79,7 +79,7 @@ ENOUGH_SAMPLES = 4
 SURE_STANDARD_ERRORS = 2.0
 # Times of two races differ by as much. docs/results/building_h200x2: about 1 %.
 RACE_NOISE = 0.02
-# Of a device's memory: who needs more, predicted or truncated, does not fit.
+# Of a device's memory: what needs more, predicted or truncated, does not fit.
 # decisions.md, "Deep programs race abridged": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
 # If more of a program than this would stay, it is not truncated. Guess.
@@ -117,8 +117,8 @@ class PlatformDefaults:
             that fits are not raced, by how much the compiler is constrained.
         levels: how much the compiler is constrained in presets; each way races.
         rounds: turns of a race that decides.
-        settles_ties: whether a race goes on while it is not clear who is faster.
-        limits_memory: whether the compiler can be told of a budget.
+        settles_ties: whether a race goes on while it is not clear what is faster.
+        limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
     """

@@ -224,7 +224,7 @@ class _Builds:
         there = {d for d, names in self._names.items() if self._built.keys() & {*names}}
         environment = BuildEnvironment.beside(store.path)
         platform = self._mesh.devices.flat[0].platform
-        # Of several builds nobody knows which one a process died of.
+        # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()
         threads = 1 if suspects else default_threads(platform)
         with (

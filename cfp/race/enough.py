@@ -1,4 +1,4 @@
-"""The one rule of who races.
+"""The one rule of what races.
 
 Candidates are sorted by predicted time. Each is compiled as it is; or with the memory
 limit, where by prediction, or as compiled, it does not fit as it is; rematerialized

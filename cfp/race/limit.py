@@ -38,7 +38,7 @@ def limit_options(
         size: what it needs without them.
 
     Returns:
-        Nothing where the compiler cannot be told.
+        Nothing where the compiler takes no limit.
     """
     fixed = size.peak_bytes - size.temp_bytes
     most = memory.device_bytes or 0

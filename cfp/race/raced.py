@@ -78,7 +78,7 @@ class Raced:
             step: the step.
             program: of the step as it was traced now.
             ins, outs: of its argument and result leaves.
-            constraints: what the partitioner is to be told.
+            constraints: what the partitioner is constrained to.
             options: of the compiler.
         """
         job, results = self.job, step.traced.jaxpr.out_avals

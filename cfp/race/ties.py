@@ -1,4 +1,4 @@
-"""When one program is faster than another, and when that cannot be told."""
+"""When one program is faster than another, and when that is not known."""
 
 from __future__ import annotations
 

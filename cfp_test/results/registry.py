@@ -12,6 +12,7 @@ from cfp_test.results.pages import Figures, Page
 from cfp_test.scripts import (
     curves_page,
     hostile_files,
+    house,
     planning_ahead,
     prediction_page,
 )
@@ -42,6 +43,10 @@ def _curves(*titles: str) -> Callable[..., Figures]:
 
 def _hostile(data: dict[str, Any]) -> Figures:
     return {"page": hostile_files.page(data)}
+
+
+def _house(data: dict[str, Any]) -> Figures:
+    return {"page": house.page(data)}
 
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
@@ -110,6 +115,12 @@ PAGES: tuple[Page, ...] = (
         name="hostile_files_202611",
         sources=("hostile_files_202611.json",),
         figures=_hostile,
+        has_text=False,
+    ),
+    Page(
+        name="house_202611",
+        sources=("house_202611.json",),
+        figures=_house,
         has_text=False,
     ),
     _page("moe_h200x4_202611", checked.moe),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Choice
@@ -201,6 +201,7 @@ def test_what_has_no_prediction_may_win():
     assert fitting(found) == {"planned", "unknown"}
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(20, 200), st.floats(1.0, 20.0)), max_size=7),
     st.booleans(),

@@ -84,14 +84,13 @@ def compile_programs(
         builds = _Builds((program, mesh), new, marks, built)
         for digest, outcome in builds.run(store, options, end):
             fresh[digest] = _within(outcome, budget_bytes)
-    keep(
-        [
-            replace(one, choice=jobs[digest].choice)
-            for digest, one in fresh.items()
-            if isinstance(one, ProfileRecord)
-        ],
-        store,
-    )
+    fresh = {
+        digest: replace(one, choice=jobs[digest].choice)
+        if isinstance(one, ProfileRecord)
+        else one
+        for digest, one in fresh.items()
+    }
+    keep([one for one in fresh.values() if isinstance(one, ProfileRecord)], store)
     found = []
     for one in programs:
         digest = one.job.key.digest

@@ -67,7 +67,8 @@ def row(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         "ops": len(program.ops),
         "kinds": len(analysis.representatives),
         "raced": sum(r.time_ms is not None for r in plan.race),
-        "strategies_estimated": plan.search["strategies_estimated"],
+        # None where nothing can be sharded, so that nothing was searched.
+        "strategies_estimated": plan.search.get("strategies_estimated", 0),
         "builds_first_on_gpus": _builds_on_gpus(analysis),
         "winner": plan.winner,
         "samples_ms": {r.name: r.samples_ms for r in plan.race if r.samples_ms},

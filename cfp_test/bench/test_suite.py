@@ -20,9 +20,6 @@ from cfp_test.bench.rows import rows_of
 from cfp_test.cli_runner import environment, run_one
 from cfp_test.waiting import end_of, running, until
 
-# What is compiled here runs a few times only.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
 
 def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     (config,) = configs("tiny", ["gpt"], {"layers": 1}, 4)
@@ -101,7 +98,7 @@ def test_bench_survives_who_ends_its_process(tmp_path):
     words += " --handwritten data_parallel,zero1,fsdp --groups handwritten --quiet"
     words += " --json out.json --workdir ."
     log = str(tmp_path / "log")
-    variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log, "XLA_FLAGS": FAST}
+    variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log}
     folder = MarksFolder(tmp_path / "profiles.sqlite")
 
     def at_llama() -> bool:
@@ -155,7 +152,6 @@ def test_bench_command(tmp_path):
         "--pytorch",
         "torch.jsonl",
         folder=tmp_path,
-        XLA_FLAGS=FAST,
     )
     assert done.code == 0, done.err
     results = json.loads((tmp_path / "out.json").read_text())

@@ -4,17 +4,14 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import environment
+from cfp_test.cli_runner import environment, steady_python
 from cfp_test.waiting import GUARD_SECONDS
 
 SCRIPT = Path(__file__).with_name("moe_test.sh")
-# What is compiled here runs a few times only.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SMALL = (
     "--batch_size 8 --hidden_size 16 --seq_len 16 --num_heads 4 "
     "--vocab_size 64 --num_experts 4 --expert_group_size 32 --device_num 4 "
@@ -28,7 +25,7 @@ def run(workdir: Path, *words: str, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         cwd=workdir,
-        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        env={**environment(), "PYTHON": steady_python(workdir), **variables},
         timeout=GUARD_SECONDS,
         check=False,
     )

@@ -17,6 +17,7 @@ from cfp_test.waiting import GUARD_SECONDS
 
 ROOT = Path(__file__).parent.parent
 
+_MEASURING = ("bench", "plan", "profile", "run", "search", "tradeoff", "verify")
 _BATCH = """
 import json, sys
 from typer.testing import CliRunner
@@ -84,9 +85,13 @@ def steady_python(folder: Path) -> str:
 
 
 def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
-    """Runs one command in its own process, where times follow from what is compiled."""
+    """Runs one command in its own process.
+
+    Where it measures, times follow from what is compiled.
+    """
+    steady = ["-m", "cfp_test.injected"] if words[0] in _MEASURING else []
     done = subprocess.run(
-        [sys.executable, "-m", "cfp_test.injected", "-m", "cfp", *words],
+        [sys.executable, *steady, "-m", "cfp", *words],
         capture_output=True,
         text=True,
         cwd=folder,

@@ -17,7 +17,7 @@ from cfp_test.bench.competitors import handwritten
 from cfp_test.bench.configs import SUITES, configs, small
 from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import rows_of
-from cfp_test.cli_runner import environment, run_one
+from cfp_test.cli_runner import environment, run_batch, run_one
 from cfp_test.waiting import end_of, running, until
 
 
@@ -195,21 +195,28 @@ def test_bench_command(tmp_path):
     assert "Cannot read results from nothing.json" in again.err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--suite nothing", "There is no suite 'nothing'"),
-        ("--suite tiny --models resnet", "has no model 'resnet'"),
-        ("--suite tiny --groups friends", "There are no competitors 'friends'"),
-        ("--suite tiny --colour red", "no option --colour"),
-    ],
-)
-def test_bench_says_what_it_does_not_know(tmp_path, words, said):
-    done = run_one(
-        "bench", *words.split(), "--devices", "4", "--platform", "cpu", folder=tmp_path
-    )
+UNKNOWN = {
+    "--suite nothing": "There is no suite 'nothing'",
+    "--suite tiny --models resnet": "has no model 'resnet'",
+    "--suite tiny --groups friends": "There are no competitors 'friends'",
+    "--suite tiny --colour red": "no option --colour",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """What `cfp bench` makes of each, one after another in one process."""
+    on_cpus = ("--devices", "4", "--platform", "cpu")
+    lines = [("bench", *words.split(), *on_cpus) for words in UNKNOWN]
+    folder = tmp_path_factory.mktemp("refusals")
+    return dict(zip(UNKNOWN, run_batch(lines, folder), strict=True))
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_bench_says_what_it_does_not_know(refusals, words):
+    done = refusals[words]
     assert done.code == 2
-    assert said in done.err
+    assert UNKNOWN[words] in done.err
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -40,17 +40,16 @@ def sequences(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 @pytest.mark.smoke
-def test_analysis_of_the_full_model_is_quick(tmp_path):
+def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
     """The artifact's own size: nothing is allocated, so any machine will do."""
     done = run(
         *(tmp_path, "--num_layer", "4", "--batch_size", "64", "--mode", "analysis"),
         *("--platform", "cpu"),
     )
     assert done.returncode == 0, done.stderr
-    seconds = re.search(r"^global analysis time: ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert seconds is not None
-    # Well under five seconds, but tests share their machine.
-    assert float(seconds[1]) < 20
+    assert re.search(r"^global analysis time: [\d.]+$", done.stdout, re.MULTILINE)
+    # Nothing was measured, nor looked for.
+    assert not (tmp_path / "profiles.sqlite").exists()
     found = sequences(done.stdout)
     kinds = [first for _, first in found]
     # Embedding, dense and expert layers in turn, each twice, and the head.

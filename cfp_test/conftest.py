@@ -7,6 +7,7 @@ of timing itself, in `profiling/`, have a clock.
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from cfp_test.quick_flags import QUICK_FLAGS
 
@@ -16,6 +17,11 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )
+# No example is refused for what it takes, or took to draw.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,11 +7,13 @@ devices and given memory as ever: the flags concern how machine code is made.
 
 from importlib.metadata import version
 
-# XLA ends the process if virtual devices, which share processors, have not met after 40
-# seconds; a busy machine may take longer. The limit is only there against hanging.
+# XLA warns on standard error where virtual devices, which share processors, have not met
+# after 20 seconds, and ends the process after 40: a busy machine may take longer. The
+# limits are only there against hanging.
 _FLAGS = (
     "--xla_backend_optimization_level=0 "
     "--xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1200 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
 )
 # Later releases do not know it, and end the process over what they do not know.

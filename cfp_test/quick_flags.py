@@ -7,7 +7,7 @@ devices and given memory as ever: the flags concern how machine code is made.
 
 from importlib.metadata import version
 
-# XLA warns on standard error where virtual devices, which share processors, have not met
+# XLA warns on standard error if virtual devices, which share processors, have not met
 # after 20 seconds, and ends the process after 40: a busy machine may take longer. The
 # limits are only there against hanging.
 _FLAGS = (

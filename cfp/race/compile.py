@@ -226,23 +226,23 @@ class _Builds:
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()
         threads = 1 if suspects else default_threads(platform)
-        with (
-            environment.compilation_cache(platform),
-            ThreadPoolExecutor(threads) as pool,
-        ):
-            builds = {
-                digest: pool.submit(with_settings(self._build), job, environment)
-                for digest, job in self._jobs.items()
-            }
-            is_enough = False
-            for digest, pending in builds.items():
-                if is_enough and time.monotonic() > end and pending.cancel():
-                    continue
+        cache = environment.compilation_cache(platform)
+        with cache, ThreadPoolExecutor(threads) as pool:
+            works: list[str] = []
+
+            def build_in_time(digest: str) -> Built | ProfileRecord | None:
+                if works and time.monotonic() > end:
+                    return None
+                outcome = self._build(self._jobs[digest], environment)
+                works.extend([digest] if isinstance(outcome, Built) else [])
+                return outcome
+
+            built = pool.map(with_settings(build_in_time), self._jobs)
+            for digest, job in self._jobs.items():
                 if digest not in there:
-                    options.tell(f"compiling {self._jobs[digest].label}")
-                outcome = pending.result()
-                is_enough |= isinstance(outcome, Built)
-                yield digest, outcome
+                    options.tell(f"compiling {job.label}")
+                if (outcome := next(built)) is not None:
+                    yield digest, outcome
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
         names = self._names[job.key.digest]

@@ -18,9 +18,7 @@ from cfp.search.estimate import Estimator
 from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
-
-# On 4 H200 the parts of the classics added 0.45 to 1.0 of what they took alone.
-_LEAST_SHARE = 0.4
+from cfp.settings import LEAST_ADDED_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class Wanted:
         carrier, pair = context
         added = pair.time_ms - carrier.time_ms - total_ms(self.handover, moved_ms)
         # The noise of two large numbers can make a small segment look free.
-        return max(added, _LEAST_SHARE * alone.time_ms)
+        return max(added, LEAST_ADDED_SHARE * alone.time_ms)
 
     def kept_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
         """What the segment keeps from the forward to the backward pass.

@@ -1,10 +1,10 @@
 """The one rule of what races.
 
 Candidates are sorted by predicted time. Each is compiled as it is; or with the memory
-limit, where by prediction, or as compiled, it does not fit as it is; rematerialized
-ones are candidates of their own. That goes on until enough fit: all that are predicted
-to be within reach of the fastest that fits, and one preset. What cannot fit whatever
-the compiler does is not compiled.
+limit, where by prediction, or as compiled, it does not fit as it is, and the loosest
+with which it does; rematerialized ones are candidates of their own. That goes on until
+enough fit: all that are predicted to be within reach of the fastest that fits, and one
+preset. What cannot fit whatever the compiler does is not compiled.
 """
 
 from __future__ import annotations
@@ -100,8 +100,16 @@ def enough_that_fit(
         presets: choices of which the fastest is compiled however slow it is.
         known: keys of what was compiled before and fits: it is tried in any case.
     """
-    found, limited = Admitted(), set()
-    queue: list[Candidate] = []
+    found, queue = Admitted(), list[Candidate]()
+    limited = dict[Choice, list[Candidate]]()  # Tighter limits, to be tried next.
+    tried = set[Any]()  # Keys of what has a memory limit.
+
+    def loosest(ways: list[Candidate]) -> None:
+        if ways:
+            queue.append(ways[0])
+            tried.add(ways[0].key)
+            limited[ways[0].choice] = ways[1:]
+
     for place, one in enumerate(candidates):
         # The plan is compiled as it is, and what is known to fit needs no prediction.
         is_sure = not place or one.options or one.key in known
@@ -117,8 +125,7 @@ def enough_that_fit(
         elif one.choice in limited:  # With fewer constraints it needs no less.
             found.too_large.append(one)
         else:
-            limited.add(one.choice)
-            queue += variants
+            loosest(variants)
     refused: set[Any] = set()
     anyway = {*known, *raced_anyway([*candidates[:1], *queue], presets)}
     while queue:
@@ -146,13 +153,14 @@ def enough_that_fit(
                 continue
             found.refused.append((one, compiled))
             refused.add((one.choice, one.level))
-            if memory is None or MEMORY_SHARE in one.options or one.choice in limited:
+            if one.choice in limited:
+                loosest(limited[one.choice] if one.key in tried else [])
                 continue
-            assert compiled.refused is not None
-            record = compiled.refused.record
-            if not compiled.refused.fits and may_fit(memory, record):
-                limited.add(one.choice)
-                queue += with_options([one], limit_options(memory, record))
+            if memory is None or compiled.refused is None:
+                continue
+            record, is_large = compiled.refused.record, not compiled.refused.fits
+            if is_large and MEMORY_SHARE not in one.options and may_fit(memory, record):
+                loosest(with_options([one], limit_options(memory, record)))
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
     found.far.extend(queue)
     return found

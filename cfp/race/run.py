@@ -215,13 +215,12 @@ class Run:
         variants = with_options([smallest], options)
         known = {one.key for one, _ in refused}
         variants = [one for one in variants if one.key not in known]
-        fitting = []
-        for one, made in zip(variants, self.compile_all(variants), strict=True):
+        for one in variants:
+            [made] = self.compile_all([one])
             if made.fits:
-                fitting.append((one, made))
-            else:
-                refused.append((one, made))
-        return Admitted(fitting, refused)
+                return Admitted([(one, made)], refused)
+            refused.append((one, made))
+        return Admitted([], refused)
 
     def remember(
         self, candidates: Sequence[Candidate]

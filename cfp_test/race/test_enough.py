@@ -111,6 +111,21 @@ def test_what_turns_out_too_large_gets_the_memory_limit_then():
     assert not [name for name in asked if name.startswith("large, ")]
 
 
+def test_a_tighter_limit_is_tried_where_the_looser_one_does_not_do():
+    """In all recorded races the loosest with which a program fits was the fastest."""
+    sizes = {"planned": 90, "large": 122}
+    _, asked = admit(sizes, {"planned": 10.0, "large": 8.0})
+    assert [name for name in asked if "large" in name] == ["large, within the budget"]
+    times = {"planned": 10.0, "large": 8.0}
+    found, asked = admit(sizes, times, stubborn={"large"})
+    assert [name for name in asked if "large" in name] == [
+        "large, within the budget",
+        "large, well within the budget",
+        "large, within the budget, no latency hiding",
+    ]
+    assert fitting(found) == {"planned"}
+
+
 def test_without_a_memory_limit_it_is_compiled_as_it_is():
     sizes = {"planned": 90, "large": 122}
     found, asked = admit(sizes, {"planned": 10.0, "large": 8.0}, limits=False)

@@ -61,7 +61,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **more}
 
 
-def run_batch(lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
+def run_batch(
+    lines: Sequence[Sequence[str]], folder: Path, **variables: str
+) -> list[Outcome]:
     """Runs commands one after another in one process, with a working folder."""
     done = subprocess.run(
         [sys.executable, "-c", _BATCH],
@@ -69,7 +71,7 @@ def run_batch(lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment(CFP_CACHE_DIR=str(folder / "cache")),
+        env=environment(CFP_CACHE_DIR=str(folder / "cache"), **variables),
         timeout=GUARD_SECONDS,
         check=True,
     )

@@ -235,28 +235,44 @@ def test_time_is_traded_for_memory(planned, folder):
     assert "Cannot draw curve.abc" in bad.err
 
 
-@pytest.mark.parametrize("command", [("tradeoff", TOY), ("profile", "curves")])
-def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, tmp_path):
-    common = [*command, *ON_CPU, "--workdir", "never", "--plot"]
-    ending, none, where = run_batch(
-        [[*common, file] for file in ("curve.abc", "curve", "absent/curve.PNG")],
-        tmp_path,
-    )
-    stub = tmp_path / "stub" / "matplotlib.py"
+DRAWING = (("tradeoff", TOY), ("profile", "curves"))
+
+
+@pytest.fixture(scope="module")
+def undrawn(tmp_path_factory):
+    """What each command says of files that cannot be drawn, and their folder."""
+    folder = tmp_path_factory.mktemp("undrawn")
+    files = ("curve.abc", "curve", "absent/curve.PNG")
+    how = (*ON_CPU, "--workdir", "never", "--plot")
+    lines = [[*command, *how, file] for command in DRAWING for file in files]
+    said = iter(run_batch(lines, folder))
+    stub = folder / "stub" / "matplotlib.py"
     stub.parent.mkdir()
     stub.write_text("raise ImportError('not installed')")
     paths = f"{stub.parent}{os.pathsep}{environment()['PYTHONPATH']}"
-    without = run_one(*common, "curve.svg", folder=tmp_path, PYTHONPATH=paths)
-    for outcome, message in (
-        (ending, "Cannot draw curve.abc: "),
-        (none, ".pdf, .pgf, .png, "),
-        (where, "absent is no folder. Name another file with --plot."),
-        (without, "pip install 'cfp[report]'"),
-    ):
+    lines = [[*command, *how, "curve.svg"] for command in DRAWING]
+    without = run_batch(lines, folder, PYTHONPATH=paths)
+    found = {
+        command: [*(next(said) for _ in files), last]
+        for command, last in zip(DRAWING, without, strict=True)
+    }
+    return found, folder
+
+
+@pytest.mark.parametrize("command", DRAWING)
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, undrawn):
+    found, folder = undrawn
+    messages = (
+        "Cannot draw curve.abc: ",
+        ".pdf, .pgf, .png, ",
+        "absent is no folder. Name another file with --plot.",
+        "pip install 'cfp[report]'",
+    )
+    for outcome, message in zip(found[command], messages, strict=True):
         assert outcome.code == 2
         assert message in outcome.err
         assert outcome.crash == outcome.out == ""
-    assert not (tmp_path / "never").exists()
+    assert not (folder / "never").exists()
 
 
 def test_measurements_travel_and_misses_are_explained(planned, folder):

@@ -45,7 +45,7 @@ def contents(analysis, index):
 @pytest.mark.parametrize("name", sorted(TINY))
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_loop_over_layers_is_one_segment_like_the_layer(name, remat):
-    layers = 24 if name == "gpt" else 8
+    layers = 12 if name == "gpt" else 8
     unrolled = of_model(name, layers=layers, scan=False, remat=remat)
     scanned = of_model(name, layers=layers, scan=True, remat=remat)
     period = 2 if name == "moe" else 1  # a dense and an expert layer in turn

@@ -262,16 +262,15 @@ class Plan:
             PlanMismatch: the result does not fit any argument of the plan.
         """
         arrays = giving_arrays(init_fn)
-        shape = jax.eval_shape(arrays, *args, **kwargs)
-        leaves, tree = tree_flatten(shape)
+        leaves, tree = tree_flatten(shape := jax.eval_shape(arrays, *args, **kwargs))
         specs = specs_like(shape, self.arg_names, self.arg_types, self.arg_specs)
         mesh = self._on_mesh()
         shardings = [
             NamedSharding(mesh, partition_spec(spec, len(leaf.shape)))
             for spec, leaf in zip(specs, leaves, strict=True)
         ]
-        made = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
-        return released(made(*args, **kwargs))
+        placed = tree_unflatten(tree, shardings)
+        return released(jax.jit(arrays, out_shardings=placed)(*args, **kwargs))
 
     # -- files ---------------------------------------------------------------
 

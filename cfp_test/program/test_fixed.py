@@ -114,6 +114,7 @@ def test_fixed_values_of_equal_worth_differ():
     assert Fixed(True, bool) != Fixed(1, int)
 
 
+@pytest.mark.explained("The arguments' structure changed")
 def test_another_setting_is_refused():
     net, acting = nets()
     step = flatten_step(lambda net, x: jax.vmap(net)(x, None), (acting, X))

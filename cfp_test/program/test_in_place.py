@@ -44,6 +44,9 @@ def accepted(step, *args):
     return jax.tree.leaves(flatten_step(step, args).traced.out_info)
 
 
+@pytest.mark.explained(
+    "The step changes its arguments in place, and does not return what it changed"
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, nnx.jit])
 def test_what_is_learnt_must_be_returned(wrap):
     message = refused(wrap(update), *made(), X)
@@ -150,6 +153,7 @@ class Trainer:
         return x.sum()
 
 
+@pytest.mark.explained("The step assigns to what is not one of its arguments")
 def test_state_beside_the_arguments_is_refused():
     trainer = Trainer()
     message = refused(trainer.step, X)

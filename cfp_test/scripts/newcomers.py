@@ -2,7 +2,7 @@
 
 Each is planned, trained for five steps beside plain JAX, and saved; another process
 loads the plan, and trains the same five steps. On virtual CPU devices, with small
-models; `--preset data_parallel` takes a preset in place of the search, which is quicker.
+models; `--preset data_parallel` takes a preset in place of the search.
 
     python -m cfp_test.scripts.newcomers             # all six
     python -m cfp_test.scripts.newcomers nnx lora    # some of them
@@ -217,7 +217,7 @@ def equinox_model() -> Program:
     return Program(step=train_step, init=init, batch=batch, plainly=eqx.filter_jit)
 
 
-# ------------------------------- 4. MultiSteps with scanned layers and rematerialization
+# ----------------------------------- 4. MultiSteps, scanned layers, rematerialization
 
 
 def scanned_multisteps() -> Program:

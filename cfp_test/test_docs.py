@@ -98,7 +98,7 @@ _EXPORT = (
     "cfp.plan(step, *args, mesh=mesh, preset='zero1').export_python('sharded.py')\n"
 )
 _RUN = "run(train_step, lambda key: state, [batch] * 2, args)\n"
-_SAVED = "cfp.plan(step, *args, mesh=mesh, preset='zero1').save('plan.json')\n"
+_SAVED = f"{_PLAN}.save('plan.json')\n"
 # JAX is one process here, and finds no others.
 _ALONE = "jax.distributed.initialize = lambda: None\n"
 # (page, words of the block) -> what goes before it, and after it.

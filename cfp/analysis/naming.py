@@ -73,10 +73,10 @@ def _scope_of_user(scope: str) -> str:
 def _user_parts(scope: str) -> list[str]:
     parts = []
     for part in _split_scope(scope)[:-1]:
-        inner = part
+        inner, is_jit = part, False
         while "(" in inner and inner.endswith(")"):
+            is_jit = is_jit or inner.startswith(("jit(", "pjit("))
             inner = inner[inner.index("(") + 1 : -1]
-        is_jit = part.startswith(("jit(", "pjit("))
         if inner and not is_jit and not _MADE_BY_JAX.fullmatch(inner):
             parts.append(inner)
     return parts

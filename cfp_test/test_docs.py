@@ -94,9 +94,8 @@ state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
 args = state, batch
 mesh = jax.make_mesh((4,), ("x",))
 """
-_EXPORT = (
-    "cfp.plan(step, *args, mesh=mesh, preset='zero1').export_python('sharded.py')\n"
-)
+_PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
+_EXPORT = f"{_PLAN}.export_python('sharded.py')\n"
 _RUN = "run(train_step, lambda key: state, [batch] * 2, args)\n"
 _SAVED = f"{_PLAN}.save('plan.json')\n"
 # JAX is one process here, and finds no others.

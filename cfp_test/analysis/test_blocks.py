@@ -43,6 +43,7 @@ def members(frame):
         ("jit(step)/rematted_computation/a/dot", "a"),
         ("jit(step)/checkpoint/a/dot", "a"),
         ("jit(step)/jit(inner)/a/dot", "a"),
+        ("jit(step)/jvp(jit(_take))/gather", "gather"),
         ("jit(step)/vmap(a)/dot", "a"),
         ("jit(step)/bsd,dhe->bshe/dot_general", "bsd,dhe->bshe"),
         ("dot_general", "dot_general"),

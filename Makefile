@@ -16,13 +16,15 @@ STAMP := $(VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-latest lint lock sbom audit clean
+.PHONY: help install demo test test-latest lint docs wheel lock docs-lock sbom audit clean
 
 help:
 	@echo 'make demo      plan a small model on this machine and show what was found'
 	@echo 'make test      lint, then all tests but the nightly ones'
 	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
 	@echo 'make lint      ruff and pyright'
+	@echo 'make docs      the documentation as a site, in build/site; a warning is an error'
+	@echo 'make wheel     wheel and source distribution in dist/, tried in an empty place'
 	@echo 'make install   only create $(VENV), from $(LOCK)'
 	@echo 'make lock      write $(LOCK) again, after pyproject.toml has changed;'
 	@echo '               UPGRADE=1 takes the newest versions of everything'
@@ -53,6 +55,28 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(VENV)-docs/.installed
+	$(VENV)-docs/bin/mkdocs build --strict
+
+$(VENV)-docs/.installed: requirements/docs.txt
+	$(create) $(VENV)-docs; \
+	    $(VENV)-docs/bin/python -m pip install --quiet --require-hashes -r $<
+	@touch $@
+
+docs-lock: $(VENV)-lock/bin/uv
+	$< pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	    --no-emit-index-url --custom-compile-command 'make docs-lock' \
+	    $(if $(UPGRADE),--upgrade) --output-file requirements/docs.txt requirements/docs.in
+
+# The wheel is used where no clone is: what it lacks would come from there.
+wheel: $(STAMP) $(VENV)-audit/.installed
+	rm -rf dist
+	$(VENV)-audit/bin/python -m build --quiet
+	$(create) $(VENV)-wheel --clear; \
+	    $(VENV)-wheel/bin/python -m pip install --quiet --require-hashes -r $(LOCK); \
+	    $(VENV)-wheel/bin/python -m pip install --quiet --no-deps dist/*.whl
+	cd / && $(abspath $(VENV)-wheel)/bin/python -m cfp.demo
+
 # One resolution for all versions of Python and all systems, made by uv; pip installs it.
 lock: $(VENV)-lock/bin/uv
 	$< pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -70,7 +94,7 @@ audit: $(STAMP) $(VENV)-audit/.installed
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes -r $(LOCK)
 
 clean:
-	rm -rf $(VENV) $(VENV)-latest $(VENV)-lock $(VENV)-audit build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-latest $(VENV)-lock $(VENV)-audit $(VENV)-docs $(VENV)-wheel build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An interpreter counts if it runs and is new enough: a version manager's stand-in may

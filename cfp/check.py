@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from cfp.difference import Difference, compare, norms
 from cfp.execute import CompiledStep, compile_step
 from cfp.plan import Plan
+from cfp.program.fixed import fixed, released
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
@@ -200,7 +201,10 @@ class Check:
         )
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
-        return [a if i in self._static else change(a) for i, a in enumerate(self._args)]
+        return [
+            a if i in self._static else released(change(fixed(a)))
+            for i, a in enumerate(self._args)
+        ]
 
     def _before(self, result: Any) -> Any:
         """A step's result with the state as it was before; the rest as it is."""

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
+from cfp.program.fixed import fixed
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -32,7 +34,8 @@ def compare(found: Any, expected: Any) -> list[Difference]:
     Raises:
         ValueError: structures or shapes differ.
     """
-    pairs, tree = tree_flatten_with_path(expected)
+    pairs, tree = tree_flatten_with_path(fixed(expected))
+    found = fixed(found)
     if tree_structure(found) != tree:
         raise ValueError("results of different structures cannot be compared")
     differences = []
@@ -54,7 +57,7 @@ def norms(tree: Any) -> dict[str, float]:
     """L2 norms of all leaves, by path; what is not finite counts as 0."""
     return {
         keystr(path, simple=True, separator="/"): float(_size(jnp.asarray(leaf)))
-        for path, leaf in tree_flatten_with_path(tree)[0]
+        for path, leaf in tree_flatten_with_path(fixed(tree))[0]
     }
 
 

@@ -19,6 +19,7 @@ from cfp.errors import PlanMismatch
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.program.callbacks import Alarm
+from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.misfit import misfit, uneven
 from cfp.program.shared import Apart
@@ -57,6 +58,10 @@ class CompiledStep:
     @cached_property
     def _apart(self) -> Apart:
         return Apart(self.step.avals, self.in_shardings, self.step.donated)
+
+    @cached_property
+    def _has_fixed(self) -> bool:
+        return has_fixed(tree_unflatten(self.out_tree, list(self.out_shardings)))
 
     def __repr__(self) -> str:
         name = getattr(self.step.fn, "__name__", "a step")
@@ -103,16 +108,16 @@ class CompiledStep:
             jax.effects_barrier()
             if (error := self.alarm.take()) is not None:
                 raise error
-        return made
+        return released(made) if self._has_fixed else made
 
     def arg_shardings(self) -> tuple[Any, ...]:
         """The arguments' shardings as a pytree like the dynamic arguments."""
         args, _ = tree_unflatten(self.step.in_tree, list(self.in_shardings))
-        return args
+        return without_fixed(args)
 
     def result_shardings(self) -> Any:
         """The results' shardings as a pytree like the results."""
-        return tree_unflatten(self.out_tree, list(self.out_shardings))
+        return without_fixed(tree_unflatten(self.out_tree, list(self.out_shardings)))
 
     def as_text(self) -> str:
         """The compiled program as HLO, which tells its collectives."""

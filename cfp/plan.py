@@ -37,6 +37,7 @@ from cfp.plan_text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
+from cfp.program.fixed import giving_arrays, released, without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
@@ -132,8 +133,7 @@ class Plan:
             NamedSharding(self._on_mesh(), partition_spec(spec, len(aval.shape)))
             for spec, aval in zip(self.arg_specs, step.avals, strict=True)
         ]
-        args, _ = tree_unflatten(step.in_tree, leaves)
-        return args
+        return without_fixed(tree_unflatten(step.in_tree, leaves)[0])
 
     @property
     def out_shardings(self) -> Any:
@@ -143,7 +143,7 @@ class Plan:
         leaves = [
             NamedSharding(mesh, partition_spec(spec)) for spec in self.output_specs
         ]
-        return tree_unflatten(self.out_tree, leaves)
+        return without_fixed(tree_unflatten(self.out_tree, leaves))
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """The plan with the pytrees of a step's arguments, as a loaded plan needs them.
@@ -261,16 +261,16 @@ class Plan:
         Raises:
             PlanMismatch: the result does not fit any argument of the plan.
         """
-        shape = jax.eval_shape(init_fn, *args, **kwargs)
-        leaves, tree = tree_flatten(shape)
+        arrays = giving_arrays(init_fn)
+        leaves, tree = tree_flatten(shape := jax.eval_shape(arrays, *args, **kwargs))
         specs = specs_like(shape, self.arg_names, self.arg_types, self.arg_specs)
         mesh = self._on_mesh()
         shardings = [
             NamedSharding(mesh, partition_spec(spec, len(leaf.shape)))
             for spec, leaf in zip(specs, leaves, strict=True)
         ]
-        jitted = jax.jit(init_fn, out_shardings=tree_unflatten(tree, shardings))
-        return jitted(*args, **kwargs)
+        placed = tree_unflatten(tree, shardings)
+        return released(jax.jit(arrays, out_shardings=placed)(*args, **kwargs))
 
     # -- files ---------------------------------------------------------------
 

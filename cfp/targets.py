@@ -27,6 +27,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 from cfp.errors import CfpError, compose
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
+from cfp.program.fixed import fixed, released
 
 _EXAMPLE = (
     "def tiny():\n"
@@ -372,7 +373,7 @@ def _type_text(value: Any) -> str:
 
 def _make(arg: Any, shardings: Any, key: jax.Array) -> Any:
     """An argument on the devices; where only its shape is known, of small numbers."""
-    leaves, tree = tree_flatten(arg)
+    leaves, tree = tree_flatten(fixed(arg))
     made = []
     for i, (leaf, sharding) in enumerate(
         zip(leaves, tree_leaves(shardings), strict=True)
@@ -382,7 +383,7 @@ def _make(arg: Any, shardings: Any, key: jax.Array) -> Any:
             made.append(draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
         else:
             made.append(jax.device_put(jnp.asarray(leaf), sharding))
-    return tree_unflatten(tree, made)
+    return released(tree_unflatten(tree, made))
 
 
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

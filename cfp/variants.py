@@ -130,9 +130,10 @@ def plan_fastest(
     Args:
         variants: what to choose from; each has a name of its own. They may differ in
             the mesh, the step and the arguments.
-        static_argnums, static_argnames, donate_argnums, donate_argnames,
-        memory_budget, pins, preset, cache_dir, settings: as for :func:`cfp.plan`, for
-            every variant. ``settings.seconds`` holds for each.
+        static_argnums, static_argnames, donate_argnums, donate_argnames: as for
+            :func:`cfp.plan`, for every variant.
+        memory_budget, pins, preset, cache_dir, settings: the same.
+            ``settings.seconds`` holds for each.
 
     Raises:
         CfpError: no variant can be planned.

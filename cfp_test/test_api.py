@@ -322,6 +322,7 @@ def test_pins_are_kept_exactly(mesh, cache):
     assert_same(plan.apply(train_step)(*real), expected)
 
 
+@pytest.mark.explained("A pin matches no argument, or does not fit")
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -386,6 +387,9 @@ def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
         cfp.plan(train_step, *shapes(), mesh=mesh, cache_dir=blocked / "below")
 
 
+@pytest.mark.explained(
+    "The arguments do not fit the plan, or its program is another one"
+)
 def test_a_plan_refuses_what_it_was_not_made_for(mesh, cache, tmp_path):
     plan = cfp.plan(
         train_step,

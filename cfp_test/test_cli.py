@@ -108,6 +108,7 @@ def test_version_and_help(folder):
         assert f"Example: cfp {command}" in text.out
 
 
+@pytest.mark.explained("There are too few devices")
 def test_too_few_devices_names_the_remedy(folder):
     outcome = run_one("plan", TOY, "--devices", "4", folder=folder, JAX_PLATFORMS="cpu")
     assert outcome.code == 2
@@ -174,6 +175,7 @@ def test_plan_prints_one_json_document(planned):
     assert outcome.err == "This is no JSON.\n"
 
 
+@pytest.mark.explained("Strategies have not been measured")
 def test_show_and_search_know_what_was_found(planned, folder):
     _, path = planned
     common = [*ON_CPU, *FEW]
@@ -343,6 +345,7 @@ def test_run_plans_within_a_budget(folder):
     assert "Raise the budget" in none.err
 
 
+@pytest.mark.explained("No plan fits in the memory budget")
 def test_a_budget_that_nothing_fits(planned, folder):
     budget = run_one(
         *("plan", TOY, *ON_CPU, *FEW),

@@ -82,17 +82,69 @@ def test_the_steps_in_getting_started_are_targets(tmp_path):
     assert "dot_general f32[128,64]" in parts.out  # A quarter of the 512 rows.
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
-def test_examples_run(page, tmp_path):
-    (block,) = (b for b in blocks(ROOT / page, "python") if "make_mesh" in b)
+# What stands around a block that is a part of a program: a step, and its arguments.
+_STEP = """
+import jax, jax.numpy as jnp
+import cfp
+def step(state, batch):
+    loss, grad = jax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state)
+    return state - 0.1 * grad, loss
+train_step = step
+state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
+args = state, batch
+mesh = jax.make_mesh((4,), ("x",))
+"""
+_PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
+_EXPORT = f"{_PLAN}.export_python('sharded.py')\n"
+_RUN = "run(train_step, lambda key: state, [batch] * 2, args)\n"
+_SAVED = f"{_PLAN}.save('plan.json')\n"
+# JAX is one process here, and finds no others.
+_ALONE = "jax.distributed.initialize = lambda: None\n"
+# (page, words of the block) -> what goes before it, and after it.
+AROUND = {
+    ("planning-ahead.md", "cfp.described"): (_STEP, ""),
+    ("reading-plans.md", "from sharded"): (_STEP + _EXPORT, ""),
+    ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
+    ("frameworks.md", "jax.distributed"): (_STEP + _SAVED + _ALONE, _RUN),
+}
+# Of the blocks that run here those that take a preset, or plan nothing, are quick.
+QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "jax.distributed")
+
+
+def programs() -> list:
+    """All Python blocks, each as a program that runs."""
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(blocks(page, "python")):
+            before, after = next(
+                (
+                    around
+                    for (name, words), around in AROUND.items()
+                    if name == page.name and words in block
+                ),
+                ("", ""),
+            )
+            quick = any(word in block or word == page.name for word in QUICK)
+            found.append(
+                pytest.param(
+                    before + block + after,
+                    id=f"{page.name}-{number}",
+                    marks=() if quick else pytest.mark.nightly,
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize("program", programs())
+def test_python_blocks_run(program, tmp_path):
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 "
+        "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
         "CFP_CACHE_DIR": str(tmp_path / "cache"),
     }
     subprocess.run(
-        [sys.executable, "-c", block],
+        [sys.executable, "-c", program],
         cwd=tmp_path,
         env=environment(**flags),
         timeout=GUARD_SECONDS,

@@ -86,6 +86,7 @@ def test_those_that_are_silenced_while_measuring_are_named(how, tmp_path):
     assert "not called while it was measured: " in repr(loaded)
 
 
+@pytest.mark.explained("Leave out ordered=True")
 @pytest.mark.parametrize(
     "ordered",
     [

@@ -39,6 +39,7 @@ def test_the_sound_plan_and_record_are_taken(made, tmp_path):
     assert hostile.try_record(nothing, made, tmp_path).kept == 1
 
 
+@pytest.mark.explained("The file is a damaged plan")
 @pytest.mark.parametrize("mutation", hostile.PLANS, ids=names(hostile.PLANS))
 def test_a_plan_is_refused_with_its_reason_or_harmless(mutation, made, tmp_path):
     before = dict(os.environ)

@@ -67,6 +67,7 @@ def test_promotion_of_types(how):
         run(*args)
 
 
+@pytest.mark.explained("The program is another one inside of jax.enable_x64(True)")
 def test_a_plan_is_not_applied_to_another_program(how):
     planned = cfp.plan(step, X, **how).apply(step)
     planned(X)

@@ -87,6 +87,7 @@ def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
     assert line.startswith(f"  chosen: {chosen}")
 
 
+@pytest.mark.explained("Left out: the step's own sharding constraints")
 def test_a_plan_says_which_wishes_it_does_not_keep():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])

@@ -33,7 +33,10 @@ def build_frame(
     paired = pair_outputs(program, flow)
     groups = find_storage(program, paired, flow)
     group_of = {op: g.index for g in groups for op in (*g.ops, *g.inner_ops)}
-    blocks = find_blocks(program, numbers, group_of.keys(), flow)
+    group_of_arg = {a: g.index for g in groups for a in g.args}
+    blocks = find_blocks(
+        program, numbers, group_of.keys(), flow, parameters=group_of_arg.keys()
+    )
     block_of = [-1] * len(program.ops)
     for block in blocks:
         for op in block.ops:
@@ -51,7 +54,7 @@ def build_frame(
         states=tuple(GroupSharding(program, g, axes, flow.canonical) for g in groups),
         block_of=tuple(block_of),
         group_of=group_of,
-        group_of_arg={a: g.index for g in groups for a in g.args},
+        group_of_arg=group_of_arg,
         region_ops=tuple(op.id for op in program.ops if op.has_regions),
         barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.has_regions),
         pins=dict(pins or {}),

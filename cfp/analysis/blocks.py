@@ -9,7 +9,6 @@ optimizer's) belong to no block; they follow the storage of what they update
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from math import prod
@@ -17,13 +16,10 @@ from math import prod
 from cfp.analysis.contractions import Member, find_members
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.labels import label_ops
+from cfp.analysis.naming import block_names
 from cfp.analysis.numbering import Numbers
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
-
-_MADE_BY_JAX = re.compile(
-    "while|body|cond|closed_call|checkpoint|rematted_computation|branch_\\d+_fun"
-)
 
 # Parts of a program without contractions and without a tensor of this many elements
 # (random keys, counters) are not worth a block.
@@ -38,7 +34,7 @@ class Block:
         index: its place in the sequence of blocks.
         members: its contractions, the anchor first.
         ops: ids of all its ops, contractions included, in program order.
-        name: its place in the user's model, from the scopes.
+        name: its place in the user's model; see :mod:`cfp.analysis.naming`.
     """
 
     index: int
@@ -57,6 +53,7 @@ def find_blocks(
     numbers: Numbers,
     update_ops: Set[int],
     flow: Flow | None = None,
+    parameters: Set[int] = frozenset(),
 ) -> tuple[Block, ...]:
     """Groups a program's ops into ParallelBlocks.
 
@@ -65,6 +62,7 @@ def find_blocks(
         numbers: its value numbers.
         update_ops: ops that only update state; they stay outside.
         flow: its data flow, where it is at hand.
+        parameters: positions of the arguments that are parameters, for names.
     """
     flow = flow or Flow(program)
     members = find_members(program, numbers)
@@ -76,40 +74,10 @@ def find_blocks(
     for op_id, label in enumerate(labels):
         if label >= 0:
             ops[label].append(op_id)
+    names = block_names(flow, [m[0].op for m in members], parameters)
     return tuple(
-        Block(i, tuple(m), tuple(ops[i]), block_name(program, m))
-        for i, m in enumerate(members)
+        Block(i, tuple(m), tuple(ops[i]), names[i]) for i, m in enumerate(members)
     )
-
-
-def block_name(program: Program, members: list[Member]) -> str:
-    """A short name from the anchor's scope: the user's modules, without JAX's."""
-    return scope_path(program.ops[members[0].op].scope)
-
-
-def scope_path(scope: str) -> str:
-    """The user's part of a name stack: ``jit(f)/jvp(Net)/a/b/dot`` gives ``a/b``."""
-    parts = []
-    for part in _split_scope(scope)[:-1]:
-        inner = part
-        while "(" in inner and inner.endswith(")"):
-            inner = inner[inner.index("(") + 1 : -1]
-        is_jit = part.startswith(("jit(", "pjit("))
-        if inner and not is_jit and not _MADE_BY_JAX.fullmatch(inner):
-            parts.append(inner)
-    return "/".join(parts) or _split_scope(scope)[-1]
-
-
-def _split_scope(scope: str) -> list[str]:
-    parts, depth, current = [], 0, ""
-    for char in scope:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += char
-    return [*parts, current]
 
 
 def _extra_anchors(

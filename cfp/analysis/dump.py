@@ -13,9 +13,10 @@ from itertools import product
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.blocks import Block, scope_path
+from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import Member
 from cfp.analysis.layout import Frame, Layout
+from cfp.analysis.naming import scope_path
 from cfp.analysis.strategies import (
     NONE,
     AxisChoice,

@@ -41,7 +41,7 @@ app = typer.Typer(
     "Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 "
     "--platform cpu --devices 4",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None if not sys.stdout.isatty() else "rich",
 )

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_structure,
+    tree_unflatten,
+)
 
 from cfp.errors import PlanMismatch, StepNotTraceable
+from cfp.program import in_place
+from cfp.program.calling import (
+    by_position,
+    check_hashable,
+    check_names,
+    chosen,
+    dynamic_part,
+    parameter_names,
+    sequence,
+)
+from cfp.program.fixed import fixed, released
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
 # What a step knows of itself once it is traced, whoever gives memory away.
 _TRACED = ("flat_fn", "traced")
+# How many of the leaves that have changed a message names.
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,8 @@ class FlatStep:
         avals: shape and dtype of each array leaf of the arguments.
         donated: whether the user gives each leaf's memory away.
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
-        in_tree: the structure of ``(dynamic args, kwargs)``.
+        in_tree: the structure of ``(dynamic args, kwargs)``, with those leaves of
+            modules that are no arrays.
         static: static arguments, by position or keyword.
     """
 
@@ -43,7 +61,7 @@ class FlatStep:
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure."""
-        args, kwargs = _by_position(self.fn, args, kwargs)
+        args, kwargs = by_position(self.fn, args, kwargs)
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -52,13 +70,37 @@ class FlatStep:
                     f"Static argument {key} was {value!r} when the step was "
                     f"planned, and is {got!r} now. Plan again for the new value."
                 )
-        leaves, tree = tree_flatten(_dynamic(args, kwargs, dict(self.static)))
+        dynamic = dynamic_part(args, kwargs, dict(self.static))
+        leaves, tree = tree_flatten(dynamic)
         if tree != self.in_tree:
-            raise StepNotTraceable(
-                f"The arguments' structure changed: expected {self.in_tree}, "
-                f"got {tree}."
-            )
+            leaves, tree = tree_flatten(fixed(dynamic))
+        if tree != self.in_tree:
+            raise StepNotTraceable(self._what_changed(dynamic))
         return leaves
+
+    def _what_changed(self, dynamic: Any) -> str:
+        """How a call's arguments differ from those of the step, in a few words."""
+        names = [name for _, name, _ in self._named(fixed(dynamic))]
+        gone = [name for name in self.arg_names if name not in names]
+        new = [name for name in names if name not in self.arg_names]
+        lines = [
+            f"  {what}: {', '.join(some[:_MOST_NAMED])}"
+            + (f" and {len(some) - _MOST_NAMED} more" * (len(some) > _MOST_NAMED))
+            for what, some in (("missing", gone), ("not there before", new))
+            if some
+        ]
+        same = "  the arrays are the same; what else is in their containers differs, "
+        same += "such as a function, a setting, or the class of a module"
+        return "\n".join(
+            [
+                "The arguments' structure changed since the step was planned:",
+                *(lines or [same]),
+                "Pass what was planned for, or plan again.",
+            ]
+        )
+
+    def _named(self, dynamic: Any) -> list[tuple[int | str, str, Any]]:
+        return _named_leaves(self.fn, dynamic, {key for key, _ in self.static})
 
     def giving(self, donated: Sequence[bool]) -> FlatStep:
         """The same step, as it was traced, with other leaves' memory given away."""
@@ -72,27 +114,59 @@ class FlatStep:
         """``fn`` as a function of flat leaves, under its own name."""
 
         def flat(*leaves: Any) -> Any:
-            dynamic, kwargs = tree_unflatten(self.in_tree, leaves)
-            args = list(dynamic)
-            for key, value in self.static:
-                if isinstance(key, int):
-                    args.insert(key, value)
-                else:
-                    kwargs[key] = value
-            return self.fn(*args, **kwargs)
+            result, changed = self._run(self.fn, leaves)
+            self._changed.extend(changed)
+            return result
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
         return flat
+
+    def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
+        """What a function makes of these leaves, and what it changes in place."""
+        dynamic, kwargs = released(tree_unflatten(self.in_tree, leaves))
+        args = list(dynamic)
+        for key, value in self.static:
+            if isinstance(key, int):
+                args.insert(key, value)
+            else:
+                kwargs[key] = value
+        names = parameter_names(self.fn)
+        names += [f"arg{i}" for i in range(len(names), len(args))]
+        passed = {**dict(zip(names, args, strict=False)), **kwargs}
+        watch = in_place.Watch(passed)
+        result = fn(*args, **kwargs)
+        return fixed(result), watch.changed()
+
+    @cached_property
+    def _changed(self) -> list[str]:
+        """What the function was seen to change in place, by path."""
+        return []
+
+    def _lost(self) -> list[str]:
+        """Paths of what the function changes in place, and does not return."""
+        fn: Any = self.fn
+        if isinstance(fn, jax.stages.Wrapped):
+            # What it changes are copies that it makes inside.
+            leaves = tree_unflatten(self.in_tree, self.avals)
+            hidden = in_place.may_change_any(leaves)
+            fn = getattr(fn, "__wrapped__", fn) if hidden else fn
+        if not self._changed and fn is self.fn:
+            return []
+        return in_place.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
         """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
 
+        Once more, where it changes modules in place, to see whether that is lost.
+
         Raises:
-            StepNotTraceable: JAX cannot trace the function.
+            StepNotTraceable: JAX cannot trace the function, or what it changes in
+                place would be lost.
         """
+        around = in_place.Surroundings(self.fn)
         try:
-            return jax.jit(self.flat_fn).trace(*self.avals)
+            traced = jax.jit(self.flat_fn).trace(*self.avals)
         except Exception as error:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(
@@ -102,6 +176,12 @@ class FlatStep:
                 "not arrays belong in static_argnums or static_argnames, also where "
                 "the step is wrapped in jax.jit, which keeps its own to itself."
             ) from error
+        name = self.flat_fn.__name__
+        if overwritten := around.overwritten():
+            raise StepNotTraceable(in_place.told_of_surroundings(name, overwritten))
+        if lost := self._lost():
+            raise StepNotTraceable(in_place.told(name, lost))
+        return traced
 
     @property
     def gives_unasked(self) -> bool:
@@ -141,16 +221,16 @@ def flatten_step(
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
             argument cannot be hashed, or there is no argument of a name.
     """
-    args, kwargs = _by_position(fn, args, kwargs or {})
-    parameters = _parameter_names(fn)
+    args, kwargs = by_position(fn, args, kwargs or {})
+    parameters = parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
-    _check_names(fn, "static_argnames", static_argnames)
-    _check_names(fn, "donate_argnames", donate_argnames)
-    chosen = _chosen(parameters, len(args), static_argnums, static_argnames)
-    static = {key: value for key, value in passed.items() if key in chosen}
+    check_names(fn, "static_argnames", static_argnames)
+    check_names(fn, "donate_argnames", donate_argnames)
+    static_keys = chosen(parameters, len(args), static_argnums, static_argnames)
+    static = {key: value for key, value in passed.items() if key in static_keys}
     for key, value in static.items():
-        _check_hashable(key, value)
-    donate = _chosen(parameters, len(args), donate_argnums, donate_argnames)
+        check_hashable(key, value)
+    donate = chosen(parameters, len(args), donate_argnums, donate_argnames)
     # What has a default may be left out, if it is static.
     known = passed.keys() | set(range(len(parameters)))
     for option, numbers, there in (
@@ -159,28 +239,22 @@ def flatten_step(
     ):
         absent = [
             number
-            for number in _sequence(numbers, int)
-            if not _chosen(parameters, len(args), number, ()) & there
+            for number in sequence(numbers, int)
+            if not chosen(parameters, len(args), number, ()) & there
         ]
         if absent:
             raise StepNotTraceable(
                 f"{option} names positions {absent}, but the call has {len(args)} "
                 "positional arguments."
             )
-    positions = [i for i in range(len(args)) if i not in static]
-    flat, in_tree = tree_flatten_with_path(_dynamic(args, kwargs, static))
+    dynamic = fixed(dynamic_part(args, kwargs, static))
+    in_tree = tree_structure(dynamic)
     avals, arg_names, donated = [], [], []
-    for path, leaf in flat:
-        if path[0].idx == 0:
-            key = positions[path[1].idx]
-            root = parameters[key] if key < len(parameters) else f"arg{key}"
-        else:
-            root = key = str(path[1].key)
-        rest = jax.tree_util.keystr(path[2:], simple=True, separator="/")
-        arg_names.append(f"{root}/{rest}" if rest else root)
+    for key, name, leaf in _named_leaves(fn, dynamic, static):
+        arg_names.append(name)
         donated.append(key in donate)
-        avals.append(abstract(leaf, arg_names[-1]))
-        _check_width(avals[-1].dtype, arg_names[-1])
+        avals.append(abstract(leaf, name))
+        _check_width(avals[-1].dtype, name)
     return FlatStep(
         fn,
         tuple(avals),
@@ -189,6 +263,25 @@ def flatten_step(
         in_tree,
         tuple(static.items()),
     )
+
+
+def _named_leaves(
+    fn: Callable[..., Any], dynamic: Any, static: Collection[int | str]
+) -> list[tuple[int | str, str, Any]]:
+    """Position or keyword, path and value of each leaf of a call's arguments."""
+    parameters = parameter_names(fn)
+    total = len(dynamic[0]) + len(static)
+    positions = [i for i in range(total) if i not in static]
+    found = []
+    for path, leaf in tree_flatten_with_path(dynamic)[0]:
+        if path[0].idx == 0:
+            key = positions[path[1].idx]
+            root = parameters[key] if key < len(parameters) else f"arg{key}"
+        else:
+            root = key = str(path[1].key)
+        rest = jax.tree_util.keystr(path[2:], simple=True, separator="/")
+        found.append((key, f"{root}/{rest}" if rest else root, leaf))
+    return found
 
 
 def _check_width(dtype: Any, name: str) -> None:
@@ -205,98 +298,6 @@ def _check_width(dtype: Any, name: str) -> None:
             "a sharded program that is compiled ahead. Use JAX 0.11 or newer, or pass "
             f"a wider type, and convert it to {dtype} inside the step."
         )
-
-
-def _check_names(
-    fn: Callable[..., Any], option: str, names: str | Sequence[str]
-) -> None:
-    """Refuses names that the step has no argument of, as far as it tells.
-
-    Raises:
-        StepNotTraceable: there is one.
-    """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    unknown = [name for name in _sequence(names, str) if name not in parameters]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if unknown and not takes_any:
-        raise StepNotTraceable(
-            f"{option} names {unknown}, but the step's arguments are "
-            f"{list(parameters)}."
-        )
-
-
-def _check_hashable(key: int | str, value: Any) -> None:
-    try:
-        hash(value)
-    except TypeError as error:
-        raise StepNotTraceable(
-            f"Static argument {key!r} is a {type(value).__name__}, which cannot be "
-            "hashed, so that calls with different values are not told apart. Pass a "
-            "tuple or a frozen dataclass."
-        ) from error
-
-
-_Kind = TypeVar("_Kind", int, str)
-
-
-def _sequence(one_or_many: _Kind | Sequence[_Kind], kind: type[_Kind]) -> list[_Kind]:
-    return [one_or_many] if isinstance(one_or_many, kind) else list(one_or_many)
-
-
-def _chosen(
-    parameters: Sequence[str],
-    count: int,
-    numbers: int | Sequence[int],
-    names: str | Sequence[str],
-) -> set[int | str]:
-    """Arguments by position and by name; negative positions count from the end."""
-    positions = {i + count if i < 0 else i for i in _sequence(numbers, int)}
-    words = set(_sequence(names, str))
-    positions |= {i for i, name in enumerate(parameters) if name in words}
-    words |= {parameters[i] for i in positions if 0 <= i < len(parameters)}
-    return positions | words
-
-
-def _dynamic(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments without the static ones."""
-    return (
-        tuple(a for i, a in enumerate(args) if i not in static),
-        {name: a for name, a in kwargs.items() if name not in static},
-    )
-
-
-def _by_position(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call in which all stands at its position that can.
-
-    So that it makes no difference whether arguments are passed by keyword.
-    """
-    placed, named = list(args), dict(kwargs)
-    try:
-        parameters = [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        parameters = []
-    for one in parameters[len(placed) :]:
-        if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
-            break
-        placed.append(named.pop(one.name))
-    return tuple(placed), named
-
-
-def _parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """The names of a function's positional parameters, as far as it tells them."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.blocks import scope_path
 from cfp.analysis.layout import Choice, lay_out
+from cfp.analysis.naming import scope_path
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes

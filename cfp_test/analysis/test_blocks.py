@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import build_frame
-from cfp.analysis.blocks import scope_path
 from cfp.analysis.flow import passes
+from cfp.analysis.naming import scope_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
@@ -43,6 +43,7 @@ def members(frame):
         ("jit(step)/rematted_computation/a/dot", "a"),
         ("jit(step)/checkpoint/a/dot", "a"),
         ("jit(step)/jit(inner)/a/dot", "a"),
+        ("jit(step)/jvp(jit(_take))/gather", "gather"),
         ("jit(step)/vmap(a)/dot", "a"),
         ("jit(step)/bsd,dhe->bshe/dot_general", "bsd,dhe->bshe"),
         ("dot_general", "dot_general"),

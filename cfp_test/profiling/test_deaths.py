@@ -194,6 +194,7 @@ def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kep
     assert suspected(store) == {}
 
 
+@pytest.mark.explained("A process died, trying again")
 def test_several_builds_are_suspects(store, caplog):
     builds = [mark("a", "build"), mark("b", "build")]
     leave(store, *builds, words=ABORTED)
@@ -414,6 +415,7 @@ def test_warnings_name_the_program_and_come_up_only_for_it(store, caplog):
     assert "task b" not in caplog.text
 
 
+@pytest.mark.explained("A strategy is left out")
 def test_what_is_left_out_is_told_where_it_would_have_been_measured(store, caplog):
     leave(store, mark("a", program="train"), words=ABORTED)
     bury(store, about={key_of("c").digest})

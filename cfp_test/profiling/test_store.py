@@ -463,6 +463,7 @@ def test_a_cache_deleted_below_an_open_store(path):
 # Places
 
 
+@pytest.mark.explained("The cache cannot be used")
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match=r"(?s)file.*try: set CFP_CACHE_DIR"):

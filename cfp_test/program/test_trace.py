@@ -111,6 +111,7 @@ def test_refuses_another_structure():
         step.flatten(({"b": X},), {})
 
 
+@pytest.mark.explained("JAX could not trace the step")
 def test_says_what_the_step_raised():
     def train_step(x):
         return x @ jnp.ones((3, 3))

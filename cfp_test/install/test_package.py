@@ -1,0 +1,101 @@
+"""What is built of the package, and that its parts agree."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import cfp
+from cfp.plan_file import FORMAT
+from cfp_test.waiting import GUARD_SECONDS
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+_BUILD = """
+import sys
+from setuptools import build_meta
+print("made", build_meta.build_wheel(sys.argv[1]))
+"""
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert citation is not None
+    assert citation[1] == PROJECT["project"]["version"] == cfp.__version__
+
+
+def test_the_wheel_has_all_that_the_package_reads(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    # A copy: setuptools leaves its work in the folder that it builds from.
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "cfp",
+            "pyproject.toml",
+            "setup.py",
+            "README.md",
+            "LICENSE",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+        check=True,
+    ).stdout.split()
+    for name in listed:
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, str(tmp_path)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+        check=True,
+    )
+    wheel = done.stdout.split("made ")[-1].strip()
+    with zipfile.ZipFile(tmp_path / wheel) as archive:
+        names = set(archive.namelist())
+    expected = {name for name in listed if name.startswith("cfp/")}
+    left_out = {name for name in expected - names if not name.endswith(".md")}
+    assert left_out == set()
+    assert "cfp/py.typed" in names
+    assert not any(name.startswith(("cfp_test/", "alpa_test/")) for name in names)
+
+
+def test_the_docs_tell_the_format_of_plans():
+    schema = (ROOT / "cfp" / "plan.schema.json").read_text()
+    assert f'"const": {FORMAT}' in schema or f'"enum": [{FORMAT}]' in schema
+
+
+def test_docs_are_locked_with_hashes():
+    lock = (ROOT / "requirements" / "docs.txt").read_text()
+    packages = re.findall(r"^([a-z0-9_.-]+)==", lock, re.MULTILINE)
+    for line in (ROOT / "requirements" / "docs.in").read_text().splitlines():
+        if not line.startswith("#"):
+            assert re.match(r"[a-z0-9_-]+", line)[0] in packages
+    assert lock.count("--hash=sha256:") >= len(packages) > 10
+
+
+def test_every_page_has_its_place_on_the_site():
+    listed = re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text())
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("results/")} == set(listed)
+
+
+def test_every_public_name_is_in_the_reference():
+    told = re.findall(r"^::: cfp\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted([*told, "PRESETS"]) == sorted(cfp.__all__)
+
+
+def test_type_checkers_follow_an_editable_installation():
+    """With this setuptools writes a path; without it, an import hook."""
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"": "."}

@@ -1,0 +1,179 @@
+"""Steps that change modules in place: refused where that would be lost."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from cfp.errors import StepNotTraceable
+from cfp.program.step import flatten_step
+
+X = jnp.ones((4, 8))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+
+def made():
+    net = Net(nnx.Rngs(0))
+    return net, nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+
+
+def update(net, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda net: jnp.mean((net(x) - 1) ** 2))(net)
+    optimizer.update(net, grads)
+    return loss
+
+
+def refused(step, *args):
+    with pytest.raises(StepNotTraceable) as caught:
+        _ = flatten_step(step, args).traced
+    return str(caught.value)
+
+
+def accepted(step, *args):
+    return jax.tree.leaves(flatten_step(step, args).traced.out_info)
+
+
+@pytest.mark.explained(
+    "The step changes its arguments in place, and does not return what it changed"
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, nnx.jit])
+def test_what_is_learnt_must_be_returned(wrap):
+    message = refused(wrap(update), *made(), X)
+    assert "'update' changes net/" in message
+    assert "in place, and does not return" in message
+    assert "return net, optimizer, loss" in message
+    assert "net, optimizer = merge(graph, state)" in message
+    assert "docs/frameworks.md" in message
+
+
+def test_all_of_it():
+    def train_step(net, optimizer, x):
+        return net, update(net, optimizer, x)
+
+    message = refused(train_step, *made(), X)
+    assert "changes optimizer/step" in message
+    assert "return optimizer, loss" in message
+
+
+def test_modules_or_their_arrays_may_be_returned():
+    def whole(net, optimizer, x):
+        loss = update(net, optimizer, x)
+        return net, optimizer, loss
+
+    graph, state = nnx.split(made())
+
+    def arrays(state, x):
+        net, optimizer = nnx.merge(graph, state)
+        loss = update(net, optimizer, x)
+        return nnx.state((net, optimizer)), loss
+
+    def constrained(net, optimizer, x):
+        loss = update(net, optimizer, x)
+        return jax.lax.optimization_barrier((net, optimizer)), loss
+
+    for step, args in (
+        (whole, (*made(), X)),
+        (arrays, (state, X)),
+        (constrained, (*made(), X)),
+        (jax.jit(whole), (*made(), X)),
+    ):
+        assert len(accepted(step, *args)) > 10
+
+
+def test_what_is_only_read_may_be_passed_to_transformations():
+    net, _ = made()
+    net.eval()
+
+    def remat(net, x):
+        return nnx.remat(lambda net, x: net(x))(net, x)
+
+    def jitted(net, x):
+        return nnx.jit(lambda net, x: nnx.jit(lambda net, x: net(x))(net, x))(net, x)
+
+    def gradient(net, x):
+        return nnx.grad(lambda net: nnx.remat(lambda n, x: n(x))(net, x).sum())(net)
+
+    for step in (remat, jitted, gradient):
+        assert accepted(step, net, X)
+
+
+def test_counters_of_random_numbers_are_state():
+    """An evaluation that drops something would drop the same every time."""
+    net, _ = made()
+    net.norm.eval()
+    assert "net/drop/rngs/count" in refused(lambda net, x: net(x), net, X)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Batch:
+    def __init__(self, image):
+        self.image = image
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("image"), self.image),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_what_is_changed_on_the_way_is_not_lost():
+    def step(batch):
+        batch.image = batch.image / 255
+        return batch.image.sum()
+
+    assert accepted(step, Batch(X))
+
+    def with_dict(state):
+        state["x"] = state["x"] + 1  # As under jax.jit, a copy.
+        return state["y"]
+
+    assert accepted(with_dict, {"x": X, "y": X})
+
+
+class Trainer:
+    def __init__(self):
+        self.params = {"w": X}
+        self.seen = []
+
+    def step(self, x):
+        self.seen.append(x)
+        self.params = jax.tree.map(lambda w: w + x, self.params)
+        return x.sum()
+
+
+@pytest.mark.explained("The step assigns to what is not one of its arguments")
+def test_state_beside_the_arguments_is_refused():
+    trainer = Trainer()
+    message = refused(trainer.step, X)
+    assert "'step' assigns to self.params/w, which is not one of its" in message
+    assert "seen" not in message
+
+    held = {"w": X}
+
+    def step(x):
+        held["w"] = held["w"] + x
+        return x.sum()
+
+    assert "assigns to held/w" in refused(step, X)
+
+
+def test_what_stands_around_a_step_may_be_read():
+    held, log = {"w": X}, []
+
+    def step(x):
+        log.append(x)  # Odd, and nothing is lost.
+        return (held["w"] * x).sum()
+
+    assert accepted(step, X)

@@ -1,0 +1,93 @@
+"""Every message that docs/troubleshooting.md explains is produced by a test."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.check import Comparison
+from cfp.cli.running import check_text
+from cfp.difference import Difference
+from cfp.errors import DeviceError
+from cfp.platform import make_mesh
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.trial import StepResult, Trial
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "troubleshooting.md"
+
+
+def headings() -> list[str]:
+    """What the page explains, but for its part without messages."""
+    messages, _, _ = PAGE.read_text().partition("\n## When there is no message\n")
+    return re.findall(r"^## (.+)$", messages, re.MULTILINE)
+
+
+def explained(text: str) -> list[str]:
+    """The headings that a module's tests are marked with."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        for mark in getattr(node, "decorator_list", ()):
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(
+                "mark.explained"
+            ):
+                found.append(ast.literal_eval(mark.args[0]))
+    return found
+
+
+def test_every_heading_has_its_test_and_every_mark_its_heading():
+    marks = [
+        h for path in TESTS.rglob("test_*.py") for h in explained(path.read_text())
+    ]
+    assert len(headings()) > 15
+    assert sorted(marks) == sorted(headings())
+
+
+def test_marks_are_found():
+    text = "@pytest.mark.explained('a')\n@pytest.mark.slow\ndef test(): pass"
+    assert explained(text) == ["a"]
+
+
+@pytest.mark.explained("JAX finds no device")
+def test_a_platform_without_devices(monkeypatch):
+    def none():
+        raise RuntimeError("Unknown backend: 'cuda' requested")
+
+    monkeypatch.setattr(jax, "devices", none)
+    with pytest.raises(DeviceError, match=r"JAX finds no device(?s:.*)Unknown backend"):
+        make_mesh(None)
+
+
+@pytest.mark.explained("Some donated buffers were not usable")
+def test_what_is_donated_and_not_returned():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    step = flatten_step(lambda x: x.sum(), (jnp.ones(8),), donate_argnums=0)
+    with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
+        trace(step, mesh)
+
+
+def told(off: float, rounding: float) -> str:
+    """What a check says of a leaf that is off by so much."""
+    compared = Comparison(
+        differences=(Difference("w", off),), rounding={"w": rounding}, changes={"w": 1}
+    )
+    step = StepResult(time_ms=1.0, metrics={}, comparison=compared)
+    return check_text(Trial(steps=(step,), tolerance=1e-5, checked=True))
+
+
+@pytest.mark.explained("Check FAILED")
+def test_a_check_that_fails():
+    text = told(1e-3, 1e-7)
+    assert text.startswith("Check FAILED: ")
+    assert "step 0: w is off by 0.001, may be by 1e-05" in text
+
+
+@pytest.mark.explained("No more than rounding does on one device")
+def test_a_check_that_rounding_explains():
+    text = told(1e-3, 1e-3)
+    assert text.startswith("Check passed: ")
+    assert "no more than rounding does there on one device" in text

@@ -137,6 +137,7 @@ class Check:
     mixed up with what became of earlier roundings.
 
     Attributes:
+        planned: the step under a plan, in wide types.
         tolerance: relative L2 distance that always passes: more than float32's where
             the step calls kernels that compute in less.
     """
@@ -155,7 +156,7 @@ class Check:
             feedback: for each argument that is state the result that replaces it; None
                 for all of it.
         """
-        self._planned = planned
+        self.planned = planned
         self._alone = alone
         self._feedback = feedback
         self._static = {key for key, _ in alone.step.static}
@@ -185,7 +186,7 @@ class Check:
             alone.append(norms(moved))
             for d in compare(moved, expected):
                 squares[d.path] = squares.get(d.path, 0.0) + d.relative_l2**2 / NUDGES
-        found = self._planned(*self._each(fresh))
+        found = self.planned(*self._each(fresh))
         sizes = {
             path: Sizes(size, min(n[path] for n in alone), max(n[path] for n in alone))
             for path, size in norms(found).items()

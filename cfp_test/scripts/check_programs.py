@@ -103,7 +103,7 @@ def run_all(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="by default all programs")
     parser.add_argument("--mesh", action="append", help="by default x=4 and x=2,y=2")
     parser.add_argument("--file", type=Path, help="a file with other programs")

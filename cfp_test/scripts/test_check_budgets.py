@@ -30,7 +30,7 @@ def test_a_check_goes_on_from_what_errors_name(monkeypatch):
     def run(words, budget_bytes):
         asked.append(budget_bytes)
         if budget_bytes < 1100:
-            return None, "error: The plan, compiled, needs 1.06 KiB on each device"
+            return None, "error: The plan, compiled, needs 1.20 KiB on each device"
         return {"steps": [], "passed": True, "rematerialized": [2, 0]}, ""
 
     monkeypatch.setattr(check_budgets, "run", run)

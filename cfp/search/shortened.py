@@ -70,8 +70,7 @@ def shorten(
         if len(abridged.segments) > _WORTH_IT * len(analysis.segments):
             return None
         short = replace(
-            problem,
-            kinds=tuple(problem.kinds[i] for i in abridged.segments),
+            problem.only(abridged.segments),
             fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
         )
         known = {

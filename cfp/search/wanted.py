@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
@@ -12,7 +12,8 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
-from cfp.program.graft import numpy_dtype
+from cfp.program.graft import Spec, numpy_dtype
+from cfp.program.graph import dtype_bytes
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.estimate import Estimator
 from cfp.search.measure import pair_job, segment_job, segment_layout
@@ -356,37 +357,53 @@ def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
     return segment_layout(analysis.frame, analysis.segments, index, candidate)
 
 
-def between(analysis: Analysis, maker: int, reader: int) -> list[int]:
-    """Values that one segment's ops make and another's read."""
-    program = analysis.frame.program
-    reads = set(analysis.segments[reader].ops)
-    found = []
-    for op_id in analysis.segments[maker].ops:
-        if op_id in program.leaf_ops:
-            continue
-        for v in program.ops[op_id].results:
-            if program.values[v].shape and any(
-                user in reads for user, _ in program.users[v]
-            ):
-                found.append(v)
-    return found
+def between(analysis: Analysis, maker: int, reader: int) -> Sequence[int]:
+    """Values that one segment makes or stores, and another reads."""
+    return analysis.passing.get((maker, reader), ())
 
 
 def handover(
-    estimator: Estimator, maker: Layout, reader: Layout, values: list[int]
+    estimator: Estimator, maker: Layout, reader: Layout, values: Sequence[int]
 ) -> tuple[tuple[Move, float], ...]:
     """What moves where one segment reads another's values, and estimated ms."""
     program = maker.frame.program
     found = []
     for v in values:
-        have, want = maker.spec(v), reader.read_spec(v)
+        have, want = maker.spec(v), _wanted(reader, v)
         if have is None or want is None or have == want:
             continue
         value = program.values[v]
-        price = estimator.terms.moves.cost_ms(value.size_bytes, have, (), want)
-        dtype = str(numpy_dtype(value.dtype))
-        found.append((Move(value.shape, dtype, have, want), price))
+        dtype, size = value.dtype, value.size_bytes
+        if value.producer < 0:
+            if maker.read_spec(v) == want:
+                continue  # Whoever stores it has it so, too.
+            dtype = _cast(maker, v) or dtype
+            size = size * dtype_bytes(dtype) / dtype_bytes(value.dtype)
+        price = estimator.terms.moves.cost_ms(size, have, (), want)
+        found.append((Move(value.shape, str(numpy_dtype(dtype)), have, want), price))
     return tuple(found)
+
+
+def _wanted(reader: Layout, value: int) -> Spec | None:
+    """How a segment reads a value: in its blocks, or else in an update of state."""
+    spec = reader.read_spec(value)
+    if spec is None:
+        for user, index in sorted(reader.frame.program.users[value]):
+            if reader.covers(user):
+                return reader.use_spec(user, index)
+    return spec
+
+
+def _cast(maker: Layout, value: int) -> str | None:
+    """What a parameter that is stored sharded is cast to before it is gathered."""
+    frame = maker.frame
+    group = frame.group_of_arg.get(maker.frame.program.args.index(value))
+    if group is None or maker.spec(value) == maker.read_spec(value):
+        return None
+    ops = (frame.program.ops[op] for op in frame.groups[group].reads)
+    casts = (op for op in ops if op.kind == "convert" and value in op.operands)
+    types = [frame.program.values[op.results[0]].dtype for op in casts]
+    return min(types, key=dtype_bytes, default=None)
 
 
 def total_ms(

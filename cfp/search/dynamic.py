@@ -167,9 +167,7 @@ class _Chain:
         peak = np.maximum(now.peak[:, None] + state, kept + temp)
         rows, picks = (index.ravel() for index in np.indices(cost.shape))
         open_ = self._distant.after(place, now.open[rows], picks)
-        return _Partials(
-            cost.ravel(), kept.ravel(), peak.ravel(), picks, rows, open_
-        )
+        return _Partials(cost.ravel(), kept.ravel(), peak.ravel(), picks, rows, open_)
 
     def _bound(self, place: int, grown: _Partials) -> np.ndarray:
         """What choices that begin like these and fit cost at least."""

@@ -375,9 +375,11 @@ def handover(
         value = program.values[v]
         dtype, size = value.dtype, value.size_bytes
         if value.producer < 0:
-            if maker.read_spec(v) == want:
-                continue  # Whoever stores it has it so, too.
-            dtype = _cast(maker, v) or dtype
+            views = _views(maker, reader, v)
+            if not views and maker.read_spec(v) == want:
+                continue  # It is gathered so for the segment that stores it, too.
+            types = (program.values[program.ops[op].results[0]].dtype for op in views)
+            dtype = min([dtype, *types], key=dtype_bytes)
             size = size * dtype_bytes(dtype) / dtype_bytes(value.dtype)
         price = estimator.terms.moves.cost_ms(size, have, (), want)
         found.append((Move(value.shape, str(numpy_dtype(dtype)), have, want), price))
@@ -394,16 +396,14 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
     return spec
 
 
-def _cast(maker: Layout, value: int) -> str | None:
-    """What a parameter that is stored sharded is cast to before it is gathered."""
+def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
+    """Ops by which a segment casts or transposes a parameter before it is gathered."""
     frame = maker.frame
-    group = frame.group_of_arg.get(maker.frame.program.args.index(value))
+    group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
-        return None
-    ops = (frame.program.ops[op] for op in frame.groups[group].reads)
-    casts = (op for op in ops if op.kind == "convert" and value in op.operands)
-    types = [frame.program.values[op.results[0]].dtype for op in casts]
-    return min(types, key=dtype_bytes, default=None)
+        return []  # It is stored as it is used.
+    users = {user for user, _ in frame.program.users[value] if reader.covers(user)}
+    return sorted(users & {*frame.groups[group].reads})
 
 
 def total_ms(

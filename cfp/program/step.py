@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import numpy as np
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.errors import PlanMismatch, StepNotTraceable
+from cfp.program.given import may_be_given
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
@@ -32,6 +33,8 @@ class FlatStep:
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
         in_tree: the structure of ``(dynamic args, kwargs)``.
         static: static arguments, by position or keyword.
+        examples: leaves whose values are measured with, see `cfp.program.given`; None
+            for all others.
     """
 
     fn: Callable[..., Any]
@@ -40,6 +43,7 @@ class FlatStep:
     arg_names: tuple[str, ...]
     in_tree: Any
     static: tuple[tuple[int | str, Any], ...]
+    examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure."""
@@ -188,6 +192,7 @@ def flatten_step(
         tuple(arg_names),
         in_tree,
         tuple(static.items()),
+        tuple(leaf if may_be_given(leaf) else None for _, leaf in flat),
     )
 
 

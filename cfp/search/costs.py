@@ -18,6 +18,7 @@ from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
 from cfp.search.estimate import Estimator
+from cfp.search.handover import between, handover, total_ms
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -26,7 +27,7 @@ from cfp.search.measure import (
 )
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.squeeze import LEFT_AT_LEAST
-from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
+from cfp.search.wanted import Wanted, layout_of
 
 
 class Costs:

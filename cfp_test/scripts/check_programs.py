@@ -113,12 +113,11 @@ def main() -> None:
     every = programs_of(options.file) if options.file else PROGRAMS
     programs = {name: every[name] for name in options.names or every}
     head = {
-        "programs": list(every),
         "meshes": list(MESHES),
         "optimization_level": LEVEL,
         "race": options.race,
     }
-    rows = Rows(options.out, head)
+    rows = Rows(options.out, head, {"programs": list(every)})
     sys.exit(run_all(programs, options.mesh or [*MESHES], rows, options.race) > 0)
 
 

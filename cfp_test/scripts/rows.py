@@ -22,13 +22,20 @@ class Rows:
     Args:
         file: where it is kept; None keeps it in memory alone.
         head: what the rows have in common. A file with another is refused.
+        about: what else the file is to say; it may change while rows are added.
 
     Raises:
         ValueError: the file is of another run.
     """
 
-    def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path | None,
+        head: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         self._file = file
+        self._about = dict(about or {})
         # As it is read again: tuples are lists there.
         self._head = json.loads(json.dumps({**head, **_versions()}))
         self.rows: list[dict[str, Any]] = []
@@ -37,7 +44,7 @@ class Rows:
             self.rows = kept.pop("rows")
             differ = {
                 name
-                for name in kept.keys() | self._head.keys()
+                for name in (kept.keys() | self._head.keys()) - self._about.keys()
                 if kept.get(name) != self._head.get(name)
             }
             if differ:
@@ -58,7 +65,9 @@ class Rows:
         now = datetime.now(UTC).date().isoformat()
         self.rows.append({**row, "commit": commit(), "date": now})
         if self._file is not None:
-            text = json.dumps({**self._head, "rows": self.rows}, indent=1)
+            text = json.dumps(
+                {**self._head, **self._about, "rows": self.rows}, indent=1
+            )
             part = self._file.with_name(f"{self._file.name}.part")
             part.write_text(f"{text}\n")
             os.replace(part, self._file)

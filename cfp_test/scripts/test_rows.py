@@ -25,6 +25,11 @@ def test_rows_of_another_run_are_not_mixed(tmp_path):
     Rows(file, {"level": 0}).add({"name": "a"})
     with pytest.raises(ValueError, match="with another level"):
         Rows(file, {"level": 2})
+    more = Rows(file, {"level": 0}, about={"programs": ["a", "b"]})
+    more.add({"name": "b"})
+    assert json.loads(file.read_text())["programs"] == ["a", "b"]
+    with pytest.raises(ValueError, match="with another programs"):
+        Rows(file, {"level": 0})
 
 
 def test_where_a_plan_shards_nothing_a_preset_is_checked_and_nothing_runs_twice(

@@ -138,6 +138,35 @@ def within_budgets(data: Mapping[str, Any]) -> Figures:
     }
 
 
+def margin(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of what rounding does to checks."""
+    return {
+        "rows": table(
+            "leaf | start | off by | last bit, one device | ratio",
+            [
+                [
+                    row["path"],
+                    row["seed"],
+                    f"{row['relative_l2']:.1e}",
+                    f"{row['rounding']:.1e}",
+                    fixed(row["relative_l2"] / row["rounding"]),
+                ]
+                for row in data["beyond_tolerance"]
+            ],
+        ),
+        "target": data["target"],
+        "preset": data["preset"].replace("_", " "),
+        "jax": data["jax"],
+        "starts": str(data["seeds"]),
+        "leaves": f"{data['leaves']:,}",
+        "middle": fixed(data["quantiles"]["0.5"]),
+        "hundredth": fixed(data["quantiles"]["0.99"]),
+        "largest": fixed(data["quantiles"]["1.0"], 1),
+        "above": str(data["above_margin"]),
+        "beyond": str(len(data["beyond_tolerance"])),
+    }
+
+
 def analysis(data: Mapping[str, Any]) -> Figures:
     """The figures of the page of analysis time."""
     rows = [

@@ -92,6 +92,7 @@ PAGES: tuple[Page, ...] = (
         "budgets_named_h200x2_202611.json",
     ),
     _page("building_h200x2_202611", building.building),
+    _page("check_margin_cpu_202611", checked.margin),
     _page("checks_cpu_202611", checked.checks),
     _page("checks_budget_cpu_202611", checked.within_budgets),
     _page(

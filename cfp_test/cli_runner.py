@@ -12,14 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.waiting import GUARD_SECONDS
 
 ROOT = Path(__file__).parent.parent
 
+_MEASURING = ("bench", "plan", "profile", "run", "search", "tradeoff", "verify")
 _BATCH = """
 import json, sys
 from typer.testing import CliRunner
 from cfp.cli import app
+from cfp_test.injected import hold_times
+from pytest import MonkeyPatch
+hold_times(MonkeyPatch())
 found = []
 for argv in json.load(sys.stdin):
     result = CliRunner().invoke(app, argv)
@@ -42,7 +47,12 @@ class Outcome(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a user who has set nothing up."""
+    """The environment of a user who has set nothing up, but for quick compiles.
+
+    Args:
+        more: variables; flags of XLA are added to those of the tests.
+    """
+    more["XLA_FLAGS"] = f"{QUICK_FLAGS} {more.get('XLA_FLAGS', '')}".strip()
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -66,10 +76,22 @@ def run_batch(lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
     return [Outcome(*found) for found in json.loads(done.stdout)]
 
 
+def steady_python(folder: Path) -> str:
+    """An interpreter for shell scripts, in which times follow from what is compiled."""
+    path = folder / "steady_python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cfp_test.injected "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
 def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
-    """Runs one command in its own process."""
+    """Runs one command in its own process.
+
+    Where it measures, times follow from what is compiled.
+    """
+    steady = ["-m", "cfp_test.injected"] if words[0] in _MEASURING else []
     done = subprocess.run(
-        [sys.executable, "-m", "cfp", *words],
+        [sys.executable, *steady, "-m", "cfp", *words],
         capture_output=True,
         text=True,
         cwd=folder,

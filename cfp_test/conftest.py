@@ -1,14 +1,34 @@
-"""Eight virtual CPU devices for all tests; set before JAX is imported.
+"""Eight virtual CPU devices for all tests, set before JAX is imported; quick programs.
 
-What tests compile runs a few times only: without LLVM's optimizations the tests of
-races, presets and checks take 40% less processor time.
+Times follow from what is compiled: no test is decided by how busy the machine is. Those
+of timing itself, in `profiling/`, have a clock.
 """
 
 import os
 
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cfp_test.quick_flags import QUICK_FLAGS
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 "
+    f"{QUICK_FLAGS} "
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )
+# No example is refused for what it takes, or took to draw.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steady_times():
+    """What runs takes the same time whenever and wherever it does."""
+    from cfp_test.injected import hold_times
+
+    with pytest.MonkeyPatch.context() as patch:
+        hold_times(patch)
+        yield

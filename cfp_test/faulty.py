@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
+import pytest
 
 from cfp.cli import main
 from cfp.profiling import collectives, runner
@@ -29,6 +30,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.search import race
 from cfp_test.bench.watch import Watch
+from cfp_test.injected import hold_times
 
 FAULTS: dict[str, str] = json.loads(os.environ.get("FAULTS", "{}"))
 # More than any machine has.
@@ -60,7 +62,8 @@ ENDS: dict[str, Callable[[], object]] = {
 
 
 def install() -> None:
-    """Puts faults and log where things run and records are kept."""
+    """Puts faults and log where things run and records are kept, and holds times."""
+    hold_times(pytest.MonkeyPatch())
     run, execute, put_all = runner.run, runner.execute, ProfileStore.put_all
     make_inputs = runner.make_inputs
 

@@ -2,13 +2,20 @@
 
 What a test of choices expects must not be decided by how busy the machine is: with
 these times, the same programs give the same choices wherever they are planned.
+
+``python -m cfp_test.injected -m MODULE ...`` or ``-c CODE`` runs Python with them.
 """
+
+import runpy
+import sys
+from typing import Any
 
 import jax
 import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.timing import Timing
 
 # Where compiled programs are timed, under the name that each module has for it.
 _TIMED_IN = ("collectives", "moves", "runner")
@@ -26,7 +33,32 @@ def execute(built: Built, *args: object, **options: object) -> ProfileRecord:
     return built.record("ok", samples_ms=[time_ms(built.compiled)], run_seconds=0.01)
 
 
+def measure(run: Any, *, min_samples: int, **options: object) -> Timing:
+    """Stands for `cfp.profiling.timing.measure`; everything runs, twice.
+
+    So what a program donates is fed back to it, and what cannot run fails.
+    """
+    run(2)
+    samples_ms = (time_ms(run._compiled),) * min_samples
+    return Timing(samples_ms=samples_ms, warmup_ms=())
+
+
 def inject_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured any more, until the patch is undone."""
     for module in _TIMED_IN:
         monkeypatch.setattr(f"cfp.profiling.{module}.execute", execute)
+
+
+def hold_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is measured runs, and takes what follows from it."""
+    monkeypatch.setattr("cfp.profiling.runner.measure", measure)
+
+
+if __name__ == "__main__":
+    hold_times(pytest.MonkeyPatch())
+    kind, what, *rest = sys.argv[1:]
+    sys.argv = [what if kind == "-m" else kind, *rest]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(what, {"__name__": "__main__"})

@@ -339,10 +339,11 @@ def test_a_budget_that_nothing_fits(planned, folder):
 
 
 def test_interrupting_keeps_what_was_measured(folder):
-    """The first record is there, and the last one is not."""
+    """The first record is there, and the last one is not: that one would never end."""
     work = folder / "interrupted"
     store = work / "profiles.sqlite"
-    words = ["-m", "cfp", "profile", TOY, *ON_CPU, "--workdir", str(work)]
+    words = ["-m", "cfp_test.faulty", "profile", TOY, *ON_CPU, "--workdir", str(work)]
+    faults = {"FAULTS": '{"segment 0: 2": "sleep"}', "FAULT_LOG": str(folder / "log")}
 
     def has_measured() -> bool:
         if not store.exists():
@@ -350,7 +351,7 @@ def test_interrupting_keeps_what_was_measured(folder):
         with ProfileStore(store) as found:
             return found.records() != []
 
-    with running([sys.executable, *words], folder, environment()) as process:
+    with running([sys.executable, *words], folder, environment(**faults)) as process:
         until(has_measured, process)
         process.send_signal(signal.SIGINT)
         out, err = end_of(process)

@@ -182,7 +182,7 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
             known = {f.job.key.digest for f in finalists if f.name in CLASSICS}
             every = dict.fromkeys(f.job.key.digest for f in finalists)
             order = sorted(every, key=lambda digest: digest in known)
-            assert len(order) > 3
+            assert len(order) > 3 and not known & {*order[:2]}
             ms = dict(zip(order, (10.0, 10.1, 10.2, *range(20, 99)), strict=False))
             factors = [ms[r.record.key] / r.time_ms for r in results]
             results = [
@@ -194,7 +194,8 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
 
     monkeypatch.setattr(contest, "race", watched)
     options = {"plain": {"xla_backend_optimization_level": "0"}}
-    plan(plans=3, compiler_options=options, cache_dir=tmp_path)
+    # By estimates, which do not vary: measured, a classic may be what is planned.
+    plan(plans=3, compiler_options=options, cache_dir=tmp_path, measure=None)
     (first, results), (beside, _), *_ = stages
     digest_of = {finalist.name: finalist.job.key.digest for finalist in first}
     ranked = sorted(results, key=lambda result: result.time_ms)

@@ -14,6 +14,7 @@ from cfp.presets import presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
@@ -176,8 +177,8 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     raced = {row.name: row for row in plan.race if row.time_ms is not None}
     late = [row for row in plan.race if "time for planning was over" in row.note]
     assert plan.winner in raced
-    # Programs that two threads had begun with are finished.
-    assert len(raced) <= 2
+    # What other threads had begun with is finished.
+    assert len(raced) <= default_threads("cpu")
     assert len(raced) + len(late) >= 2
     # What there was no time for is no failure: with more time it takes part.
     full = cfp.plan(STEP, *ARGS, **how)

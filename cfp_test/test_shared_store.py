@@ -42,7 +42,6 @@ for budget in map(int, sys.argv[1:]):
 def begin(folder: Path, *budgets: int) -> AbstractContextManager[Process]:
     """Plans for budgets, one after another, for as long as the body."""
     flags = "--xla_force_host_platform_device_count=2"
-    flags += " --xla_backend_optimization_level=0"
     command = [sys.executable, "-c", PLAN, *map(str, budgets)]
     return running(command, folder, environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
 

@@ -14,7 +14,6 @@ by a margin, since parts may overlap better there than anywhere that was looked 
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linprog
 
 # By leaving out one candidate after another; see docs/decisions.md.
 MARGIN = 0.9
@@ -32,6 +31,9 @@ def fit_weights(parts_ms: np.ndarray, times_ms: np.ndarray) -> np.ndarray:
         A weight in [0, 1] for each part. Largest means that the bounds are as near to
         the times as they can be, in relative terms and on average.
     """
+    # Most commands need no bounds, and this takes a sixth of their start.
+    from scipy.optimize import linprog
+
     # A clock may be too coarse for what is very short.
     shares = parts_ms / np.maximum(times_ms, _LEAST_MS)[:, None]
     found = linprog(

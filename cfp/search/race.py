@@ -342,22 +342,22 @@ class _Turns:
         # Of several builds nobody knows which one a process died of.
         suspects = self.marks.folder.suspects().keys() & self.jobs.keys()
         threads = 1 if suspects else default_threads(platform)
-        with (
-            environment.compilation_cache(platform),
-            ThreadPoolExecutor(threads) as pool,
-        ):
-            builds = {
-                digest: pool.submit(with_settings(self._build), job, environment)
-                for digest, job in self.jobs.items()
-            }
-            is_enough = False
-            for digest, pending in builds.items():
-                if is_enough and time.monotonic() > end and pending.cancel():
-                    continue
-                tell(f"compiling {self.jobs[digest].label}")
-                outcome = pending.result()
-                is_enough |= isinstance(outcome, Built)
-                yield digest, outcome
+        cache = environment.compilation_cache(platform)
+        with cache, ThreadPoolExecutor(threads) as pool:
+            works: list[str] = []
+
+            def build_in_time(digest: str) -> Built | ProfileRecord | None:
+                if works and time.monotonic() > end:
+                    return None
+                outcome = self._build(self.jobs[digest], environment)
+                works.extend([digest] if isinstance(outcome, Built) else [])
+                return outcome
+
+            built = pool.map(with_settings(build_in_time), self.jobs)
+            for job in self.jobs.values():
+                tell(f"compiling {job.label}")
+                if (outcome := next(built)) is not None:
+                    yield job.key.digest, outcome
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
         names = self.names.get(job.key.digest, ())

@@ -152,6 +152,9 @@ class Flat:
     def memory_analysis(self) -> Any:
         return self.compiled.memory_analysis()
 
+    def cost_analysis(self) -> Any:
+        return self.compiled.cost_analysis()
+
 
 def full_spec(sharding: NamedSharding, rank: int) -> Spec:
     """A sharding as cfp writes it: the axes of every dim."""

@@ -1,12 +1,12 @@
 """How long a first plan takes on virtual CPU devices, and what GPUs would build for it.
 
-    python cfp_test/bench/planning_time.py --json FILE [NAME ...] [--page FILE]
+    python cfp_test/bench/planning_time.py --json FILE [NAME ...]
 
 Each program of cfp_test/programs is planned with the default settings and an empty
 store, one after another. Beside it stands how many programs planning on GPUs builds
 before its first search, which estimates on virtual devices leave as it is. Rows are
 added to the JSON as they come, and programs that it holds already are not planned
-again; `--page` makes the results page of it and plans nothing.
+again. `python -m cfp_test.results` makes the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -67,7 +66,8 @@ def row(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         "ops": len(program.ops),
         "kinds": len(analysis.representatives),
         "raced": sum(r.time_ms is not None for r in plan.race),
-        "strategies_estimated": plan.search["strategies_estimated"],
+        # None where nothing can be sharded, so that nothing was searched.
+        "strategies_estimated": plan.search.get("strategies_estimated", 0),
         "builds_first_on_gpus": _builds_on_gpus(analysis),
         "winner": plan.winner,
         "samples_ms": {r.name: r.samples_ms for r in plan.race if r.samples_ms},
@@ -83,47 +83,12 @@ def _builds_on_gpus(analysis: Any) -> int:
     return len({job.key.digest for wanted in first for job in wanted.jobs})
 
 
-def page(data: dict[str, Any]) -> str:
-    """The results page."""
-    rows = sorted(data["rows"], key=lambda r: -r["seconds"])
-    seconds = [r["seconds"] for r in rows]
-    lines = [
-        "# Planning time on virtual CPU devices, November 2026",
-        "",
-        f"Every program of `cfp_test/programs` on x=4, planned with default settings "
-        f"from an empty store, one after another: median {median(seconds):.1f} s, "
-        f"worst {max(seconds):.1f} s, of {len(rows)} programs.",
-        "",
-        f"{data['machine']}; Python {data['python']}, jax {data['jax']}; "
-        f"{data['date']}; `{data['command']}`. All samples of the races: "
-        "the JSON beside this page.",
-        "",
-        "On GPUs nothing changed: the last column counts the programs that measuring "
-        "begins with there. Virtual devices build only the raced ones.",
-        "",
-        "| program | seconds | of which race | ops | kinds of segments | raced | "
-        "estimated | built first on GPUs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['name']} | {r['seconds']:.1f} | {r['race_seconds']:.1f} | {r['ops']} | "
-        f"{r['kinds']} | {r['raced']} | {r['strategies_estimated']:.0f} | "
-        f"{r['builds_first_on_gpus']} |"
-        for r in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="by default all programs")
     parser.add_argument("--json", type=Path, required=True, help="where rows are kept")
-    parser.add_argument("--page", type=Path, help="write the results page, and end")
     options = parser.parse_args()
     known = json.loads(options.json.read_text()) if options.json.exists() else {}
-    if options.page:
-        options.page.write_text(page(known))
-        return
     data = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "python": platform.python_version(),

@@ -4,15 +4,13 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import ROOT, environment
+from cfp_test.cli_runner import ROOT, environment, steady_python
 from cfp_test.waiting import GUARD_SECONDS
 
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIZES = "--hidden_size 32 --seq_len 16 --num_heads 4 --vocab_size 96 --quick"
 CPU = "--platform cpu --devices 4"
 
@@ -23,7 +21,7 @@ def run(script: str, folder: Path, words: str, **variables: str) -> str:
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        env={**environment(), "PYTHON": steady_python(folder), **variables},
         timeout=GUARD_SECONDS,
         check=False,
     )

@@ -17,11 +17,8 @@ from cfp_test.bench.competitors import handwritten
 from cfp_test.bench.configs import SUITES, configs, small
 from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import rows_of
-from cfp_test.cli_runner import environment, run_one
+from cfp_test.cli_runner import environment, run_batch, run_one
 from cfp_test.waiting import end_of, running, until
-
-# What is compiled here runs a few times only.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
@@ -101,7 +98,7 @@ def test_bench_survives_who_ends_its_process(tmp_path):
     words += " --handwritten data_parallel,zero1,fsdp --groups handwritten --quiet"
     words += " --json out.json --workdir ."
     log = str(tmp_path / "log")
-    variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log, "XLA_FLAGS": FAST}
+    variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log}
     folder = MarksFolder(tmp_path / "profiles.sqlite")
 
     def at_llama() -> bool:
@@ -155,7 +152,6 @@ def test_bench_command(tmp_path):
         "--pytorch",
         "torch.jsonl",
         folder=tmp_path,
-        XLA_FLAGS=FAST,
     )
     assert done.code == 0, done.err
     results = json.loads((tmp_path / "out.json").read_text())
@@ -199,21 +195,28 @@ def test_bench_command(tmp_path):
     assert "Cannot read results from nothing.json" in again.err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--suite nothing", "There is no suite 'nothing'"),
-        ("--suite tiny --models resnet", "has no model 'resnet'"),
-        ("--suite tiny --groups friends", "There are no competitors 'friends'"),
-        ("--suite tiny --colour red", "no option --colour"),
-    ],
-)
-def test_bench_says_what_it_does_not_know(tmp_path, words, said):
-    done = run_one(
-        "bench", *words.split(), "--devices", "4", "--platform", "cpu", folder=tmp_path
-    )
+UNKNOWN = {
+    "--suite nothing": "There is no suite 'nothing'",
+    "--suite tiny --models resnet": "has no model 'resnet'",
+    "--suite tiny --groups friends": "There are no competitors 'friends'",
+    "--suite tiny --colour red": "no option --colour",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """What `cfp bench` makes of each, one after another in one process."""
+    on_cpus = ("--devices", "4", "--platform", "cpu")
+    lines = [("bench", *words.split(), *on_cpus) for words in UNKNOWN]
+    folder = tmp_path_factory.mktemp("refusals")
+    return dict(zip(UNKNOWN, run_batch(lines, folder), strict=True))
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_bench_says_what_it_does_not_know(refusals, words):
+    done = refusals[words]
     assert done.code == 2
-    assert said in done.err
+    assert UNKNOWN[words] in done.err
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cluster.doctor.machine import UNLIMITED, Machine
+from cfp_test.waiting import GUARD_SECONDS
 
 SOUND = {"jax": "0.11.2", "jaxlib": "0.11.2"}
 PLUGIN = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}
@@ -32,7 +33,8 @@ def machine(folder: Path, **fields: Any) -> Machine:
     (folder / "proc" / "meminfo").write_text("MemTotal:  67108864 kB\n")
     (folder / "proc" / "mounts").write_text("disk / ext4 rw 0 0\n")
     sound = replace(
-        Machine.here(timeout_s=60),
+        Machine.here(timeout_s=GUARD_SECONDS),
+        tool_timeout_s=GUARD_SECONDS,
         version=(3, 12, 3),
         # An empty folder: nothing of the machine that runs the tests is found.
         environ={"PATH": str(folder / "bin")},

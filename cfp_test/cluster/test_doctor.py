@@ -16,6 +16,7 @@ from cfp.cluster.doctor.versions import installed, parse, requirements
 from cfp.profiling.store import default_cache_dir
 from cfp_test.cli_runner import ROOT, environment, run_one
 from cfp_test.cluster.sick import fake_module, machine, with_gpus
+from cfp_test.waiting import GUARD_SECONDS
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -45,7 +46,7 @@ def bare(tmp_path_factory):
         capture_output=True,
         text=True,
         env=variables,
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=False,
     )
 
@@ -71,6 +72,7 @@ def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
         "doctor",
         "--json",
         *words,
+        *("--timeout", str(GUARD_SECONDS)),
         folder=tmp_path,
         XLA_FLAGS=flags,
         JAX_PLATFORMS="cpu",

@@ -18,6 +18,7 @@ from cfp_test.cluster.sick import (
     with_gpus,
     with_packages,
 )
+from cfp_test.waiting import GUARD_SECONDS
 
 # What cfp needs, in the versions that run these tests.
 OWN = {
@@ -350,7 +351,7 @@ def test_locks_of_network_file_systems(kind, tmp_path):
         text = "def flock(*_): pass"
     text += f"\nLOCK_EX, LOCK_NB = {fcntl.LOCK_EX}, {fcntl.LOCK_NB}\n"
     environ = fake_python(tmp_path, fcntl=text)
-    limit_s = 2.0 if kind == "not answered" else 60.0
+    limit_s = 2.0 if kind == "not answered" else GUARD_SECONDS
     made = cached(tmp_path, environ=environ, timeout_s=limit_s)
     (tmp_path / "proc" / "mounts").write_text("server:/x / nfs4 rw 0 0\n")
     result = check("locks", made)

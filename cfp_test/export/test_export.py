@@ -24,6 +24,7 @@ from cfp.program.recompute import Recompute
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.reported import HOSTILE
+from cfp_test.waiting import GUARD_SECONDS
 
 WIDTH = 16
 SETTINGS = cfp.PlannerSettings(race=False)
@@ -131,7 +132,7 @@ def test_a_module_runs_where_cfp_cannot_be_imported(plan, my_step, mesh, tmp_pat
         ),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=GUARD_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     head, _, hlo = done.stdout.partition("HLO ")

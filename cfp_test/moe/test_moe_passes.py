@@ -4,17 +4,14 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import environment
+from cfp_test.cli_runner import environment, steady_python
 from cfp_test.waiting import GUARD_SECONDS
 
 SCRIPT = Path(__file__).with_name("moe_test.sh")
-# What is compiled here runs a few times only.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SMALL = (
     "--batch_size 8 --hidden_size 16 --seq_len 16 --num_heads 4 "
     "--vocab_size 64 --num_experts 4 --expert_group_size 32 --device_num 4 "
@@ -28,7 +25,7 @@ def run(workdir: Path, *words: str, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         cwd=workdir,
-        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        env={**environment(), "PYTHON": steady_python(workdir), **variables},
         timeout=GUARD_SECONDS,
         check=False,
     )
@@ -43,17 +40,16 @@ def sequences(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 @pytest.mark.smoke
-def test_analysis_of_the_full_model_is_quick(tmp_path):
+def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
     """The artifact's own size: nothing is allocated, so any machine will do."""
     done = run(
         *(tmp_path, "--num_layer", "4", "--batch_size", "64", "--mode", "analysis"),
         *("--platform", "cpu"),
     )
     assert done.returncode == 0, done.stderr
-    seconds = re.search(r"^global analysis time: ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert seconds is not None
-    # Well under five seconds, but tests share their machine.
-    assert float(seconds[1]) < 20
+    assert re.search(r"^global analysis time: [\d.]+$", done.stdout, re.MULTILINE)
+    # Nothing was measured, nor looked for.
+    assert not (tmp_path / "profiles.sqlite").exists()
     found = sequences(done.stdout)
     kinds = [first for _, first in found]
     # Embedding, dense and expert layers in turn, each twice, and the head.

@@ -9,6 +9,8 @@ from html import unescape as html_unescape
 from pathlib import Path
 from typing import Any
 
+from cfp_test.waiting import GUARD_SECONDS
+
 # Looks at a page from inside, which its own policy would not let anything do.
 _LOOK = """
 <script>
@@ -112,7 +114,7 @@ def _run(page: Path, width: int, *more: str) -> subprocess.CompletedProcess[str]
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=GUARD_SECONDS,
         check=True,
     )
 

@@ -18,6 +18,12 @@ from cfp.program.graph import Program
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 
+
+@pytest.fixture(scope="module", autouse=True)
+def steady_times():
+    """Nothing: what measures is what is tested here, and each test says how."""
+
+
 QUICK = TimingOptions(
     warmup_seconds=0.0,
     min_samples=2,

@@ -14,6 +14,7 @@ from cfp.errors import CacheError
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir
+from cfp_test.waiting import GUARD_SECONDS
 
 
 def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:
@@ -179,7 +180,7 @@ def test_a_closed_store_is_of_no_use(path):
 
 def write_some(path: str, names: list[str], start) -> None:
     with ProfileStore(path) as store:
-        start.wait(60)
+        start.wait(GUARD_SECONDS)
         for name in names:
             store.put(make(name))
 
@@ -198,7 +199,7 @@ def test_two_processes_write_at_once(path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(GUARD_SECONDS)
         assert process.exitcode == 0
     with ProfileStore(path) as store:
         assert len(store) == 380
@@ -266,7 +267,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_put(path, caplog):
         assert receiver.poll(60)
         last = int(receiver.recv_bytes())
     os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
+    process.join(GUARD_SECONDS)
     assert process.exitcode == -signal.SIGKILL
     try:
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cfp.report.results import Saved, section
-from cfp_test.bench import one_as_n_page
+from cfp_test.bench import one_as_n_page, planning_time_page
 from cfp_test.results import budgets, building, checked, planning, ranges
 from cfp_test.results.pages import Figures, Page
 from cfp_test.scripts import (
@@ -50,6 +50,10 @@ def _one_as_four(data: dict[str, Any]) -> Figures:
 
 def _planning_ahead(data: dict[str, Any]) -> Figures:
     return {"page": planning_ahead.page(data)}
+
+
+def _planning_time(data: dict[str, Any]) -> Figures:
+    return {"page": planning_time_page.page(data)}
 
 
 def _predictions(*runs: dict[str, Any]) -> Figures:
@@ -130,6 +134,12 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("planning_depth_cpu_202611", planning.depth_cpu),
     _with_noted("planning_depth_h200x2_202611", planning.depth_gpu),
+    Page(
+        name="planning_time_cpu_202611",
+        sources=("planning_time_cpu_202611.json",),
+        figures=_planning_time,
+        has_text=False,
+    ),
     _with_noted("planning_h200x2_202611", planning.planning_2, *_PLANNED),
     _with_noted("planning_h200x4_202611", planning.planning_4),
     _page(

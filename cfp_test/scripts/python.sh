@@ -8,7 +8,8 @@ if [ -z "${PYTHON:-}" ]; then
         PYTHON=python3
     fi
 fi
-if ! "$PYTHON" -c 'import jax' >/dev/null 2>&1; then
+if ! "$PYTHON" -c 'from importlib.util import find_spec
+exit(find_spec("jax") is None)' >/dev/null 2>&1; then
     echo "$PYTHON has no JAX. Run 'make install' in $root first, or name another" >&2
     echo "interpreter: PYTHON=/path/to/python sh $0 ..." >&2
     exit 2

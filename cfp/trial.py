@@ -17,6 +17,7 @@ from cfp.difference import Difference
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.execute import CompiledStep
 from cfp.plan import Plan
+from cfp.profiling.overwritten import count_rematerialized
 from cfp.program.step import FlatStep, flatten_step
 from cfp.targets import Target
 
@@ -50,11 +51,15 @@ class Trial:
         steps: in order.
         tolerance: what a checked step may differ by.
         checked: whether they were compared with one device's.
+        rematerialized: how many instructions the compiler computes again by itself, in
+            the step and, if checked, in what was compared; None where a program has no
+            text.
     """
 
     steps: tuple[StepResult, ...]
     tolerance: float
     checked: bool
+    rematerialized: tuple[int | None, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -157,7 +162,13 @@ def run_trial(
         ) from error
     if tolerance is None:
         tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
-    return Trial(steps=tuple(results), tolerance=tolerance, checked=check)
+    programs = [compiled] if checking is None else [compiled, checking.planned]
+    return Trial(
+        steps=tuple(results),
+        tolerance=tolerance,
+        checked=check,
+        rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
+    )
 
 
 def _one_step(

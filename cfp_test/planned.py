@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +13,59 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import NONE
+from cfp.api import find_plan
 from cfp.check import ROUNDING_MARGIN, nudge
+from cfp.presets import presets
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import trace
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2
+_SIZES = re.compile(r" \([^)]*\)")
 # One strategy of each kind of segment is measured beside the classics; no race.
 QUICK = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
 RACED = cfp.PlannerSettings(per_kind=1, in_context=False)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What a plan shards, and of how much.
+
+    Attributes:
+        arguments: argument leaves that some axis shards.
+        blocks: blocks with work that some axis shards.
+        words: how blocks are sharded, each way once, with how many blocks are.
+    """
+
+    arguments: int
+    all_arguments: int
+    blocks: int
+    all_blocks: int
+    words: tuple[str, ...]
+
+    @property
+    def anything(self) -> bool:
+        """Whether the devices do not all hold and compute the same."""
+        return bool(self.arguments or self.blocks)
+
+    @classmethod
+    def of(cls, plan: cfp.Plan) -> Sharded:
+        """What a plan shards."""
+        ways = Counter(_SIZES.sub("", row.sharded) for row in plan.rows)
+        whole = ways.pop("replicated", 0)
+        return cls(
+            arguments=sum(any(spec) for spec in plan.arg_specs),
+            all_arguments=len(plan.arg_specs),
+            blocks=len(plan.rows) - whole,
+            all_blocks=len(plan.rows),
+            words=tuple(f"{count} × {way}" for way, count in ways.most_common()),
+        )
 
 
 @dataclass(frozen=True)
@@ -28,6 +74,7 @@ class Checked:
 
     Attributes:
         winner: what the plan is called.
+        sharded: what it shards.
         worst: the leaf that is furthest from one device's, with its step.
         relative_l2: how far that is.
         failed: leaves, with their step, further off than they may be.
@@ -37,6 +84,7 @@ class Checked:
     name: str
     mesh: str
     winner: str
+    sharded: Sharded
     worst: str
     relative_l2: float
     failed: Mapping[str, float]
@@ -49,12 +97,22 @@ def check_program(
     sizes: MeshSizes,
     cache: Path,
     settings: cfp.PlannerSettings = QUICK,
+    sharding: bool = False,
 ) -> Checked:
     """Plans a program, runs it twice, and compares with one device.
 
     What has an argument's structure takes its place in the second step. A leaf may be
     off by 1e-5, or what the program says, or by what rounding explains: see
     ``cfp.trial``.
+
+    Args:
+        name, make: the program.
+        sizes: of the mesh's axes.
+        cache: where measurements are kept.
+        settings: of the planner.
+        sharding: in place of what is planned take the preset that shards most. The
+            examples are so small that to send anything often takes longer than to
+            compute it everywhere.
 
     Raises:
         CfpError: it cannot be planned or run.
@@ -65,15 +123,12 @@ def check_program(
     tolerance = options.pop("tolerance", 1e-5)
     kwargs = options.pop("kwargs", {})
     static = options.get("static_argnums", ())
-    plan = cfp.plan(
-        fn,
-        *args,
-        mesh=make_mesh(sizes),
-        cache_dir=cache,
-        settings=settings,
-        **options,
-        **kwargs,
-    )
+    step, mesh = flatten_step(fn, args, kwargs, **options), make_mesh(sizes)
+    how = {"mesh": mesh, "cache_dir": cache, "settings": settings}
+    if sharding:
+        plan = find_plan(step, preset=_sharding_most(step, mesh), **how).plan
+    else:
+        plan = find_plan(step, **how).plan
     planned, alone = plan.apply(fn), jax.jit(fn, static_argnums=static)
     state = _copy(args, static)
     expected_state = _copy(args, static)
@@ -98,11 +153,29 @@ def check_program(
         name=name,
         mesh=",".join(f"{axis}={size}" for axis, size in sizes),
         winner=plan.winner,
+        sharded=Sharded.of(plan),
         worst=worst,
         relative_l2=distances.get(worst, 0.0),
         failed=failed,
         seconds=time.perf_counter() - started,
     )
+
+
+def _sharding_most(step: FlatStep, mesh: Mesh) -> str:
+    """The name of the preset that shards the most blocks over the most axes."""
+    program, _ = trace(step, mesh)
+    found = presets(analyze(program, tuple(mesh.shape.items())).frame)
+    return max(found, key=lambda name: _shards(found[name]))
+
+
+def _shards(choice: Choice) -> tuple[int, int]:
+    """In how many places a choice shards work, and parameters."""
+    work = sum(
+        axis.inner != NONE or axis.exit != NONE
+        for strategy in choice.blocks
+        for axis in strategy
+    )
+    return work, sum(mode is Storage.SHARDED for mode in choice.storage)
 
 
 def _copy(args: Sequence[Any], static: int | Sequence[int] = ()) -> list[Any]:

@@ -6,6 +6,7 @@ devices compute that lack a sum, or take another one's part.
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -315,3 +316,50 @@ def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
     monkeypatch.setattr(execute, "compile_right", compile_with)
     both_sides(replace(plan, options=options))
     assert asked == [options, {}]
+
+
+class Alone:
+    """One device, on which rounding does as much as it is told, call by call."""
+
+    def __init__(self, noise):
+        self.step = SimpleNamespace(static=())
+        self.out_shardings = [jax.sharding.SingleDeviceSharding(jax.devices()[0])]
+        self.noise = noise
+        self.calls = 0
+
+    def __call__(self, x):
+        off = self.noise[self.calls]
+        self.calls += 1
+        return {"bias": jnp.array([1.0 + off, 0.0])}
+
+
+class Planned:
+    """A plan's step, whose result is off by so much."""
+
+    narrow = ()
+    double = False
+
+    def __init__(self, off):
+        self.off = off
+
+    def __call__(self, x):
+        return {"bias": jnp.array([1.0 + self.off, 0.0])}
+
+
+@pytest.mark.parametrize(("off", "passes"), [(1.1e-4, True), (1.5e-3, False)])
+def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
+    """As of a bias that one gradient near zero decides: 3 of 16 tries say nothing."""
+    alone = Alone([0.0] + [6.7e-6] * 3 + [3e-5] * 13)
+    check = Check(Planned(off), alone, {})
+    check.start([jnp.ones(())])
+    found = check.step()
+    assert alone.calls == 17
+    assert (found.failures(check.tolerance) == []) == passes
+
+
+def test_what_passes_is_not_looked_at_more_closely():
+    alone = Alone([0.0] + [6.7e-6] * 3)
+    check = Check(Planned(2e-5), alone, {})
+    check.start([jnp.ones(())])
+    assert check.step().failures(check.tolerance) == []
+    assert alone.calls == 4

@@ -329,6 +329,7 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert found["checked"] is False
     strict = json.loads(low.out)
     assert strict["tolerance"] == 1e-9
+    assert strict["rematerialized"] == [0, 0]  # of the step, and of the one in float32
     assert low.code == (0 if strict["passed"] else 1)
     assert other.code == 2
     assert "planned for float32[32,64], got bfloat16[32,64]" in other.err

@@ -10,6 +10,7 @@ from cfp.analysis.blocks import find_blocks
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
+from cfp.analysis.passing import Pair, find_passing
 from cfp.analysis.segments import Segment, find_segments
 from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import find_storage, pair_outputs
@@ -94,6 +95,11 @@ class Analysis:
             members[1] if len(members) > 2 else members[0]
             for _, members in sorted(found.items())
         )
+
+    @cached_property
+    def passing(self) -> Mapping[Pair, list[int]]:
+        """For pairs of segments what passes between them; see `find_passing`."""
+        return find_passing(self.frame, self.segments)
 
 
 def analyze(

@@ -156,6 +156,10 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     largest = trial.largest
     return {
         "plan": plan.winner,
+        "peak_bytes": plan.peak_bytes,
+        "segments_recomputed": len(plan.constraints.recompute),
+        "compiler_options": dict(plan.options),
+        "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,
         "steps": [
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps

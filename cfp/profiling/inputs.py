@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -41,6 +42,7 @@ class InputKind:
       spec: how it is sharded.
       signed: whether its floats are of both signs, or all above zero.
       count: of integers that pick something, out of how many; 0 for others.
+      given: the bytes of its value, if the caller gave one; otherwise empty.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +50,7 @@ class InputKind:
     spec: Spec
     signed: bool = False
     count: int = 0
+    given: bytes = b""
 
 
 def input_kinds(
@@ -57,6 +60,7 @@ def input_kinds(
     avals = [aval(program, value) for value in part.inputs]
     positive = above_zero(program, part.ops)
     picking = counts(program, part.ops)
+    given = dict(zip(program.args, program.given, strict=False))
     return tuple(
         InputKind(
             array.shape,
@@ -64,6 +68,7 @@ def input_kinds(
             spec,
             value not in positive,
             picking.get(value, 0) if jnp.issubdtype(array.dtype, jnp.integer) else 0,
+            given.get(value, b""),
         )
         for value, array, spec in zip(part.inputs, avals, specs, strict=True)
     )
@@ -77,7 +82,8 @@ def make_inputs(
     Floats are at most 0.02, so that many layers in a row do not lead out of the
     numbers, and above zero where logarithms or square roots would. Integers that pick
     rows lie anywhere among these, others from 0 to 127 (fewer where the type is
-    narrower), a single one is 1; booleans are mixed, a single one is true.
+    narrower), a single one is 1; booleans are mixed, a single one is true. What the
+    caller gave a value for has that.
 
     Args:
       kinds: what to make. Equal ones share an array.
@@ -105,6 +111,9 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, partition_spec(kind.spec))
 
     def generate() -> jax.Array:
+        if kind.given:
+            dtype = jnp.dtype(kind.dtype)
+            return jnp.asarray(np.frombuffer(kind.given, dtype).reshape(kind.shape))
         return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed, kind.count)
 
     is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS

@@ -30,6 +30,8 @@ _READS_NOTHING = (*_PARTS, "tuple", "parameter", "constant")
 # Ops that write into an operand: which one.
 _IN_PLACE = {"dynamic-update-slice": 0, "scatter": 0, "ragged-all-to-all": 1}
 
+# Defined, not read: `%fusion.3.remat2 = `.
+_REMATERIALIZED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]*\.remat[\w.-]*) =", re.M)
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\s*\}")
 _DONATED = re.compile(r"input_output_alias=\{(.*?\))\s*\}")
 _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
@@ -45,6 +47,11 @@ _BRANCHES = re.compile(
 def has_rematerialized(hlo_text: str) -> bool:
     """Whether the compiler computes something again, by the names that it gives."""
     return ".remat" in hlo_text
+
+
+def count_rematerialized(hlo_text: str) -> int | None:
+    """How many instructions the compiler computes again; None if there is no text."""
+    return len(set(_REMATERIALIZED.findall(hlo_text))) if hlo_text.strip() else None
 
 
 def read_after_overwritten(hlo_text: str) -> str | None:

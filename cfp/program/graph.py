@@ -123,6 +123,8 @@ class Program:
             compiled programs depend on.
         name: the module's, by that of the user's function.
         erased_constraints: sharding constraints of the user's own that were removed.
+        given: for each argument the bytes of its value in an example, if it is a
+            predicate or a scalar; empty for all others, and if there is no example.
     """
 
     values: tuple[Value, ...]
@@ -137,6 +139,7 @@ class Program:
     content: str = ""
     name: str = "step"
     erased_constraints: int = 0
+    given: tuple[bytes, ...] = ()
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from cfp.program.calling import (
     sequence,
 )
 from cfp.program.fixed import fixed, released
+from cfp.program.given import may_be_given
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
@@ -50,6 +51,8 @@ class FlatStep:
         in_tree: the structure of ``(dynamic args, kwargs)``, with those leaves of
             modules that are no arrays.
         static: static arguments, by position or keyword.
+        examples: leaves whose values are measured with, see `cfp.program.given`; None
+            for all others.
     """
 
     fn: Callable[..., Any]
@@ -58,6 +61,7 @@ class FlatStep:
     arg_names: tuple[str, ...]
     in_tree: Any
     static: tuple[tuple[int | str, Any], ...]
+    examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure."""
@@ -249,12 +253,13 @@ def flatten_step(
             )
     dynamic = fixed(dynamic_part(args, kwargs, static))
     in_tree = tree_structure(dynamic)
-    avals, arg_names, donated = [], [], []
+    avals, arg_names, donated, examples = [], [], [], []
     for key, name, leaf in _named_leaves(fn, dynamic, static):
         arg_names.append(name)
         donated.append(key in donate)
         avals.append(abstract(leaf, name))
         _check_width(avals[-1].dtype, name)
+        examples.append(leaf if may_be_given(leaf) else None)
     return FlatStep(
         fn,
         tuple(avals),
@@ -262,6 +267,7 @@ def flatten_step(
         tuple(arg_names),
         in_tree,
         tuple(static.items()),
+        tuple(examples),
     )
 
 

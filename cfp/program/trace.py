@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
+from cfp.program.given import given_bytes
 from cfp.program.graph import Program
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
@@ -154,7 +155,12 @@ def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated)
-    return read_lowering(step, lowering), lowering
+    program = read_lowering(step, lowering)
+    given = tuple(
+        given_bytes(leaf, aval.dtype)
+        for leaf, aval in zip(step.examples, step.avals, strict=True)
+    )
+    return replace(program, given=given), lowering
 
 
 def read_lowering(step: FlatStep, lowering: Lowering) -> Program:

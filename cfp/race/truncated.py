@@ -84,8 +84,7 @@ def truncate(
         if len(abridged.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
             return None
         short = replace(
-            problem,
-            kinds=tuple(problem.kinds[i] for i in abridged.segments),
+            problem.only(abridged.segments),
             fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
         )
         known = {

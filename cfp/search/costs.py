@@ -18,6 +18,7 @@ from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
 from cfp.search.estimate import Estimator
+from cfp.search.handover import between, handover, total_ms
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -25,7 +26,7 @@ from cfp.search.measure import (
     segment_bytes,
 )
 from cfp.search.problem import Candidate, Option, Problem
-from cfp.search.wanted import Wanted, between, handover, layout_of, total_ms
+from cfp.search.wanted import Wanted, layout_of
 from cfp.settings import LIMITED_MEMORY_AT_LEAST
 
 
@@ -47,7 +48,6 @@ class Costs:
         self.analysis = analysis
         self.moved_ms = moved_ms or {}
         self._estimator = Estimator(analysis.frame, rates)
-        self._values: dict[tuple[int, int], list[int]] = {}
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
@@ -124,8 +124,8 @@ class Costs:
         here, there = self._layout(left, a), self._layout(right, b)
         estimator = self._estimator
         return (
-            *handover(estimator, here, there, self._between(left, right)),
-            *handover(estimator, there, here, self._between(right, left)),
+            *handover(estimator, here, there, between(self.analysis, left, right)),
+            *handover(estimator, there, here, between(self.analysis, right, left)),
         )
 
     def can_measure(self, move: Move) -> bool:
@@ -145,10 +145,11 @@ class Costs:
             self._layouts[key] = layout_of(self.analysis, index, candidate)
         return self._layouts[key]
 
-    def _between(self, maker: int, reader: int) -> list[int]:
-        if (maker, reader) not in self._values:
-            self._values[maker, reader] = between(self.analysis, maker, reader)
-        return self._values[maker, reader]
+    @cached_property
+    def distant(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of segments, none a neighbour, between which something passes."""
+        pairs = {(min(p), max(p)) for p in self.analysis.passing}
+        return tuple(sorted((a, b) for a, b in pairs if b > a + 1))
 
 
 def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
@@ -194,9 +195,22 @@ def build_problem(
             (a, b): costs.handovers(*pair, options[a], options[b])
             for (a, b), pair in pairs.items()
         },
+        far_ms=_far_ms(costs, options),
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )
+
+
+def _far_ms(
+    costs: Costs, options: Sequence[Sequence[Option]]
+) -> dict[tuple[int, int], list[list[float]]]:
+    """What passes further than to the next segment, where that may take time."""
+    kinds = [segment.kind for segment in costs.analysis.segments]
+    found = {
+        (a, b): costs.handovers(a, b, options[kinds[a]], options[kinds[b]])
+        for a, b in costs.distant
+    }
+    return {pair: rows for pair, rows in found.items() if any(map(any, rows))}
 
 
 def measured_options(

@@ -4,8 +4,10 @@ Segments are decided from first to last. What later segments need to know of ear
 ones is the last pick (for the resharding behind it), the cost so far, and under a
 budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
-the cost alone, and has no budget). Exact; without a budget the time is linear in the
-number of segments.
+the cost alone, and has no budget). Where something passes further than to the next
+segment, partial choices are told apart by that as well (:mod:`cfp.search.distant`).
+Exact, but for the rare program with more than `MOST_STATES` of them; without a budget
+the time is linear in the number of segments.
 
 With a budget the partial choices that stay would grow too many. So those are left out
 that cannot end below a cost, by a bound on what is still to come
@@ -20,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfp.search.ilp import smallest_budget
+from cfp.search.distant import MOST_STATES, Distant, states
+from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.priced import (
     at_price,
     costs_to_go,
@@ -58,8 +61,10 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
     slack = _FIRST_SLACK * max(abs(least), free.cost_ms)
     while True:
         picks, is_all = chain.search(least + slack)
-        if picks is not None or is_all:
-            return None if picks is None else solution(problem, picks)
+        if picks is not None:
+            return solution(problem, picks)
+        if is_all:  # As something fits, it was among too many states.
+            return solve_ilp(problem)
         slack = slack * _MORE_SLACK or 1.0
 
 
@@ -83,6 +88,7 @@ class _Partials:
         peak: state of all, and the most that any needs besides while it runs.
         pick: the last pick.
         before: which row of those one segment shorter they go on from.
+        open: classes of the picks that later ones still depend on, as columns.
     """
 
     cost_ms: np.ndarray
@@ -90,6 +96,7 @@ class _Partials:
     peak: np.ndarray
     pick: np.ndarray
     before: np.ndarray
+    open: np.ndarray
 
     def take(self, rows: np.ndarray) -> _Partials:
         return _Partials(
@@ -98,6 +105,7 @@ class _Partials:
             self.peak[rows],
             self.pick[rows],
             self.before[rows],
+            self.open[rows],
         )
 
 
@@ -109,6 +117,7 @@ class _Chain:
         self._problem = problem
         self._room = problem.budget_bytes - problem.fixed_bytes
         self._price = price
+        self._distant = Distant(problem)
         self._free = costs_to_go(problem)
         self._priced = costs_to_go(at_price(problem, price))
 
@@ -118,18 +127,17 @@ class _Chain:
         stages: list[_Partials] = []
         none = np.zeros(1)
         zero = np.zeros(1, np.int64)
-        now = _Partials(none, zero, zero, zero, zero)
-        for place, kind in enumerate(problem.kinds):
+        now = _Partials(none, zero, zero, zero, zero, self._distant.none_open())
+        for place in range(len(problem.kinds)):
             grown = self._grow(place, now)
             grown = grown.take(np.flatnonzero(grown.peak <= self._room))
-            good = self._bound(place, grown) <= most_ms
-            is_all = is_all and bool(good.all())
-            grown = grown.take(np.flatnonzero(good))
-            kept = [
-                _unbeaten(grown, np.flatnonzero(grown.pick == pick))
-                for pick in range(len(problem.options[kind]))
-            ]
-            now = grown.take(np.concatenate(kept))
+            bound = self._bound(place, grown)
+            good = np.flatnonzero(bound <= most_ms)
+            is_all = is_all and len(good) == len(bound)
+            if len(good) > MOST_STATES and grown.open.shape[1]:
+                good = good[np.argsort(bound[good], kind="stable")[:MOST_STATES]]
+            grown = grown.take(good)
+            now = grown.take(_unbeaten_of_all(grown))
             stages.append(now)
         if not len(now.cost_ms):
             return None, is_all
@@ -150,21 +158,31 @@ class _Chain:
         state = np.array([o.state_bytes for o in options], np.int64)
         residual = np.array([o.residual_bytes for o in options], np.int64)
         temp = np.array([o.temp_bytes for o in options], np.int64)
-        cost = now.cost_ms[:, None] + time
+        cost = now.cost_ms[:, None] + time + self._distant.cost_ms(place, now.open)
         if place:
             matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
             if matrix is not None:
                 cost = cost + np.asarray(matrix, float)[now.pick]
         kept = now.kept[:, None] + state + residual
         peak = np.maximum(now.peak[:, None] + state, kept + temp)
-        rows, picks = np.indices(cost.shape)
-        return _Partials(*(c.ravel() for c in (cost, kept, peak, picks, rows)))
+        rows, picks = (index.ravel() for index in np.indices(cost.shape))
+        open_ = self._distant.after(place, now.open[rows], picks)
+        return _Partials(cost.ravel(), kept.ravel(), peak.ravel(), picks, rows, open_)
 
     def _bound(self, place: int, grown: _Partials) -> np.ndarray:
         """What choices that begin like these and fit cost at least."""
         paid = self._price * (self._room - grown.kept)
         priced = self._priced[place][grown.pick] - paid
         return grown.cost_ms + np.maximum(self._free[place][grown.pick], priced)
+
+
+def _unbeaten_of_all(grown: _Partials) -> np.ndarray:
+    """The rows that no other beats of those that all that follows costs as much for."""
+    numbers = states(grown.pick, grown.open)
+    order = np.argsort(numbers, kind="stable")
+    ends = np.flatnonzero(np.diff(numbers[order])) + 1
+    kept = [_unbeaten(grown, rows) for rows in np.split(order, ends)]
+    return np.concatenate(kept)
 
 
 def _unbeaten(grown: _Partials, rows: np.ndarray) -> np.ndarray:

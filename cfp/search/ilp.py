@@ -1,12 +1,12 @@
 r"""The search as an integer linear program, solved by HiGHS through PuLP.
 
-For segment i with options o and binary x[i,o], and y[i,o,p] for neighbouring
-segments i and i+1::
+For segment i with options o and binary x[i,o], and y[i,j,o,p] for segments i and j
+between which something passes, neighbours and others::
 
-    minimise    sum_io  time[i,o] x[i,o]  +  sum_iop  edge[o,p] y[i,o,p]
+    minimise    sum_io  time[i,o] x[i,o]  +  sum_ijop  edge[i,j,o,p] y[i,j,o,p]
     subject to  sum_o x[i,o] = 1                                  for each i   (one)
-                sum_p y[i,o,p] = x[i,o]                         for each i,o  (leave)
-                sum_o y[i,o,p] = x[i+1,p]                       for each i,p  (enter)
+                sum_p y[i,j,o,p] = x[i,o]                     for each i,j,o  (leave)
+                sum_o y[i,j,o,p] = x[j,p]                     for each i,j,p  (enter)
                 fixed + sum_jo state[j,o] x[j,o] + sum_{j<=i},o residual[j,o] x[j,o]
                     + sum_o temp[i,o] x[i,o] <= budget          for each i   (fit)
 
@@ -18,6 +18,9 @@ HiGHS 1.12 to 1.15 presolves some problems to a worse choice, or to none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pulp
 
@@ -32,8 +35,11 @@ def solve_ilp(problem: Problem) -> Solution | None:
     model = pulp.LpProblem("segments", pulp.LpMinimize)
     cost: list = []
     x = [_one(model, problem, i, cost) for i in range(len(problem.kinds))]
-    for i in range(len(problem.kinds) - 1):
-        _edges(model, problem, i, x, cost)
+    for i, pair in enumerate(pairwise(problem.kinds)):
+        if pair in problem.edge_ms:
+            _edges(model, problem.edge_ms[pair], (i, i + 1), x, cost)
+    for places, matrix in problem.far_ms.items():
+        _edges(model, matrix, places, x, cost)
     if problem.budget_bytes is not None:
         room = (problem.budget_bytes - problem.fixed_bytes) / _MIB
         for i, peak in enumerate(_peaks(problem, x)):
@@ -84,24 +90,27 @@ def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
 
 
 def _edges(
-    model: pulp.LpProblem, problem: Problem, i: int, x: list[list], cost: list
+    model: pulp.LpProblem,
+    matrix: Sequence[Sequence[float]],
+    places: tuple[int, int],
+    x: list[list],
+    cost: list,
 ) -> None:
-    matrix = problem.edge_ms.get((problem.kinds[i], problem.kinds[i + 1]))
-    if matrix is None:
-        return
+    """What passes between two places."""
+    i, j = places
     y = [
         [
-            model.add_variable(f"y_{i}_{o}_{p}", lowBound=0, upBound=1)
-            for p in range(len(x[i + 1]))
+            model.add_variable(f"y_{i}_{j}_{o}_{p}", lowBound=0, upBound=1)
+            for p in range(len(x[j]))
         ]
         for o in range(len(x[i]))
     ]
     for o, row in enumerate(y):
-        model.addConstraint(pulp.lpSum(row) == x[i][o], f"leave_{i}_{o}")
+        model.addConstraint(pulp.lpSum(row) == x[i][o], f"leave_{i}_{j}_{o}")
         cost.extend(matrix[o][p] * v for p, v in enumerate(row))
-    for p in range(len(x[i + 1])):
+    for p in range(len(x[j])):
         entering = pulp.lpSum(row[p] for row in y)
-        model.addConstraint(entering == x[i + 1][p], f"enter_{i}_{p}")
+        model.addConstraint(entering == x[j][p], f"enter_{i}_{j}_{p}")
 
 
 def _peaks(problem: Problem, x: list[list]) -> list[pulp.LpAffineExpression]:

@@ -15,6 +15,7 @@ from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
+from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.makeable import makeable
 from cfp.program.part import numbered
@@ -253,10 +254,17 @@ def _key(
     for one in told.recompute:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         told_digest.update(repr((VERSION, again)).encode())
+    given = dict(zip(frame.program.args, frame.program.given, strict=False))
+    decided = [
+        (local[v], given[v].hex())
+        for v in part.inputs
+        if given.get(v) and deciding(frame.program, v)
+    ]
     return ProfileKey(
         (
             ("ops", numbers.digest),
             ("shardings", told_digest.hexdigest()),
+            *([("given", repr(sorted(decided)))] if decided else []),
             ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
             *environment,
         )

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cfp.search.distant import Distant, cheapest
 from cfp.search.problem import Option, Problem, Solution, solution
 
 # A price is found to one part in 2^20.
@@ -21,8 +22,11 @@ _HALVINGS = 20
 
 
 def costs_to_go(problem: Problem) -> list[np.ndarray]:
-    """For each segment and option what the segments behind it cost at least, in ms."""
-    found = []
+    """For each segment and option what the segments behind it cost at least, in ms.
+
+    That is what they cost, if nothing passes further than to the next segment.
+    """
+    distant, found = Distant(problem), []
     behind = np.zeros(0)
     for place in reversed(range(len(problem.kinds))):
         kind = problem.kinds[place]
@@ -32,14 +36,18 @@ def costs_to_go(problem: Problem) -> list[np.ndarray]:
             edges = 0.0 if matrix is None else np.asarray(matrix, float)
             to_go = (to_go[:, None] + edges + behind).min(axis=1)
         found.append(to_go)
-        behind = to_go + [option.time_ms for option in problem.options[kind]]
+        times = np.array([option.time_ms for option in problem.options[kind]])
+        behind = to_go + times + distant.least_ms(place)
     return found[::-1]
 
 
 def unlimited(problem: Problem) -> Solution:
     """The fastest choice without a budget."""
+    behind = costs_to_go(problem)
+    if problem.far_ms:
+        return cheapest(problem, behind)
     picks: list[int] = []
-    for place, to_go in enumerate(costs_to_go(problem)):
+    for place, to_go in enumerate(behind):
         kind = problem.kinds[place]
         cost = to_go + [option.time_ms for option in problem.options[kind]]
         if picks:
@@ -65,7 +73,7 @@ def holding_least(problem: Problem) -> Solution:
         tuple(replace(o, time_ms=float(_bytes(o))) for o in options)
         for options in problem.options
     )
-    found = unlimited(replace(problem, options=held, edge_ms={}))
+    found = unlimited(replace(problem, options=held, edge_ms={}, far_ms={}))
     return solution(problem, found.picks)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cfp.analysis.layout import Storage
 from cfp.analysis.strategies import Strategy
@@ -59,6 +59,8 @@ class Problem:
         options: for each kind its options.
         edge_ms: for a pair of kinds that follow each other, ``[option][option]``
             milliseconds to reshard what passes between them.
+        far_ms: the same for two places that do not follow each other, the first before
+            the second: tied weights, skips, what a decoder reads of an encoder.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device, or None for no limit.
     """
@@ -66,6 +68,9 @@ class Problem:
     kinds: tuple[int, ...]
     options: tuple[tuple[Option, ...], ...]
     edge_ms: Mapping[tuple[int, int], Sequence[Sequence[float]]]
+    far_ms: Mapping[tuple[int, int], Sequence[Sequence[float]]] = field(
+        default_factory=dict
+    )
     fixed_bytes: int = 0
     budget_bytes: int | None = None
 
@@ -79,6 +84,8 @@ class Problem:
             matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
             if matrix is not None:
                 total += matrix[picks[i]][picks[i + 1]]
+        for (i, j), matrix in self.far_ms.items():
+            total += matrix[picks[i]][picks[j]]
         return total
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
@@ -119,6 +126,26 @@ class Problem:
             edge_ms={
                 (a, b): [[matrix[i][j] for j in kept[b]] for i in kept[a]]
                 for (a, b), matrix in self.edge_ms.items()
+            },
+            far_ms={
+                (i, j): [
+                    [matrix[a][b] for b in kept[self.kinds[j]]]
+                    for a in kept[self.kinds[i]]
+                ]
+                for (i, j), matrix in self.far_ms.items()
+            },
+        )
+
+    def only(self, places: Sequence[int]) -> Problem:
+        """The problem of some of the segments, in their order."""
+        new = {place: i for i, place in enumerate(places)}
+        return replace(
+            self,
+            kinds=tuple(self.kinds[place] for place in places),
+            far_ms={
+                (new[i], new[j]): matrix
+                for (i, j), matrix in self.far_ms.items()
+                if i in new and j in new
             },
         )
 

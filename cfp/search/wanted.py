@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
@@ -12,9 +12,8 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
-from cfp.program.graft import numpy_dtype
 from cfp.search.candidates import choose_candidates, segment_candidate
-from cfp.search.estimate import Estimator
+from cfp.search.handover import between, handover, total_ms
 from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
@@ -352,43 +351,3 @@ def _neighbour(analysis: Analysis, index: int) -> int | None:
 
 def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
     return segment_layout(analysis.frame, analysis.segments, index, candidate)
-
-
-def between(analysis: Analysis, maker: int, reader: int) -> list[int]:
-    """Values that one segment's ops make and another's read."""
-    program = analysis.frame.program
-    reads = set(analysis.segments[reader].ops)
-    found = []
-    for op_id in analysis.segments[maker].ops:
-        if op_id in program.leaf_ops:
-            continue
-        for v in program.ops[op_id].results:
-            if program.values[v].shape and any(
-                user in reads for user, _ in program.users[v]
-            ):
-                found.append(v)
-    return found
-
-
-def handover(
-    estimator: Estimator, maker: Layout, reader: Layout, values: list[int]
-) -> tuple[tuple[Move, float], ...]:
-    """What moves where one segment reads another's values, and estimated ms."""
-    program = maker.frame.program
-    found = []
-    for v in values:
-        have, want = maker.spec(v), reader.read_spec(v)
-        if have is None or want is None or have == want:
-            continue
-        value = program.values[v]
-        price = estimator.terms.moves.cost_ms(value.size_bytes, have, (), want)
-        dtype = str(numpy_dtype(value.dtype))
-        found.append((Move(value.shape, dtype, have, want), price))
-    return tuple(found)
-
-
-def total_ms(
-    moves: Iterable[tuple[Move, float]], moved_ms: Mapping[Move, float] | None = None
-) -> float:
-    """The time of moves: as measured, or as estimated where they were not."""
-    return sum((moved_ms or {}).get(move, price) for move, price in moves)

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cfp.analysis.analyze import analyze
+from cfp.presets import presets
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.search.measure import whole_job
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint4"]
@@ -131,3 +134,69 @@ def test_only_what_a_root_is_taken_of_is_all_positive(mesh):
     smallest = [float(jnp.min(array)) for array in arrays]
     assert [low > 0 for low in smallest] == [not kind.signed for kind in kinds]
     assert all(abs(float(jnp.mean(a))) < 0.02 for a in arrays)
+
+
+def skipping(state, mask, flag, count, rate):
+    """A branch by a predicate, another by a counter, a mask, and a number."""
+    kept = jax.lax.cond(flag, lambda x: x * rate, lambda x: x @ x, state)
+    every = jax.lax.cond(count % 4 == 0, jnp.sin, jnp.cos, kept)
+    return jnp.where(mask, every, 0.0), count + 1
+
+
+def inputs_of(mesh, *args):
+    program, _ = trace(flatten_step(skipping, args), mesh)
+    part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
+    specs = [((),) * len(program.values[v].shape) for v in part.inputs]
+    arrays = make_inputs(input_kinds(program, part, specs), mesh)
+    names = dict(zip(program.args, program.arg_names, strict=True))
+    found = zip(part.inputs, arrays, strict=True)
+    return program, {names[v]: np.asarray(array) for v, array in found}
+
+
+def test_predicates_and_scalars_are_as_the_caller_gave_them(mesh):
+    mask = np.arange(64).reshape(8, 8) % 3 == 0
+    state = jnp.full((8, 8), 5.0)
+    _, found = inputs_of(mesh, state, mask, False, jnp.int32(12), 0.25)
+    assert found["flag"] == np.False_
+    assert found["count"] == 12
+    assert found["rate"] == 0.25
+    assert np.array_equal(found["mask"], mask)
+    assert np.abs(found["state"]).max() < 0.02  # made up, as other arrays are
+
+
+def test_what_nobody_gave_is_made_up(mesh):
+    shapes = jax.eval_shape(
+        lambda: (jnp.zeros((8, 8)), jnp.zeros((8, 8), bool), False, jnp.int32(0), 0.5)
+    )
+    gone = jnp.int32(12)
+    gone.delete()
+    for count in (shapes[3], gone):
+        _, found = inputs_of(mesh, *shapes[:3], count, shapes[4])
+        assert found["flag"] == np.True_
+        assert found["count"] == 1
+        assert 0.4 < found["mask"].mean() < 0.8
+
+
+def test_a_large_mask_is_made_up(mesh):
+    program, _ = trace(
+        flatten_step(lambda m: m.sum(), (np.zeros((512, 256), bool),)), mesh
+    )
+    assert program.given == (b"",)
+
+
+def test_records_know_the_values_that_decide(mesh):
+    """Of a branch's predicate and of a counter that is tested, not of a rate."""
+    sizes = tuple(mesh.shape.items())
+
+    def key(flag, count, rate):
+        args = (jnp.ones((8, 8)), np.ones((8, 8), bool), flag, count, rate)
+        program, _ = trace(flatten_step(skipping, args), mesh)
+        analysis = analyze(program, sizes)
+        choice = presets(analysis.frame)["data_parallel"]
+        where = (analysis.frame, analysis.segments)
+        return whole_job(*where, choice, (), "a").key.digest
+
+    known = key(False, 12, 0.25)
+    assert key(False, 12, 0.5) == known
+    assert key(True, 12, 0.25) != known
+    assert key(False, 13, 0.25) != known

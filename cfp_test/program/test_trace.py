@@ -206,3 +206,13 @@ def test_positions_that_a_step_has_no_argument_for_are_refused():
             flatten_step(step, (X, X), **{option: 5})
     # What is static may be left out, if it has a default.
     assert flatten_step(step, (X, X), static_argnums=2).static == ()
+
+
+def test_integers_of_four_bits_are_refused_in_words_where_jax_passes_none():
+    args = ({"codes": jnp.zeros(8, jnp.int4)},)
+    if jax.__version_info__ >= (0, 11):
+        [aval] = flatten_step(lambda codes: codes, args).avals
+        assert aval.dtype == jnp.int4
+        return
+    with pytest.raises(StepNotTraceable, match=r"'codes/codes' is int4(.|\n)*wider"):
+        flatten_step(lambda codes: codes, args)

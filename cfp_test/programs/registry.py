@@ -8,6 +8,7 @@ from cfp_test.programs import (
     control,
     convolution,
     dense,
+    distant,
     interface,
     libraries,
     numeric,
@@ -19,6 +20,7 @@ from cfp_test.programs import (
 
 MODULES: tuple[ModuleType, ...] = (
     dense,
+    distant,
     interface,
     stacked,
     uneven,

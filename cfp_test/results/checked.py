@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cfp_test.results.pages import Figures, fixed, table
+from cfp_test.results.pages import Figures, fixed, plain, table
 
 _MESHES = ("x=4", "x=8", "x=2,y=2")
 
@@ -19,8 +19,8 @@ def _key(run: str) -> tuple[str, str, str, str]:
     return model, form, remat, words[words.index("--mesh") + 1]
 
 
-def checks(data: Mapping[str, Any], by_hand: Mapping[str, Any]) -> Figures:
-    """The figures of the page of plans against one device."""
+def checks(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of the zoo's plans against one device."""
     found = {_key(r["run"]): r["largest_difference"] for r in data["matrix"]}
     other = {_key(r["run"]): r["largest_difference"] for r in data["matrix_seed_1"]}
 
@@ -31,32 +31,139 @@ def checks(data: Mapping[str, Any], by_hand: Mapping[str, Any]) -> Figures:
 
     kinds = dict.fromkeys(key[:3] for key in found)
     matrix = [[*kind, *(cell((*kind, mesh)) for mesh in _MESHES)] for kind in kinds]
-    programs: dict[str, list[Mapping[str, Any]]] = {}
-    for run in data["programs"]:
-        programs.setdefault(run["name"], []).append(run)
-    ran = [
-        [
-            name,
-            " and ".join(run["mesh"] for run in runs),
-            f"{max(run['relative_l2'] for run in runs):.1e}",
-            "yes" if all(run["passed"] for run in runs) else "no",
-            f"{sum(run['seconds'] for run in runs):.0f}",
-        ]
-        for name, runs in programs.items()
-    ]
-    absent = by_hand["programs_not_run"]["value"]
-    passed = sum(run["passed"] for run in (*data["matrix"], *data["programs"]))
-    assert passed == len(data["matrix"]) + len(data["programs"]), "the page says all"
+    assert all(run["passed"] for run in data["matrix"]), "the page says all"
     return {
         "matrix": table("model | form | remat | " + " | ".join(_MESHES), matrix),
         "matrix_runs": str(len(data["matrix"])),
-        "programs": table(
-            "program | meshes | largest difference | passed | seconds", ran
+    }
+
+
+def programs(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of other people's programs."""
+    rows = data["rows"]
+    planned = [row for row in rows if not row["sharding"]]
+    ran = {(row["name"], row["mesh"]) for row in planned}
+    sharded = _sharding(rows)
+    names = {name for name, _ in ran}
+    absent = [name for name in data["programs"] if name not in names]
+    return {
+        "rows": table(
+            "program | mesh | plan | arguments sharded | blocks sharded | how | "
+            "largest difference | in | passed",
+            [_program_row(row) for row in rows],
         ),
-        "runs": str(len(data["programs"])),
-        "ran": str(len(programs)),
-        "all": str(len(programs) + len(absent)),
-        "absent": ", ".join(absent),
+        "programs": f"{len(names)} of {len(data['programs'])}",
+        "absent": ", ".join(absent) or "none",
+        "runs": str(len(rows)),
+        "passed": str(sum(row["passed"] for row in rows)),
+        "pairs": str(len(ran)),
+        "plans_sharding": str(len(_sharding(planned))),
+        "pairs_sharding": str(len(sharded)),
+        "nowhere": ", ".join(f"{name} ({mesh})" for name, mesh in sorted(ran - sharded))
+        or "none",
+        "level": str(data["optimization_level"]),
+        "jax": data["jax"],
+        "python": data["python"],
+        "commits": ", ".join(dict.fromkeys(row["commit"] for row in rows)),
+        "dates": ", ".join(dict.fromkeys(row["date"] for row in rows)),
+    }
+
+
+def _sharding(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Programs and meshes with a row that shards something."""
+    return {
+        (row["name"], row["mesh"])
+        for row in rows
+        if "sharded" in row
+        and (row["sharded"]["arguments"] or row["sharded"]["blocks"])
+    }
+
+
+def _program_row(row: Mapping[str, Any]) -> list[Any]:
+    if "error" in row:
+        return [row["name"], row["mesh"], *[None] * 4, row["error"], None, "no"]
+    sharded = row["sharded"]
+    return [
+        row["name"],
+        row["mesh"],
+        f"{plain(row['winner'])}, in its place" if row["sharding"] else row["winner"],
+        f"{sharded['arguments']} of {sharded['all_arguments']}",
+        f"{sharded['blocks']} of {sharded['all_blocks']}",
+        "; ".join(sharded["words"]).replace("|", "/"),
+        f"{row['relative_l2']:.1e}",
+        row["worst"].replace("|", "/"),
+        "yes" if row["passed"] else "no",
+    ]
+
+
+def within_budgets(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of the zoo, checked within memory budgets."""
+    rows = []
+    for row in data["rows"]:
+        model, form, _, mesh = _key(row["run"])
+        largest = row.get("largest_difference") or {}
+        again = row.get("rematerialized", ())
+        rows.append(
+            [
+                model,
+                form,
+                mesh,
+                f"{row['budget_bytes']:,}",
+                plain(row.get("plan", "")),
+                f"{row['peak_bytes']:,}" if row.get("peak_bytes") else None,
+                row.get("segments_recomputed"),
+                " and ".join(map(str, again)),
+                f"{largest['relative_l2']:.1e}" if largest else row.get("error"),
+                largest.get("path"),
+                "yes" if row["passed"] else "no",
+            ]
+        )
+    return {
+        "rows": table(
+            "model | form | mesh | budget, bytes | plan | compiled, bytes | segments "
+            "computed again | by the compiler | largest difference | in | passed",
+            rows,
+        ),
+        "runs": str(len(rows)),
+        "passed": str(sum(row["passed"] for row in data["rows"])),
+        "again": str(sum(bool(r.get("segments_recomputed")) for r in data["rows"])),
+        "compiler": str(
+            sum(any(filter(None, r.get("rematerialized", ()))) for r in data["rows"])
+        ),
+        "platform": data["platform"],
+        "jax": data["jax"],
+        "python": data["python"],
+        "commits": ", ".join(dict.fromkeys(row["commit"] for row in data["rows"])),
+        "dates": ", ".join(dict.fromkeys(row["date"] for row in data["rows"])),
+    }
+
+
+def margin(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of what rounding does to checks."""
+    return {
+        "rows": table(
+            "leaf | start | off by | last bit, one device | ratio",
+            [
+                [
+                    row["path"],
+                    row["seed"],
+                    f"{row['relative_l2']:.1e}",
+                    f"{row['rounding']:.1e}",
+                    fixed(row["relative_l2"] / row["rounding"]),
+                ]
+                for row in data["beyond_tolerance"]
+            ],
+        ),
+        "target": data["target"],
+        "preset": data["preset"].replace("_", " "),
+        "jax": data["jax"],
+        "starts": str(data["seeds"]),
+        "leaves": f"{data['leaves']:,}",
+        "middle": fixed(data["quantiles"]["0.5"]),
+        "hundredth": fixed(data["quantiles"]["0.99"]),
+        "largest": fixed(data["quantiles"]["1.0"], 1),
+        "above": str(data["above_margin"]),
+        "beyond": str(len(data["beyond_tolerance"])),
     }
 
 

@@ -101,7 +101,9 @@ PAGES: tuple[Page, ...] = (
         "budgets_named_h200x2_202611.json",
     ),
     _page("building_h200x2_202611", building.building),
-    _with_noted("checks_cpu_202611", checked.checks),
+    _page("check_margin_cpu_202611", checked.margin),
+    _page("checks_cpu_202611", checked.checks),
+    _page("checks_budget_cpu_202611", checked.within_budgets),
     _page(
         "curves_h200x2_202611", _curves("NVLink"), "curves_h200x2_202611_nvlink.json"
     ),
@@ -172,6 +174,7 @@ PAGES: tuple[Page, ...] = (
         "planning_h200x4_202611.json",
         "full_models_h200x2_202611.json",
     ),
+    _page("programs_cpu_202611", checked.programs),
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
 )

@@ -1,10 +1,15 @@
 """Plans programs, runs them for two steps, and compares every result with one device.
 
-    python cfp_test/scripts/check_programs.py [NAME ...] [--mesh x=4] [--out FILE]
+    python cfp_test/scripts/check_programs.py [NAME ...] [--mesh x=4] [--out FILE.json]
 
 The programs are those of cfp_test/programs, or with ``--file`` the functions
-``*_step()`` of a file, which return ``(step, arguments)`` like them. Prints a line of
-JSON for each program and mesh; exit code 1 if any fails.
+``*_step()`` of a file, which return ``(step, arguments)`` like them. Where a plan
+shards nothing, as is fastest for most programs of this size, the preset that shards
+most is checked, too. Prints a line of JSON for each; exit code 1 if any fails.
+
+With ``--out`` the rows are kept in a JSON file, and what it has rows of is not run
+again, so that a run that was ended goes on; ``python -m cfp_test.results`` makes the
+page of them.
 """
 
 import argparse
@@ -16,14 +21,15 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Values are checked here, not times: to compile without optimising takes half as long.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # Values are checked here, not times: not to optimise compiles in half the time.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    )
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
@@ -31,6 +37,10 @@ import jax
 from cfp_test.checking import MeshSizes
 from cfp_test.planned import QUICK, RACED, check_program
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.scripts.rows import Rows
+
+LEVEL = 0  # as above
+MESHES = ("x=4", "x=2,y=2")
 
 
 def mesh_sizes(text: str) -> MeshSizes:
@@ -53,43 +63,62 @@ def programs_of(file: Path) -> dict[str, Callable]:
     }
 
 
-def run(name: str, make: Callable, mesh: str, cache: Path, race: bool) -> dict:
-    """One line of the table."""
+def run(
+    name: str, make: Callable, mesh: str, cache: Path, race: bool, sharding: bool
+) -> dict:
+    """One row: of what is planned, or of the preset that shards most."""
     settings = RACED if race else QUICK
+    row = {"name": name, "mesh": mesh, "sharding": sharding}
     try:
-        found = check_program(name, make, mesh_sizes(mesh), cache, settings)
+        found = check_program(name, make, mesh_sizes(mesh), cache, settings, sharding)
     except Exception as error:  # whatever it is, the other programs are to be seen
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
-        return {"name": name, "mesh": mesh, "passed": False, "error": text}
-    return {**dataclasses.asdict(found), "passed": not found.failed}
+        return {**row, "passed": False, "error": text}
+    return {**row, **dataclasses.asdict(found), "passed": not found.failed}
+
+
+def run_all(
+    programs: Mapping[str, Callable], meshes: list[str], rows: Rows, race: bool
+) -> int:
+    """Runs what there is no row of; returns how many rows of these failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as cache:
+        for name, make in programs.items():
+            for mesh in meshes:
+                if getattr(make, "mesh", mesh_sizes(mesh)) != mesh_sizes(mesh):
+                    continue  # It names another mesh itself.
+                for sharding in (False, True):
+                    row = rows.find(name=name, mesh=mesh, sharding=sharding)
+                    if row is None:
+                        row = run(name, make, mesh, Path(cache), race, sharding)
+                        rows.add(row)
+                        print(json.dumps(row), flush=True)
+                    failed += not row["passed"]
+                    sharded = row.get("sharded", {})
+                    if sharded.get("arguments") or sharded.get("blocks"):
+                        break
+            jax.clear_caches()
+    return failed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="by default all programs")
     parser.add_argument("--mesh", action="append", help="by default x=4 and x=2,y=2")
     parser.add_argument("--file", type=Path, help="a file with other programs")
     parser.add_argument("--race", action="store_true", help="race the finalists, too")
-    parser.add_argument("--out", type=Path, help="append the lines to a file")
+    parser.add_argument("--out", type=Path, help="keep the rows in a file, and go on")
     options = parser.parse_args()
-    programs = programs_of(options.file) if options.file else PROGRAMS
-    failed = 0
-    with tempfile.TemporaryDirectory() as cache:
-        for name in options.names or programs:
-            make = programs[name]
-            for mesh in options.mesh or ["x=4", "x=2,y=2"]:
-                if getattr(make, "mesh", mesh_sizes(mesh)) != mesh_sizes(mesh):
-                    continue  # It names another mesh itself.
-                row = run(name, make, mesh, Path(cache), options.race)
-                failed += not row["passed"]
-                line = json.dumps(row)
-                print(line, flush=True)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(line + "\n")
-            jax.clear_caches()
-    sys.exit(failed > 0)
+    every = programs_of(options.file) if options.file else PROGRAMS
+    programs = {name: every[name] for name in options.names or every}
+    head = {
+        "meshes": list(MESHES),
+        "optimization_level": LEVEL,
+        "race": options.race,
+    }
+    rows = Rows(options.out, head, {"programs": list(every)})
+    sys.exit(run_all(programs, options.mesh or [*MESHES], rows, options.race) > 0)
 
 
 if __name__ == "__main__":

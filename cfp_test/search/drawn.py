@@ -41,8 +41,16 @@ def problems(draw, budgets=BUDGETS, times=ANY):
         if draw(st.booleans())
     }
     budget = draw(budgets)
+    places = draw(st.lists(st.integers(0, kinds - 1), min_size=1, max_size=5))
+    far = {
+        (i, j): [[draw(moves) for _ in found[places[j]]] for _ in found[places[i]]]
+        for i in range(len(places))
+        for j in range(i + 2, len(places))
+        if draw(st.integers(0, 2)) == 0
+    }
     return Problem(
-        kinds=tuple(draw(st.lists(st.integers(0, kinds - 1), min_size=1, max_size=5))),
+        kinds=tuple(places),
+        far_ms=far,
         options=found,
         edge_ms=edges,
         fixed_bytes=draw(st.integers(0, 5)) * MIB,

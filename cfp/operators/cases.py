@@ -1,0 +1,144 @@
+"""The shapes that operators are tried at, and random arguments of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cfp.errors import compose
+from cfp.operators.operator import FLOAT_TYPES, Argument, Operator, OperatorError
+
+EXPERTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes that a model has; written as five numbers with commas between them."""
+
+    batch: int
+    seq: int
+    hidden: int
+    heads: int
+    vocab: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads ``batch,seq,hidden,heads,vocab``.
+
+        Raises:
+            OperatorError: it is no shape.
+        """
+        try:
+            numbers = [int(word) for word in text.strip("() ").split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 5 or min(numbers) < 1 or numbers[2] % numbers[3]:
+            raise OperatorError(
+                compose(
+                    f"{text!r} is no shape.",
+                    expected="batch,seq,hidden,heads,vocab: five whole numbers above 0, "
+                    "and hidden a multiple of heads",
+                    got=repr(text),
+                    attempt="--shapes 8,1024,1024,16,50257",
+                )
+            )
+        batch, seq, hidden, heads, vocab = numbers
+        return cls(batch=batch, seq=seq, hidden=hidden, heads=heads, vocab=vocab)
+
+    def __str__(self) -> str:
+        return f"{self.batch},{self.seq},{self.hidden},{self.heads},{self.vocab}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes by the names that operators give their dims."""
+        return {
+            "b": self.batch,
+            "s": self.seq,
+            "q": self.seq,
+            "t": self.batch * self.seq,
+            "*": self.batch * self.seq,
+            "h": self.hidden,
+            "n": self.heads,
+            "d": self.hidden // self.heads,
+            "f": 4 * self.hidden,
+            "w": self.hidden,
+            "e": EXPERTS,
+            "v": self.vocab,
+        }
+
+
+def check_dtype(name: str) -> str:
+    """A type that operators compute in.
+
+    Raises:
+        OperatorError: it is none.
+    """
+    if name not in FLOAT_TYPES:
+        raise OperatorError(
+            compose(
+                f"{name!r} is no type that operators are tried in.",
+                expected=" or ".join(FLOAT_TYPES),
+                got=repr(name),
+                attempt="--dtypes bfloat16",
+            )
+        )
+    return name
+
+
+def sizes(argument: Argument, shape: Shape) -> tuple[int, ...]:
+    """The sizes of an argument's dims."""
+    found: list[int] = []
+    for name in argument.dims.split():
+        if name == "*":
+            found += [shape.batch, shape.seq]
+        else:
+            found.append(int(name) if name.isdigit() else shape.dims[name])
+    return tuple(found)
+
+
+def sample(
+    operator: Operator, shape: Shape, dtype: str, seed: int = 0
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Random arguments, and a random cotangent of what the operator makes of them."""
+
+    def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        *keys, last = jax.random.split(key, len(operator.arguments) + 1)
+        args = tuple(
+            _random(one, shape, dtype, own)
+            for one, own in zip(operator.arguments, keys, strict=True)
+        )
+        out = output(operator, args)
+        return args, jax.random.normal(last, out.shape, out.dtype)
+
+    return jax.jit(make)(jax.random.key(seed))
+
+
+def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """Shape and type of what an operator makes of some arguments."""
+    return jax.eval_shape(lambda *a: operator.oracle(*a, **operator.options), *args)
+
+
+def _random(
+    argument: Argument, shape: Shape, dtype: str, key: jax.Array
+) -> jax.Array:
+    wanted = sizes(argument, shape)
+    most = shape.dims.get(argument.below, 0)
+    match argument.kind:
+        case "below":
+            return jax.random.randint(key, wanted, 0, most, jnp.int32)
+        case "lengths":
+            return jax.random.randint(key, wanted, 1, most + 1, jnp.int32)
+        case "groups":
+            members = jax.random.randint(key, (most,), 0, wanted[0])
+            return jnp.bincount(members, length=wanted[0]).astype(jnp.int32)
+        case "key":
+            return jax.random.key_data(key)
+    spread = argument.spread
+    if isinstance(spread, str):
+        spread = wanted[{"fan_in": -2, "fan_last": -1}[spread]] ** -0.5
+    found = jax.random.normal(key, wanted, jnp.float32) * spread + argument.around
+    return found.astype(dtype)

@@ -1,0 +1,40 @@
+"""Every implementation computes what its operator is: outputs and gradients."""
+
+import jax
+import pytest
+
+from cfp.operators import OPERATORS
+from cfp.operators.cases import Shape, sample
+from cfp.operators.oracle import LIMITS, check, oracle_program, program
+
+# The second has sizes that divide nothing; the batch is one.
+SHAPES = (
+    Shape(batch=2, seq=16, hidden=32, heads=2, vocab=48),
+    Shape(batch=1, seq=6, hidden=36, heads=3, vocab=41),
+)
+CASES = [
+    (name, dtype, shape)
+    for name in OPERATORS
+    for dtype, shape in zip(("float32", "bfloat16"), SHAPES, strict=True)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), CASES, ids=str)
+def test_all_implementations_agree_with_the_oracle(name, dtype, shape):
+    operator = OPERATORS[name]
+    args, cotangent = sample(operator, shape, dtype)
+    calls = {
+        one.name: program(operator, one.call)
+        for one in operator.implementations
+        if one.probe() is None and one.refuses(*args, **operator.options) is None
+    }
+    assert len(calls) >= 2
+
+    @jax.jit
+    def run_all(args, cotangent):
+        right = oracle_program(operator)(args, cotangent)
+        return right, {n: run(args, cotangent) for n, run in calls.items()}
+
+    right, found = run_all(args, cotangent)
+    for one, values in found.items():
+        assert check(values, right, LIMITS[dtype]).wrong == [], one

@@ -114,7 +114,8 @@ def sample(
         out = output(operator, args)
         return args, jax.random.normal(last, out.shape, out.dtype)
 
-    return jax.jit(make)(jax.random.key(seed))
+    # This generator compiles in a part of the time.
+    return jax.jit(make)(jax.random.key(seed, impl="unsafe_rbg"))
 
 
 def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
@@ -136,7 +137,7 @@ def _random(
             members = jax.random.randint(key, (most,), 0, wanted[0])
             return jnp.bincount(members, length=wanted[0]).astype(jnp.int32)
         case "key":
-            return jax.random.key_data(key)
+            return jax.random.bits(key, wanted, jnp.uint32)
     spread = argument.spread
     if isinstance(spread, str):
         spread = wanted[{"fan_in": -2, "fan_last": -1}[spread]] ** -0.5

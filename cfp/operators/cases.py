@@ -66,7 +66,7 @@ class Shape:
             "d": self.hidden // self.heads,
             "f": 4 * self.hidden,
             "w": self.hidden,
-            "e": EXPERTS,
+            "e": min(EXPERTS, max(2, self.batch * self.seq // 8)),
             "v": self.vocab,
         }
 

@@ -88,9 +88,7 @@ def inject(
         )
     function = on_functions.injected(model, made, report)
     if inputs:
-        import jax
-
-        jax.eval_shape(function, *inputs)
+        on_linen.abstractly(function, *inputs)
     return Injection(model=function, report=report)
 
 

@@ -118,12 +118,9 @@ class _Evaluation:
     ) -> list[Any]:
         if equation.primitive.name in _JIT:
             return self._jit(equation, inputs, path)
-        changed = self._inside(equation, path)
-        sub, params = equation.primitive.get_bind_params(
-            {**equation.params, **changed}
-        )
-        made = equation.primitive.bind(*sub, *inputs, **params)
-        return list(made) if equation.primitive.multiple_results else [made]
+        if changed := self._inside(equation, path):
+            equation = equation.replace(params={**equation.params, **changed})
+        return _evaluated(equation, inputs)
 
     def _inside(self, equation: Any, path: tuple[str, ...]) -> dict[str, Any]:
         """The programs inside an equation, with functions replaced in them."""
@@ -193,6 +190,24 @@ class _Evaluation:
         where = "/".join(path)
         count = self._counts[where] = self._counts.get(where, 0) + 1
         return where if count == 1 else f"{where} ({count})"
+
+
+def _evaluated(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of an equation, as those of a program of it alone.
+
+    How a primitive is bound to its parameters differs between releases of JAX; how a
+    program is evaluated does not.
+    """
+    given = {
+        atom: value
+        for atom, value in zip(equation.invars, inputs, strict=True)
+        if not isinstance(atom, core.Literal)
+    }
+    wanted = [one for one in equation.outvars if not isinstance(one, core.DropVar)]
+    alone = core.Jaxpr((), list(given), wanted, [equation], equation.effects)
+    made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values())
+    found = dict(zip(wanted, made, strict=True))
+    return [found.get(one) for one in equation.outvars]
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

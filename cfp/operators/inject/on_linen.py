@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from cfp.operators.inject.policy import (
     Policy,
@@ -19,6 +20,8 @@ from cfp.operators.inject.policy import (
     first_match,
 )
 from cfp.operators.inject.report import Report
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def interceptor(
@@ -53,8 +56,12 @@ def interceptor(
             return next_function(*args, **kwargs)
         parameters = nn.meta.unbox(dict(module.variables.get("params", {})))
         check_mapping(policy, parameters, path or kind)
-        with jax.named_scope(policy.name):
-            made = replacement(policy.to_injected(parameters), *adapted)
+        try:
+            with jax.named_scope(policy.name):
+                made = replacement(policy.to_injected(parameters), *adapted)
+        except Refused as error:
+            report.add_left(path, kind, policy, str(error))
+            return next_function(*args, **kwargs)
         report.add_replaced(path, kind, policy)
         return made
 
@@ -90,11 +97,25 @@ class InjectedLinen:
         self._report.check()
         return made
 
-    def see(self, *args: Any, **kwargs: Any) -> None:
+    def see(self, *args: Any) -> None:
         """Fills the report for some inputs; computes nothing."""
 
         def both(*inputs: Any) -> Any:
-            variables = self.module.init(jax.random.key(0), *inputs, **kwargs)
-            return self.apply(variables, *inputs, **kwargs)
+            variables = self.module.init(jax.random.key(0), *inputs)
+            return self.apply(variables, *inputs, rngs={"dropout": jax.random.key(0)})
 
-        jax.eval_shape(both, *args)
+        abstractly(both, *args)
+
+
+def abstractly(function: Callable[..., Any], *args: Any) -> None:
+    """Traces a function; what is no array, such as a flag, is given as it is."""
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        every = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            every[place] = array
+        return function(*jax.tree.unflatten(tree, every))
+
+    jax.eval_shape(of_arrays, *(leaves[i] for i in places))

@@ -7,7 +7,7 @@ tied weights stay tied; what a policy maps becomes new parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class _Adapter:
                 name: value
                 for name, value in vars(part).items()
                 if not name.startswith("_")
-                and not isinstance(value, nnx.Module | nnx.Variable | jax.Array)
+                and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
             }
         )
 
@@ -105,11 +105,9 @@ def surgery(
     Returns:
         The policies of what was replaced, by path.
     """
-    owners = Counter(
-        id(value) for _, value in _walk(model, ()) if isinstance(value, nnx.Variable)
-    )
+    owners = Counter(id(value) for _, value in _walk(model, ()))
     replaced: dict[Path, Policy] = {}
-    for path, parent, name, part in _parts(model):
+    for path, parent, name, part in list(_parts(model)):
         if any(path[: len(done)] == done for done in replaced):
             continue
         where, kind = "/".join(map(str, path)), type(part).__name__
@@ -153,9 +151,7 @@ def _replacement(
             strict=True,
         )
     }
-    inside = Counter(
-        id(value) for _, value in _walk(part, ()) if isinstance(value, nnx.Variable)
-    )
+    inside = Counter(id(value) for _, value in _walk(part, ()))
     stays = {id(own[id(x)]) for x in jax.tree.leaves(mapped) if id(x) in own}
     for variable in own.values():
         if id(variable) not in stays and owners[id(variable)] > inside[id(variable)]:
@@ -176,40 +172,39 @@ def parameters_of(part: nnx.Module) -> dict[str, Any]:
     return found
 
 
-def _walk(node: Any, path: Path):
-    """Yields all modules and variables below a node with their paths."""
-    for name, value in nnx.iter_children(node) if _is_node(node) else ():
-        yield (*path, name), value
-        yield from _walk(value, (*path, name))
-    if isinstance(node, nnx.Module):
-        for name, value in vars(node).items():
-            if isinstance(value, nnx.Variable):
-                yield (*path, name), value
+def _children(node: nnx.Module) -> list[tuple[Any, Any]]:
+    """Modules and variables that are attributes of a module, or members of a list."""
+    is_list = isinstance(node, nnx.List)
+    return [
+        (int(name) if is_list else name, value)
+        for name, value in vars(node).items()
+        if isinstance(value, nnx.Module | nnx.Variable)
+    ]
 
 
-def _is_node(node: Any) -> bool:
-    return isinstance(node, nnx.Module)
+def _walk(node: nnx.Module, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields all variables below a module with their paths, shared ones each time."""
+    for name, value in _children(node):
+        if isinstance(value, nnx.Module):
+            yield from _walk(value, (*path, name))
+        else:
+            yield (*path, name), value
 
 
-def _parts(model: nnx.Module) -> list[tuple[Path, Any, Any, nnx.Module]]:
-    """Modules with their paths and those that they are attributes of; outer ones first."""
-    found = []
-
-    def visit(node: Any, path: Path) -> None:
-        for name, child in nnx.iter_children(node):
-            found.append(((*path, name), node, name, child))
-            visit(child, (*path, name))
-
-    visit(model, ())
-    containers = (nnx.List, nnx.Dict)
-    return [one for one in found if not isinstance(one[3], containers)]
+def _parts(
+    node: nnx.Module, path: Path = ()
+) -> Iterator[tuple[Path, nnx.Module, Any, nnx.Module]]:
+    """Yields (path, parent, name, module) of all modules below one, outer ones first."""
+    for name, value in _children(node):
+        if isinstance(value, nnx.Module):
+            if not isinstance(value, nnx.List | nnx.Dict):
+                yield (*path, name), node, name, value
+            yield from _parts(value, (*path, name))
 
 
 def _put(parent: Any, name: Any, new: nnx.Module) -> None:
     if isinstance(parent, nnx.List):
         parent[int(name)] = new
-    elif isinstance(parent, nnx.Dict):
-        parent[name] = new
     else:
         setattr(parent, name, new)
 

@@ -107,13 +107,26 @@ class FlaxRMSNorm(_Norm):
 # ------------------------------------------------------------------- modules as of HF
 
 
-def _dense(parameters: Parameters, x: jax.Array, dtype: Any) -> jax.Array:
-    """Applies a dense layer whose kernel may be transposed, as HF has GPT-2's."""
+def _dense(
+    parameters: Parameters, x: jax.Array, dtype: Any, *, transposed: bool
+) -> jax.Array:
+    """Applies a dense layer."""
     kernel, bias = parameters["kernel"], parameters["bias"]
-    if kernel.shape[1] != bias.shape[0]:
-        kernel = kernel.T
+    kernel = kernel.T if transposed else kernel
     dtype = dtype or jnp.result_type(x, kernel, bias)
     return x.astype(dtype) @ kernel.astype(dtype) + bias.astype(dtype)
+
+
+def _is_transposed(parameters: Parameters, hidden: int) -> bool:
+    """Whether kernels are [out, in], as in HF's GPT-2 in linen; one that widens tells.
+
+    Raises:
+        Refused: it is square, and does not tell.
+    """
+    rows, columns = parameters["kernel"].shape
+    if rows == columns:
+        raise Refused("has a square kernel, which may be transposed or not")
+    return columns == hidden
 
 
 def _kind(part: Any) -> str:
@@ -193,11 +206,13 @@ class HFGPT2Attention(_OfHF):
             parameters: Parameters, hidden: jax.Array, mask: jax.Array | None
         ) -> tuple[jax.Array]:
             # Of what sees only the past, padding at the ends is no part.
-            wide = _dense(parameters["c_attn"], hidden, dtype)
+            turned = _is_transposed(parameters["c_attn"], hidden.shape[-1])
+            wide = _dense(parameters["c_attn"], hidden, dtype, transposed=turned)
             query, key, value = (_heads(x, heads) for x in jnp.split(wide, 3, axis=-1))
             mixed = self.call("gpt_attention", query, key, value)
             merged = mixed.reshape(hidden.shape)
-            return (_dense(parameters["c_proj"], merged, dtype),)
+            made = _dense(parameters["c_proj"], merged, dtype, transposed=turned)
+            return (made,)
 
         return replacement
 
@@ -220,12 +235,12 @@ class HFGPT2MLP(_OfHF):
 
         def replacement(parameters: Parameters, hidden: jax.Array, _: Any) -> jax.Array:
             up, bias = parameters["c_fc"]["kernel"], parameters["c_fc"]["bias"]
-            if up.shape[1] != bias.shape[0]:
-                up = up.T
+            turned = _is_transposed(parameters["c_fc"], hidden.shape[-1])
+            up = up.T if turned else up
             inner = dtype or jnp.result_type(hidden, up, bias)
             wide = hidden.astype(inner) @ up.astype(inner)
             active = self.call("bias_gelu", wide, bias.astype(inner))
-            return _dense(parameters["c_proj"], active, dtype)
+            return _dense(parameters["c_proj"], active, dtype, transposed=turned)
 
         return replacement
 

@@ -46,11 +46,11 @@ def _attend(
     scale: float | None = None,
 ) -> jax.Array:
     """Softmax of all scores, which are stored."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum(
         "bqnd,bknd->bnqk", query, key, preferred_element_type=jnp.float32
     )
-    scores = scores * scale
+    scores = scores * factor
     if bias is not None:
         scores = scores + bias
     if mask is not None:
@@ -110,8 +110,8 @@ def _implementations(
     """
 
     def by_jax_nn(name: str) -> Callable[..., jax.Array]:
-        attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
-        return _with(fused, attend)
+        attend: Any = jax.nn.dot_product_attention
+        return _with(fused, functools.partial(attend, implementation=name))
 
     def by_tokamax(*args: jax.Array, backend: str) -> jax.Array:
         attend = functools.partial(

@@ -1,8 +1,8 @@
 """Checks and times implementations, one row for each at each shape and type.
 
 Correctness comes first: what is wrong is not timed. What is not available, refuses the
-arguments, fails, does not fit into memory or was not reached in time is a row, too, with
-its reason.
+arguments, fails, does not fit into memory or was not reached in time is a row, too,
+with its reason.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Shape:
             raise OperatorError(
                 compose(
                     f"{text!r} is no shape.",
-                    expected="batch,seq,hidden,heads,vocab: five whole numbers above 0, "
-                    "and hidden a multiple of heads",
+                    expected="batch,seq,hidden,heads,vocab: five whole numbers above 0 "
+                    "with hidden a multiple of heads",
                     got=repr(text),
                     attempt="--shapes 8,1024,1024,16,50257",
                 )
@@ -123,9 +123,7 @@ def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda *a: operator.oracle(*a, **operator.options), *args)
 
 
-def _random(
-    argument: Argument, shape: Shape, dtype: str, key: jax.Array
-) -> jax.Array:
+def _random(argument: Argument, shape: Shape, dtype: str, key: jax.Array) -> jax.Array:
     wanted = sizes(argument, shape)
     most = shape.dims.get(argument.below, 0)
     match argument.kind:

@@ -25,7 +25,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """The device, Python, and packages with their versions; None for what is missing."""
+    """The device, Python, and versions of packages; None for what is missing."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,

@@ -161,9 +161,7 @@ RMS_NORM = Operator(
 # -------------------------------------------------- layer norm of a sum with dropout
 
 
-def _sum(
-    x: jax.Array, residual: jax.Array, key: jax.Array, rate: float
-) -> jax.Array:
+def _sum(x: jax.Array, residual: jax.Array, key: jax.Array, rate: float) -> jax.Array:
     keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 1.0 - rate, x.shape)
     return residual + jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 

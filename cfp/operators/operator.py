@@ -173,9 +173,22 @@ class Operator:
                     attempt=f"help(cfp.operators.{self.name})",
                 )
             )
+        names = (argument.name for argument in self.arguments)
+        return self.bind(dict(zip(names, args, strict=True)))
+
+    def bind(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes of the dims by name, as some of the arguments have them.
+
+        Args:
+            given: arrays by names of arguments.
+
+        Raises:
+            OperatorError: they contradict each other.
+        """
         found: dict[str, Any] = {}
-        for argument, value in zip(self.arguments, args, strict=True):
-            self._bind(argument, jnp.shape(value), found)
+        for argument in self.arguments:
+            if argument.name in given:
+                self._bind(argument, jnp.shape(given[argument.name]), found)
         leading = found.pop("*", ())
         return {**found, "*": prod(leading)}
 
@@ -186,10 +199,11 @@ class Operator:
         if names[:1] == ["*"]:
             count = len(sizes) - len(names) + 1
             sizes = [tuple(sizes[: max(count, 0)]), *sizes[max(count, 0) :]]
-        known = {name: int(name) if name.isdigit() else found.get(name) for name in names}
+        known = {
+            name: int(name) if name.isdigit() else found.get(name) for name in names
+        }
         fits = len(sizes) == len(names) and all(
-            known[name] in (None, size)
-            for name, size in zip(names, sizes, strict=True)
+            known[name] in (None, size) for name, size in zip(names, sizes, strict=True)
         )
         if not fits:
             expected = ", ".join(

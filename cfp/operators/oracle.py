@@ -78,7 +78,7 @@ def program(
     backward: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> Program:
-    """A function of arguments and cotangent to the output and the gradients, by name."""
+    """A function of arguments and cotangent to output and gradients, by name."""
     options = {**operator.options, **(options or {})}
     places = [i for i, one in enumerate(operator.arguments) if is_float(one)]
 

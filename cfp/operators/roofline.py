@@ -1,4 +1,4 @@
-"""How fast a device could be at most: its contractions at the peak, each byte moved once.
+"""How fast a device could be at most: contractions at its peak, each byte moved once.
 
 The bytes are those of the arguments, the cotangent and the results: what an operator
 cannot avoid. Contractions count as they are, so causal attention half; a backward pass

@@ -82,7 +82,7 @@ MASKED_SOFTMAX = Operator(
 
 
 def causal_mask(queries: int, keys: int) -> jax.Array:
-    """[queries, keys]: a query sees keys up to its own place; the last ends with them."""
+    """[queries, keys]: a query sees those up to its own place."""
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as tables: a row for each shape, a column for each implementation."""
+"""What was measured: a row for each shape, a column for each implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPT-2 and a BERT in linen, small, with the modules and parameters that HF's have."""
+"""A small GPT-2 and BERT in linen, with the modules and parameters of HF's."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,13 +1,13 @@
 """Operators put into models that are there already.
 
-    from cfp.operators.inject import inject, injection
+from cfp.operators.inject import inject, injection
 
-    injected = inject(model)          # A module of linen or NNX, or a function.
-    print(injected.report)            # What was replaced, what was not, and why.
+injected = inject(model)          # A module of linen or NNX, or a function.
+print(injected.report)            # What was replaced, what was not, and why.
 
-    with injection() as inside:       # While models of linen are called.
-        logits = model.apply(variables, tokens)
-        print(inside.report)
+with injection() as inside:       # While models of linen are called.
+    logits = model.apply(variables, tokens)
+    print(inside.report)
 """
 
 from cfp.operators.inject import policies as _policies  # Registers what is there.

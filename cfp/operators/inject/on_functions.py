@@ -2,8 +2,8 @@
 
 The function is traced, and its program evaluated with other functions in the places of
 calls that a policy matches. Loops, branches and rematerialised parts are gone through,
-too; not what has a derivative of its own. Inject before differentiating: a call that was
-differentiated has other arguments than the function.
+too; not what has a derivative of its own. Inject before differentiating: a call that
+was differentiated has other arguments than the function.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FunctionPolicy(Policy):
         return lambda parameters, *args: self.replace(*args)
 
     def replace(self, *args: jax.Array) -> Any:
-        """What is called in the function's place, with the arrays that it is called with.
+        """What is called in the function's place, with the same arrays.
 
         Raises:
             Refused: not these arguments, with the reason.
@@ -95,9 +95,7 @@ class _Evaluation:
         self._policies, self._report = policies, report
         self._counts: dict[str, int] = {}
 
-    def run(
-        self, closed: Any, args: Sequence[Any], path: tuple[str, ...]
-    ) -> list[Any]:
+    def run(self, closed: Any, args: Sequence[Any], path: tuple[str, ...]) -> list[Any]:
         """The results of a program."""
         values: dict[Any, Any] = {}
         jaxpr = closed.jaxpr
@@ -141,9 +139,7 @@ class _Evaluation:
             if value.constvars:
                 return value
             closed = core.ClosedJaxpr(value, ())
-        inputs = [
-            jax.ShapeDtypeStruct(one.shape, one.dtype) for one in closed.in_avals
-        ]
+        inputs = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in closed.in_avals]
         made = jax.make_jaxpr(lambda *args: self.run(closed, args, path))(*inputs)
         if isinstance(value, core.Jaxpr):
             # What holds a program without constants cannot be given any.
@@ -204,7 +200,13 @@ def _evaluated(equation: Any, inputs: Sequence[Any]) -> list[Any]:
         if not isinstance(atom, core.Literal)
     }
     wanted = [one for one in equation.outvars if not isinstance(one, core.DropVar)]
-    alone = core.Jaxpr((), list(given), wanted, [equation], equation.effects)
+    names = core.DebugInfo(
+        traced_for="injection",
+        func_src_info=equation.primitive.name,
+        arg_names=("",) * len(given),
+        result_paths=("",) * len(wanted),
+    )
+    alone = core.Jaxpr((), list(given), wanted, [equation], equation.effects, names)
     made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values())
     found = dict(zip(wanted, made, strict=True))
     return [found.get(one) for one in equation.outvars]

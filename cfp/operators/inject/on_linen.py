@@ -1,7 +1,7 @@
 """Injection into modules of `flax.linen`, through interceptors of their calls.
 
-A module keeps its parameters: `init` makes those of the original, and a replacement gets
-them mapped when it is called. So checkpoints are the original's.
+A module keeps its parameters: `init` makes those of the original, and a replacement
+gets them mapped when it is called. So checkpoints are the original's.
 """
 
 from __future__ import annotations

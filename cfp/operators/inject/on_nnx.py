@@ -145,9 +145,7 @@ def _replacement(
         id(value): variable
         for value, variable in zip(
             jax.tree.leaves(values),
-            jax.tree.leaves(
-                variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
-            ),
+            jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
             strict=True,
         )
     }
@@ -194,7 +192,7 @@ def _walk(node: nnx.Module, path: Path) -> Iterator[tuple[Path, Any]]:
 def _parts(
     node: nnx.Module, path: Path = ()
 ) -> Iterator[tuple[Path, nnx.Module, Any, nnx.Module]]:
-    """Yields (path, parent, name, module) of all modules below one, outer ones first."""
+    """Yields (path, parent, name, module) of all modules below, outer ones first."""
     for name, value in _children(node):
         if isinstance(value, nnx.Module):
             if not isinstance(value, nnx.List | nnx.Dict):

@@ -11,11 +11,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import jax
 
-from cfp.operators.cases import Shape, sample
+from cfp.operators.cases import Shape, abstract, sample
 from cfp.operators.environment import memory_limit
 from cfp.operators.operator import Implementation, Operator, OperatorError
 from cfp.operators.oracle import (
@@ -63,7 +64,8 @@ class Row:
         state: one of `STATES`.
         reason: why it was not measured; empty if it was.
         detail: the whole traceback of what failed.
-        errors: relative differences from the oracle, by name.
+        errors: relative differences from the oracle, by name; None for what is no
+            number.
         passes: by "forward" and "both".
     """
 
@@ -75,7 +77,7 @@ class Row:
     state: str
     reason: str = ""
     detail: str = ""
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
     passes: dict[str, Pass] = field(default_factory=dict)
 
     @property
@@ -179,10 +181,8 @@ class _Case:
         )
         if reason := one.probe():
             return replace(row, state=ABSENT, reason=reason)
-        abstract = jax.eval_shape(
-            lambda: sample(self._operator, self._shape, self._dtype)[0]
-        )
-        if reason := one.refuses(*abstract, **self._operator.options):
+        args = abstract(self._operator, self._shape, self._dtype)
+        if reason := one.refuses(*args, **self._operator.options):
             return replace(row, state=REFUSED, reason=reason)
         return row
 
@@ -212,7 +212,9 @@ class _Case:
             right = self._right = jax.device_get(right)
         limit = limit_of(self._dtype, jax.default_backend())
         found = check(compiled(args, cotangent), right, limit)
-        row = replace(row, errors=dict(found.errors))
+        # JSON has no infinities and no not-a-number.
+        errors = {n: e if isfinite(e) else None for n, e in found.errors.items()}
+        row = replace(row, errors=errors)
         if found.wrong:
             return replace(row, state=WRONG, reason=found.text())
         passes = {}

@@ -100,6 +100,17 @@ def sizes(argument: Argument, shape: Shape) -> tuple[int, ...]:
     return tuple(found)
 
 
+def abstract(
+    operator: Operator, shape: Shape, dtype: str
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and types of an operator's arguments."""
+    types = {"float": dtype, "key": "uint32"}
+    return tuple(
+        jax.ShapeDtypeStruct(sizes(one, shape), types.get(one.kind, "int32"))
+        for one in operator.arguments
+    )
+
+
 def sample(
     operator: Operator, shape: Shape, dtype: str, seed: int = 0
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:

@@ -112,7 +112,7 @@ def _tell(row: b.Row) -> None:
     what = f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
     if row.state == b.MEASURED:
         times = ", ".join(f"{n} {p.median_ms:.3f} ms" for n, p in row.passes.items())
-        worst = max(row.errors.values())
+        worst = max(error or 0.0 for error in row.errors.values())
         print(f"{what}: right within {worst:.1e}; {times}", file=sys.stderr)
     else:
         print(f"{what}: {row.state}: {row.reason}", file=sys.stderr)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.operators import OPERATORS, find, layer_norm
+from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
-from cfp.operators import command, probe
 from cfp.operators.cases import Shape, check_dtype, sample
 from cfp.operators.document import changes, read, write
 from cfp.operators.inventory import matching
@@ -55,7 +54,7 @@ DOUBLE = Operator(
         of("broken", broken),
         of("absent", broken, probe=lambda: "needs a device"),
         of("refusing", broken, refuses=lambda x: "wants more"),
-        of("forward", jax.custom_jvp(lambda x: x + x), differentiable=False),
+        of("forward", lambda x: x + x, differentiable=False),
     ),
 )
 
@@ -203,7 +202,7 @@ def test_wrong_use_of_functions_is_one_message():
         layer_norm(x, jnp.ones(8), jnp.ones(8), epsilon=1e-3)
     with pytest.raises(OperatorError, match="no implementation of layer_norm"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="cuda")
-    with pytest.raises(OperatorError, match="by pallas does not take.*\n.*NVIDIA GPU"):
+    with pytest.raises(OperatorError, match=r"by pallas does not take.*\n.*NVIDIA GPU"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="pallas")
     with pytest.raises(OperatorError, match="head's width 3 is odd"):
         find("rotary_embedding")(jnp.ones((1, 2, 1, 3)))
@@ -217,6 +216,12 @@ def test_shapes_that_no_implementation_takes(monkeypatch, capsys):
     assert (
         "No implementation of rotary_embedding takes these" in capsys.readouterr().err
     )
+
+
+def test_a_share_is_percent_or_not():
+    assert parse_share("5%") == parse_share(" 0.05 ") == 0.05
+    with pytest.raises(ValueError):
+        parse_share("five")
 
 
 def test_only_some_operators_by_part_of_their_names():

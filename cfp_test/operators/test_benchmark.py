@@ -1,5 +1,6 @@
 """The benchmark: its rows, its files, its command, and what it says to wrong use."""
 
+import functools
 import json
 
 import jax
@@ -135,7 +136,14 @@ def test_the_roofline_counts_contractions_and_bytes():
 # ------------------------------------------------------------------------ the command
 
 
-def test_the_command_checks_times_and_compares(tmp_path, capsys):
+@pytest.fixture
+def hasty(monkeypatch):
+    """Samples that are over at once."""
+    settings = functools.partial(b.Settings, sample_seconds=0.01)
+    monkeypatch.setattr(b, "Settings", settings)
+
+
+def test_the_command_checks_times_and_compares(tmp_path, capsys, hasty):
     file = tmp_path / "now.json"
     words = ["--only-run", "rms", "--shapes", SHAPE, "--json", str(file)]
     assert command.main([*words, "--plot", str(tmp_path / "bars.svg")]) == 0
@@ -154,7 +162,7 @@ def test_the_command_checks_times_and_compares(tmp_path, capsys):
     assert ", a regression" in capsys.readouterr().out
 
 
-def test_a_wrong_implementation_is_exit_code_1(monkeypatch, capsys):
+def test_a_wrong_implementation_is_exit_code_1(monkeypatch, capsys, hasty):
     monkeypatch.setattr(command, "matching", lambda words: [DOUBLE])
     assert command.main(["--shapes", SHAPE, "--dtypes", "float32"]) == 1
     error = capsys.readouterr().err

@@ -11,6 +11,8 @@ from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
 from cfp.operators.cases import Shape, check_dtype, sample
 from cfp.operators.document import changes, read, write
+from cfp.operators.environment import environment
+from cfp.operators.inject import Worth
 from cfp.operators.inventory import matching
 from cfp.operators.operator import (
     Argument,
@@ -21,6 +23,7 @@ from cfp.operators.operator import (
 from cfp.operators.oracle import Check, limit_of
 from cfp.operators.roofline import bound_ms, least_bytes, peaks
 from cfp.operators.tables import parse_share
+from cfp_test.results.operators import page
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)
 SHAPE = "1,4,8,2,5"
@@ -244,3 +247,46 @@ def test_a_library_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
         "import half_a_library: OSError: no libcuda.so"
     )
     assert probe.import_reason("no_such_library") == "no_such_library is not installed"
+
+
+def test_a_page_is_made_of_what_the_script_writes(rows):
+    made = [row.to_json() for row in rows.values()]
+    attention = [
+        {
+            **made[0],
+            "operator": "gpt_attention",
+            "implementation": name,
+            "shape": "8,1024,1024,16,50257",
+            "passes": {
+                "both": {**made[0]["passes"]["both"], "temp_bytes": int(mb * 1e6)}
+            },
+        }
+        for name, mb in (("xla", 900.0), ("cudnn", 300.0))
+    ]
+    verdict = Worth(before_ms=2.0, after_ms=1.0, before_bytes=None, after_bytes=None)
+    text = page(
+        {
+            "environment": environment(),
+            "available": [
+                {"operator": "a", "implementation": "b", "library": "c", "reason": None}
+            ],
+            "rows": [*made, *attention],
+            "injection": [
+                {"model": "GPT2 nnx", "reason": "not reached in time"},
+                {
+                    "model": "GPT2 linen",
+                    "config": "small",
+                    "replaced": ["layer_norm by xla"],
+                    "errors": {"output": 1e-3},
+                    "before_ms": 2.0,
+                    "after_ms": 1.0,
+                    "before_bytes": None,
+                    "after_bytes": None,
+                    "verdict": verdict.text(),
+                },
+            ],
+        }
+    )
+    assert "| 8, 1024, 1024, 16, 50257 | cudnn | 900.0 | 300.0 | 3.0 | 6.1 |" in text
+    assert "| a | b | c | yes |" in text and "not reached in time" in text
+    assert "worth it for time." in text and "incorrect: " in text

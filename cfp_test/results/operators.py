@@ -7,7 +7,7 @@ from typing import Any
 
 from cfp_test.results.pages import Figures, fixed, table
 
-# Of seed 002, a V100: MB besides inputs and outputs, all scores against flash attention.
+# Of seed 002, a V100: MB besides inputs and outputs, all scores and flash attention.
 SEED_MB = {
     "8,1024,1024,16,50257": (1091.0, 178.502),
     "16,512,8192,64,50264": (2688.27, 1284.02),
@@ -31,7 +31,7 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         f"{found.get('date', '')}, Python {found['python']}, {packages}, commit "
         f"{found['commit'] or 'unknown'}. bfloat16; outputs and gradients are first "
-        "compared with a float32 oracle with random cotangents, and the largest relative "
+        "compared with a float32 oracle with random cotangents; the largest relative "
         "difference of norms is shown. A shape is batch, tokens, hidden, heads, "
         "vocabulary. MB are those of temporaries, besides inputs and outputs. Percent "
         "are those of the roofline that the datasheet allows; the times are medians.",

@@ -3,8 +3,8 @@
     python cfp_test/scripts/operators_gpu.py OUT.json --seconds 150
         [--only-run a,b] [--shapes ...] [--small] [--no-injection]
 
-The three cases of seed 002 are measured, attention first. What is in OUT.json already is
-not measured again, so a second run goes on where the first one's time was over. The
+The three cases of seed 002 are measured, attention first. What is in OUT.json already
+is not measured again, so a second run goes on where the first one's time was over. The
 exit code is 1 if an implementation computes something else than the oracle, or a model
 with operators something else than without.
 

@@ -20,6 +20,7 @@ class Config:
     attn_pdrop: float = 0.0
     resid_pdrop: float = 0.0
     attention_probs_dropout_prob: float = 0.0
+    dtype: Any = None  # Of the embeddings in NNX, which decides that of the rest.
 
 
 class FlaxConv1D(nn.Module):

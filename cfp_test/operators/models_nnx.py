@@ -7,6 +7,10 @@ from flax import nnx
 from cfp_test.operators.models_linen import Config, attend, split_heads
 
 
+def _embed(rows, config, rngs):
+    return nnx.Embed(rows, config.hidden, dtype=config.dtype, rngs=rngs)
+
+
 class GPT2Attention(nnx.Module):
     def __init__(self, config, rngs):
         self.config = config
@@ -46,8 +50,8 @@ class GPT2Block(nnx.Module):
 
 class GPT2(nnx.Module):
     def __init__(self, config: Config, *, rngs):
-        self.wte = nnx.Embed(config.vocab, config.hidden, rngs=rngs)
-        self.wpe = nnx.Embed(config.seq, config.hidden, rngs=rngs)
+        self.wte = _embed(config.vocab, config, rngs)
+        self.wpe = _embed(config.seq, config, rngs)
         self.h = nnx.List([GPT2Block(config, rngs) for _ in range(config.layers)])
         self.ln_f = nnx.LayerNorm(config.hidden, epsilon=1e-5, rngs=rngs)
 
@@ -92,7 +96,7 @@ class BertLayer(nnx.Module):
 
 class Bert(nnx.Module):
     def __init__(self, config: Config, *, rngs):
-        self.word_embeddings = nnx.Embed(config.vocab, config.hidden, rngs=rngs)
+        self.word_embeddings = _embed(config.vocab, config, rngs)
         self.layers = nnx.List([BertLayer(config, rngs) for _ in range(config.layers)])
 
     def __call__(self, tokens, attention_mask=None):

@@ -140,6 +140,9 @@ def test_a_shared_parameter_is_not_mapped_away():
     report = inject(model).report
     assert "shares a parameter" in report.text()
     assert model.tied is model.layers[0].attention.query.kernel
+    assert "the first that takes the arguments" in report.text()
+    nnx.eval_shape(lambda: model(TOKENS))
+    assert "layer_norm by xla" in report.text()
 
 
 def test_a_call_that_a_replaced_part_cannot_make_is_refused_in_words():

@@ -1,11 +1,20 @@
-"""Every implementation computes what its operator is: outputs and gradients."""
+"""Every implementation computes what its operator is: outputs and gradients.
+
+On CPUs the kernels of Pallas are interpreted. What needs a GPU or another library is
+checked in the same way where that is: ``python -m cfp.operators``.
+"""
+
+import functools
 
 import jax
 import pytest
 
 from cfp.operators import OPERATORS
+from cfp.operators.attention import gpt_attention_pallas
 from cfp.operators.cases import Shape, sample
+from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
 from cfp.operators.oracle import LIMITS, check, oracle_program, program
+from cfp.operators.softmaxes import softmax_pallas
 
 # The second has sizes that divide nothing; the batch is one.
 SHAPES = (
@@ -38,3 +47,30 @@ def test_all_implementations_agree_with_the_oracle(name, dtype, shape):
     right, found = run_all(args, cotangent)
     for one, values in found.items():
         assert check(values, right, LIMITS[dtype]).wrong == [], one
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("layer_norm", layer_norm_pallas),
+        ("rms_norm", rms_norm_pallas),
+        ("gpt_attention", gpt_attention_pallas),
+        ("softmax", softmax_pallas),
+    ],
+)
+def test_kernels_of_pallas_agree_with_the_oracle(name, call):
+    operator, shape = (
+        OPERATORS[name],
+        Shape(batch=1, seq=16, hidden=32, heads=1, vocab=8),
+    )
+    (known,) = (one for one in operator.implementations if one.name == "pallas")
+    assert known.call is call
+    args, cotangent = sample(operator, shape, "float32")
+    run = program(
+        operator,
+        functools.partial(call, interpret=True),
+        backward=known.differentiable,
+    )
+    right = jax.jit(oracle_program(operator))(args, cotangent)
+    found = jax.jit(run)(args, cotangent)
+    assert check(found, right, LIMITS["float32"]).wrong == []

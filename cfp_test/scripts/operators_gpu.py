@@ -188,11 +188,17 @@ def main() -> int:
     first = [one for one in chosen if one.name == "gpt_attention"]
     measure(first)
     config = models_linen.Config(
-        vocab=50257, seq=1024, hidden=1024, layers=4, num_attention_heads=16, n_head=16
+        vocab=50257,
+        seq=1024,
+        hidden=1024,
+        layers=4,
+        num_attention_heads=16,
+        n_head=16,
+        dtype=jnp.bfloat16,
     )
     batch = 8
     if options.small:
-        config, batch = models_linen.Config(), 2
+        config, batch = models_linen.Config(dtype=jnp.bfloat16), 2
     for name in () if options.no_injection else MODELS:
         if any(one["model"] == name and "verdict" in one for one in injected):
             continue

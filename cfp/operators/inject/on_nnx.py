@@ -6,8 +6,9 @@ tied weights stay tied; what a policy maps becomes new parameters.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ class Injected(nnx.Module):
         policy: makes of calls what the replacement takes.
         replacement: takes parameters and what was made of the call.
         variables: nested dicts of parameters.
+        seen: is called after each call.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Injected(nnx.Module):
         policy: Policy,
         replacement: Replacement,
         variables: Mapping[str, Any],
+        seen: Callable[[], None],
     ):
-        self._adapter = nnx.static(_Adapter(part, policy, replacement))
+        self._adapter = nnx.static(_Adapter(part, policy, replacement, seen))
         for name, value in variables.items():
             setattr(self, name, _contained(value))
         self._names = nnx.static(tuple(variables))
@@ -61,9 +64,15 @@ class _Adapter:
     Of the part only its plain attributes stay, such as its configuration.
     """
 
-    def __init__(self, part: nnx.Module, policy: Policy, replacement: Replacement):
+    def __init__(
+        self,
+        part: nnx.Module,
+        policy: Policy,
+        replacement: Replacement,
+        seen: Callable[[], None],
+    ):
         self._kind = type(part).__name__
-        self._policy, self._replacement = policy, replacement
+        self._policy, self._replacement, self._seen = policy, replacement, seen
         self._part = _Plain(
             **{
                 name: value
@@ -82,7 +91,9 @@ class _Adapter:
                 "original was taken out of this model, so make the call without, or "
                 "leave the policy out of `policies`."
             ) from error
-        return self._replacement(parameters, *adapted)
+        made = self._replacement(parameters, *adapted)
+        self._seen()
+        return made
 
 
 class _Plain:
@@ -116,7 +127,9 @@ def surgery(
             report.add_left(where, kind, None, "no policy matches")
             continue
         try:
-            new = _replacement(part, policy, where, owners)
+            # A call says which implementations were taken.
+            seen = functools.partial(report.add_replaced, where, kind, policy)
+            new = _replacement(part, policy, where, owners, seen)
         except Refused as error:
             report.add_left(where, kind, policy, str(error))
             continue
@@ -127,7 +140,11 @@ def surgery(
 
 
 def _replacement(
-    part: nnx.Module, policy: Policy, where: str, owners: Counter[int]
+    part: nnx.Module,
+    policy: Policy,
+    where: str,
+    owners: Counter[int],
+    seen: Callable[[], None],
 ) -> Injected:
     """The module that takes a part's place.
 
@@ -155,7 +172,7 @@ def _replacement(
         if id(variable) not in stays and owners[id(variable)] > inside[id(variable)]:
             raise Refused("shares a parameter that its policy would change")
     new = jax.tree.map(lambda x: own.get(id(x), None) or nnx.Param(x), mapped)
-    return Injected(part, policy, replacement, new)
+    return Injected(part, policy, replacement, new, seen)
 
 
 def parameters_of(part: nnx.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -116,16 +117,30 @@ def sample(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Random arguments, and a random cotangent of what the operator makes of them."""
 
-    def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        *keys, last = jax.random.split(key, len(operator.arguments) + 1)
-        args = tuple(
-            _random(one, shape, dtype, own)
-            for one, own in zip(operator.arguments, keys, strict=True)
-        )
-        out = output(operator, args)
-        return args, jax.random.normal(last, out.shape, out.dtype)
+    floats = [one for one in operator.arguments if one.kind == "float"]
+    others = [one for one in operator.arguments if one.kind != "float"]
+    out = output(operator, abstract(operator, shape, dtype))
+    normals = sum(prod(sizes(one, shape)) for one in floats)
+    words = sum(_words(one, shape) for one in others)
 
-    # This generator compiles in a part of the time.
+    def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        # Drawn at once, and by this generator, what is random compiles soonest.
+        one, other = jax.random.split(key)
+        drawn = jax.random.normal(one, (normals + out.size,), jnp.float32)
+        bits = jax.random.bits(other, (words,), jnp.uint32)
+        args, done, used = [], 0, 0
+        for argument in operator.arguments:
+            if argument.kind == "float":
+                size = prod(sizes(argument, shape))
+                part = drawn[done : done + size]
+                args.append(_float(argument, shape, part).astype(dtype))
+                done += size
+            else:
+                count = _words(argument, shape)
+                args.append(_integer(argument, shape, bits[used : used + count]))
+                used += count
+        return tuple(args), drawn[done:].reshape(out.shape).astype(out.dtype)
+
     return jax.jit(make)(jax.random.key(seed, impl="unsafe_rbg"))
 
 
@@ -134,21 +149,26 @@ def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda *a: operator.oracle(*a, **operator.options), *args)
 
 
-def _random(argument: Argument, shape: Shape, dtype: str, key: jax.Array) -> jax.Array:
+def _words(argument: Argument, shape: Shape) -> int:
+    """How many random words an argument of integers is made of."""
+    if argument.kind == "groups":
+        return shape.dims[argument.below]
+    return prod(sizes(argument, shape))
+
+
+def _integer(argument: Argument, shape: Shape, bits: jax.Array) -> jax.Array:
     wanted = sizes(argument, shape)
-    most = shape.dims.get(argument.below, 0)
-    match argument.kind:
-        case "below":
-            return jax.random.randint(key, wanted, 0, most, jnp.int32)
-        case "lengths":
-            return jax.random.randint(key, wanted, 1, most + 1, jnp.int32)
-        case "groups":
-            members = jax.random.randint(key, (most,), 0, wanted[0])
-            return jnp.bincount(members, length=wanted[0]).astype(jnp.int32)
-        case "key":
-            return jax.random.bits(key, wanted, jnp.uint32)
-    spread = argument.spread
+    if argument.kind == "key":
+        return bits.reshape(wanted)
+    if argument.kind == "groups":
+        members = (bits % wanted[0]).astype(jnp.int32)
+        return jnp.bincount(members, length=wanted[0]).astype(jnp.int32)
+    found = (bits % shape.dims[argument.below]).astype(jnp.int32).reshape(wanted)
+    return found + 1 if argument.kind == "lengths" else found
+
+
+def _float(argument: Argument, shape: Shape, normal: jax.Array) -> jax.Array:
+    wanted, spread = sizes(argument, shape), argument.spread
     if isinstance(spread, str):
         spread = wanted[{"fan_in": -2, "fan_last": -1}[spread]] ** -0.5
-    found = jax.random.normal(key, wanted, jnp.float32) * spread + argument.around
-    return found.astype(dtype)
+    return normal.reshape(wanted) * spread + argument.around

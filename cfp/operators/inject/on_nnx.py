@@ -85,13 +85,13 @@ class _Adapter:
     def __call__(self, parameters: Parameters, args: tuple, kwargs: dict) -> Any:
         try:
             adapted = self._policy.adapt(self._part, args, kwargs)
+            made = self._replacement(parameters, *adapted)
         except Refused as error:
             raise PolicyError(
                 f"A {self._kind} that {self._policy.name} replaced {error}: the "
                 "original was taken out of this model, so make the call without, or "
                 "leave the policy out of `policies`."
             ) from error
-        made = self._replacement(parameters, *adapted)
         self._seen()
         return made
 

@@ -21,9 +21,8 @@ from cfp.operators.inject import (
 from cfp.operators.inject.worth import Worth
 from cfp.operators.operator import OperatorError
 from cfp_test.operators import models_linen, models_nnx
+from cfp_test.operators.compiling import SOON
 
-# Compiles in less than half of the time.
-SOON = {"xla_cpu_use_fusion_emitters": False}
 CONFIG = models_linen.Config()
 TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8) * 7 % CONFIG.vocab
 LENGTHS = np.array([8, 5])

@@ -15,9 +15,8 @@ from cfp.operators.cases import Shape, sample
 from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
 from cfp.operators.oracle import LIMITS, check, oracle_program, program
 from cfp.operators.softmaxes import softmax_pallas
+from cfp_test.operators.compiling import SOON
 
-# Compiles in less than half of the time.
-SOON = {"xla_cpu_use_fusion_emitters": False}
 # The second has sizes that divide nothing; the batch is one.
 SHAPES = (
     Shape(batch=2, seq=16, hidden=32, heads=2, vocab=48),

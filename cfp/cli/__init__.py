@@ -68,6 +68,14 @@ def _doctor(context: typer.Context) -> None:
     raise typer.Exit(doctor(context.args))
 
 
+@app.command("operators", context_settings={**PASS_ON, "help_option_names": []})
+def _operators(context: typer.Context) -> None:
+    """Check and time the implementations of the operators that models are made of."""
+    from cfp.operators.command import main as operators
+
+    raise typer.Exit(operators(context.args))
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from cfp import __version__

@@ -7,8 +7,15 @@ from typing import Any
 
 from cfp.report.results import Saved, section
 from cfp_test.bench import one_as_n_page, planning_time_page
-from cfp_test.results import budgets, building, checked, planning, ranges
-from cfp_test.results.pages import Figures, Page
+from cfp_test.results import (
+    budgets,
+    building,
+    checked,
+    operators,
+    planning,
+    ranges,
+)
+from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
     curves_page,
     hostile_files,
@@ -90,7 +97,19 @@ def _with_noted(name: str, figures: Callable[..., Figures], *sources: str) -> Pa
     return _page(name, figures, *found, f"{name}_noted.json")
 
 
+# A page for each file that cfp_test/scripts/operators_gpu.py wrote.
+_OPERATORS = tuple(
+    Page(
+        name=file.stem,
+        sources=(file.name,),
+        figures=operators.operators,
+        has_text=False,
+    )
+    for file in sorted(RESULTS.glob("operators_*.json"))
+)
+
 PAGES: tuple[Page, ...] = (
+    *_OPERATORS,
     _page("analysis_cpu_202611", checked.analysis),
     _page(
         "budgets_h200x2_202611",

@@ -1,0 +1,45 @@
+"""Operators put into models that are there already.
+
+from cfp.operators.inject import inject, injection
+
+injected = inject(model)          # A module of linen or NNX, or a function.
+print(injected.report)            # What was replaced, what was not, and why.
+
+with injection() as inside:       # While models of linen are called.
+    logits = model.apply(variables, tokens)
+    print(inside.report)
+"""
+
+from cfp.operators.inject import policies as _policies  # Registers what is there.
+from cfp.operators.inject.injecting import Injection, inject, injection
+from cfp.operators.inject.on_functions import FunctionPolicy, NamedJit
+from cfp.operators.inject.policy import (
+    Choices,
+    Policy,
+    PolicyError,
+    Refused,
+    register_policy,
+    unregister_policy,
+)
+from cfp.operators.inject.report import Part, Report
+from cfp.operators.inject.worth import Worth, worth
+
+del _policies
+
+__all__ = [
+    "Choices",
+    "FunctionPolicy",
+    "Injection",
+    "NamedJit",
+    "Part",
+    "Policy",
+    "PolicyError",
+    "Refused",
+    "Report",
+    "Worth",
+    "inject",
+    "injection",
+    "register_policy",
+    "unregister_policy",
+    "worth",
+]

@@ -1,0 +1,88 @@
+"""What is available on this machine, and why the rest is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import jax
+
+from cfp.operators.operator import Reason
+
+
+def import_reason(name: str) -> Reason:
+    """Why a module cannot be imported."""
+    top = name.partition(".")[0]
+    if find_spec(top) is None:
+        return f"{top} is not installed"
+    try:
+        import_module(name)
+    except Exception as error:  # A library may raise anything while it is loaded.
+        return f"import {name}: {type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+@cache
+def gpu_reason(least_capability: float = 0.0) -> Reason:
+    """Why there is no NVIDIA GPU of some compute capability."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or not device.device_kind.startswith(
+        ("NVIDIA", "Tesla", "Quadro", "GeForce")
+    ):
+        return f"needs an NVIDIA GPU, and JAX runs on {device.device_kind}"
+    capability = float(device.compute_capability)
+    if capability < least_capability:
+        return f"needs compute capability {least_capability}, this is {capability}"
+    return None
+
+
+@cache
+def pallas_reason(module: str) -> Reason:
+    """Why a kernel of `jax.experimental.pallas.ops.gpu` cannot be used."""
+    return gpu_reason(8.0) or import_reason(f"jax.experimental.pallas.ops.gpu.{module}")
+
+
+def cudnn_reason() -> Reason:
+    """Why cuDNN's attention cannot be used."""
+    return gpu_reason(8.0)
+
+
+@cache
+def tokamax_reason(backend: str) -> Reason:
+    """Why tokamax with one of its implementations cannot be used."""
+    if reason := import_reason("tokamax"):
+        return reason
+    return {"triton": gpu_reason(8.0), "mosaic_gpu": gpu_reason(9.0)}.get(backend)
+
+
+def pallas(module: str) -> Callable[[], Reason]:
+    """The probe of a kernel of Pallas."""
+    return partial(pallas_reason, module)
+
+
+def tokamax(backend: str) -> Callable[[], Reason]:
+    """The probe of an implementation of tokamax."""
+    return partial(tokamax_reason, backend)
+
+
+def library(name: str) -> Callable[[], Reason]:
+    """The probe of a library that needs nothing but to be installed."""
+    return cache(partial(import_reason, name))
+
+
+def load_pallas(module: str) -> ModuleType:
+    """A module of `jax.experimental.pallas.ops.gpu`."""
+    return import_module(f"jax.experimental.pallas.ops.gpu.{module}")
+
+
+def load_tokamax() -> ModuleType:
+    """The module tokamax."""
+    return import_module("tokamax")

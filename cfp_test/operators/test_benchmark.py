@@ -1,0 +1,292 @@
+"""The benchmark: its rows, its files, its command, and what it says to wrong use."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.operators import OPERATORS, command, find, layer_norm, probe
+from cfp.operators import benchmark as b
+from cfp.operators.cases import Shape, check_dtype, sample
+from cfp.operators.document import changes, read, write
+from cfp.operators.environment import environment
+from cfp.operators.inject import Worth
+from cfp.operators.inventory import matching
+from cfp.operators.operator import (
+    Argument,
+    Implementation,
+    Operator,
+    OperatorError,
+)
+from cfp.operators.oracle import Check, limit_of
+from cfp.operators.roofline import bound_ms, least_bytes, peaks
+from cfp.operators.tables import parse_share
+from cfp_test.results.operators import page
+
+TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)
+SHAPE = "1,4,8,2,5"
+
+
+def broken(x):
+    raise RuntimeError("kernel refused to launch\nsecond line")
+
+
+def one_row_is_wrong(x):
+    return (2.0 * x).at[0, -1].set(0.0)
+
+
+def wrong_gradient(x):
+    return 2.0 * jax.lax.stop_gradient(x) + 0.0 * x
+
+
+def of(name, call, **how):
+    return Implementation(name=name, library="here", call=call, **how)
+
+
+DOUBLE = Operator(
+    name="double",
+    summary="2 x",
+    arguments=(Argument(name="x", dims="* h"),),
+    oracle=lambda x: 2.0 * x,
+    implementations=(
+        of("right", lambda x: x + x),
+        of("one_row", one_row_is_wrong),
+        of("gradient", wrong_gradient),
+        of("nan", lambda x: x + jnp.nan),
+        of("broken", broken),
+        of("absent", broken, probe=lambda: "needs a device"),
+        of("refusing", broken, refuses=lambda x: "wants more"),
+        of("forward", lambda x: x + x, differentiable=False),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = b.run([DOUBLE], [TINY], ["float32"], b.Settings(sample_seconds=0.01))
+    return {row.implementation: row for row in found}
+
+
+def test_what_is_wrong_is_found_and_not_timed(rows):
+    assert {name: row.state for name, row in rows.items()} == {
+        "right": b.MEASURED,
+        "one_row": b.WRONG,
+        "gradient": b.WRONG,
+        "nan": b.WRONG,
+        "broken": b.FAILED,
+        "absent": b.ABSENT,
+        "refusing": b.REFUSED,
+        "forward": b.MEASURED,
+    }
+    assert not rows["one_row"].passes and not rows["nan"].passes
+    assert "x is off by 1 of its norm" in rows["gradient"].reason
+    assert rows["broken"].reason == "RuntimeError: kernel refused to launch"
+    assert "second line" in rows["broken"].detail
+    assert rows["absent"].reason == "needs a device"
+    assert set(rows["right"].passes) == {"forward", "both"}
+    assert set(rows["forward"].passes) == {"forward"}
+    assert rows["forward"].reason == "the library has no backward pass"
+    assert rows["right"].passes["both"].samples_ms
+
+
+def test_what_the_budget_does_not_reach_is_told():
+    clock = iter(range(1000))
+    settings = b.Settings(seconds=0.5, clock=lambda: float(next(clock)))
+    found = list(b.run([DOUBLE], [TINY], ["float32"], settings))
+    assert {row.state for row in found} == {b.NO_TIME, b.ABSENT, b.REFUSED}
+    assert "the budget of 0.5 s was spent" in found[0].reason
+
+
+def test_a_file_is_read_back_and_gone_on_with(rows, tmp_path):
+    file = tmp_path / "rows.json"
+    write(file, {"device": "a"}, list(rows.values()))
+    environment, known = read(file)
+    assert environment == {"device": "a"} and known == list(rows.values())
+    assert list(b.run([DOUBLE], [TINY], ["float32"], b.Settings(), known)) == []
+    slow = json.loads(file.read_text())
+    for row in slow["rows"]:
+        for one in row["passes"].values():
+            one["median_ms"] *= 2
+    file.write_text(json.dumps(slow))
+    found = changes(known, read(file)[1])
+    assert len(found) == 3 and all(abs(one.share - 1.0) < 1e-9 for one in found)
+
+
+def test_a_limit_is_for_norms_and_for_the_largest_difference():
+    def made(error, largest):
+        return Check(errors={"x": error}, largest={"x": largest}, limit=1e-2).wrong
+
+    assert made(1e-3, 3e-2) == [] and made(1e-3, 5e-2) == ["x"]
+    assert made(2e-2, 0.0) == ["x"] and made(float("nan"), 0.0) == ["x"]
+    assert limit_of("float32", "cpu") < limit_of("float32", "gpu") < 1e-2
+
+
+def test_the_roofline_counts_contractions_and_bytes():
+    found = peaks("NVIDIA H200")
+    assert found is not None and peaks("cpu") is None
+    args, _ = sample(DOUBLE, TINY, "bfloat16")
+    # x and the result, 32 elements of two bytes; then x, cotangent and gradient.
+    assert least_bytes(DOUBLE, args, backward=False) == 128
+    assert least_bytes(DOUBLE, args, backward=True) == 128 + 128 + 64
+    moved = bound_ms(DOUBLE, args, TINY, "bfloat16", found, backward=False)
+    assert moved == 128 / 4800e6
+    big = Shape(batch=8, seq=1024, hidden=1024, heads=16, vocab=50257)
+    assert OPERATORS["swiglu"].flops(big.dims) == 4 * 8192 * 1024 * 4096
+
+
+# ------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Samples that are over at once."""
+    settings = functools.partial(b.Settings, sample_seconds=0.01)
+    monkeypatch.setattr(b, "Settings", settings)
+
+
+def test_the_command_checks_times_and_compares(tmp_path, capsys, hasty):
+    file = tmp_path / "now.json"
+    words = ["--only-run", "rms", "--shapes", SHAPE, "--json", str(file)]
+    assert command.main([*words, "--plot", str(tmp_path / "bars.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "===== Environment =====" in out and "rms_norm: forward and backward" in out
+    assert "needs an NVIDIA GPU" in out and (tmp_path / "bars.svg").exists()
+    data = json.loads(file.read_text())
+    for row in data["rows"]:
+        for one in row["passes"].values():
+            one["median_ms"] /= 1e6
+    file.write_text(json.dumps(data))
+    # Any time is a regression from a millionth of it.
+    again = ["--only-run", "rms", "--forward-only", "--shapes", SHAPE]
+    again += ["--compare", str(file)]
+    assert command.main([*again, "--fail-if-regression", "5%"]) == 1
+    assert ", a regression" in capsys.readouterr().out
+
+
+def test_a_wrong_implementation_is_exit_code_1(monkeypatch, capsys, hasty):
+    monkeypatch.setattr(command, "matching", lambda words: [DOUBLE])
+    assert command.main(["--shapes", SHAPE, "--dtypes", "float32"]) == 1
+    error = capsys.readouterr().err
+    assert "error: double by one_row is wrong at (1,4,8,2,5) float32" in error
+
+
+def test_the_list_says_what_is_missing_and_why(capsys):
+    assert command.main(["--list", "--only-run", "gpt_attention,swiglu"]) == 0
+    out = capsys.readouterr().out
+    assert "tokamax is not installed" in out or "tokamax" in out
+    assert "needs an NVIDIA GPU" in out and "layer_norm" not in out
+
+
+# -------------------------------------------------------------------------- wrong use
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only-run", "layernorm"], "no operator called 'layernorm'"),
+        (["--shapes", "1,2,3"], "'1,2,3' is no shape"),
+        (["--shapes", "1,4,9,2,5"], "hidden a multiple of heads"),
+        (["--dtypes", "int8"], "'int8' is no type"),
+        (["--compare", "nowhere.json"], "holds no results of operators"),
+        (["--fail-if-regression", "5%"], "needs --compare"),
+        (["--plot", "bars.txt"], "no kind of image"),
+    ],
+)
+def test_wrong_use_of_the_command_is_one_message(words, said, capsys):
+    assert command.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error.replace("\n", " ")
+    assert "Traceback" not in error
+
+
+def test_wrong_use_of_functions_is_one_message():
+    x = jnp.ones((2, 8))
+    with pytest.raises(OperatorError, match="try: layer_norm"):
+        find("layernorm")
+    with pytest.raises(OperatorError, match=r"expected: scale \[h=8\]"):
+        layer_norm(x, jnp.ones(4), jnp.ones(8))
+    with pytest.raises(OperatorError, match="takes 3 arguments"):
+        layer_norm(x)
+    with pytest.raises(OperatorError, match="no option of layer_norm called 'epsilon'"):
+        layer_norm(x, jnp.ones(8), jnp.ones(8), epsilon=1e-3)
+    with pytest.raises(OperatorError, match="no implementation of layer_norm"):
+        layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="cuda")
+    with pytest.raises(OperatorError, match=r"by pallas does not take.*\n.*NVIDIA GPU"):
+        layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="pallas")
+    with pytest.raises(OperatorError, match="head's width 3 is odd"):
+        find("rotary_embedding")(jnp.ones((1, 2, 1, 3)))
+    with pytest.raises(OperatorError, match="no type"):
+        check_dtype("int8")
+
+
+def test_shapes_that_no_implementation_takes(monkeypatch, capsys):
+    shape = "1,4,6,2,5"  # Heads of three features have no pairs.
+    assert command.main(["--only-run", "rotary", "--shapes", shape]) == 2
+    assert (
+        "No implementation of rotary_embedding takes these" in capsys.readouterr().err
+    )
+
+
+def test_a_share_is_percent_or_not():
+    assert parse_share("5%") == parse_share(" 0.05 ") == 0.05
+    with pytest.raises(ValueError):
+        parse_share("five")
+
+
+def test_only_some_operators_by_part_of_their_names():
+    assert [one.name for one in matching("gpt, rms")] == ["gpt_attention", "rms_norm"]
+    assert len(matching("")) == len(OPERATORS) == 18
+
+
+def test_a_library_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    (tmp_path / "half_a_library.py").write_text("raise OSError('no libcuda.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe.import_reason("half_a_library") == (
+        "import half_a_library: OSError: no libcuda.so"
+    )
+    assert probe.import_reason("no_such_library") == "no_such_library is not installed"
+
+
+def test_a_page_is_made_of_what_the_script_writes(rows):
+    made = [row.to_json() for row in rows.values()]
+    attention = [
+        {
+            **made[0],
+            "operator": "gpt_attention",
+            "implementation": name,
+            "shape": "8,1024,1024,16,50257",
+            "passes": {
+                "both": {**made[0]["passes"]["both"], "temp_bytes": int(mb * 1e6)}
+            },
+        }
+        for name, mb in (("xla", 900.0), ("cudnn", 300.0))
+    ]
+    verdict = Worth(before_ms=2.0, after_ms=1.0, before_bytes=None, after_bytes=None)
+    text = page(
+        {
+            "environment": environment(),
+            "available": [
+                {"operator": "a", "implementation": "b", "library": "c", "reason": None}
+            ],
+            "rows": [*made, *attention],
+            "injection": [
+                {"model": "GPT2 nnx", "reason": "not reached in time"},
+                {
+                    "model": "GPT2 linen",
+                    "config": "small",
+                    "replaced": ["layer_norm by xla"],
+                    "errors": {"output": 1e-3},
+                    "before_ms": 2.0,
+                    "after_ms": 1.0,
+                    "before_bytes": None,
+                    "after_bytes": None,
+                    "verdict": verdict.text(),
+                },
+            ],
+        }
+    )
+    assert "| 8, 1024, 1024, 16, 50257 | cudnn | 900.0 | 300.0 | 3.0 | 6.1 |" in text
+    assert "| a | b | c | yes |" in text and "not reached in time" in text
+    assert "worth it for time." in text and "incorrect: " in text

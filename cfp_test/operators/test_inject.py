@@ -1,0 +1,292 @@
+"""GPT-2 and BERT with operators put in: the same outputs and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from cfp.operators.inject import (
+    FunctionPolicy,
+    Policy,
+    PolicyError,
+    inject,
+    injection,
+    register_policy,
+    unregister_policy,
+    worth,
+)
+from cfp.operators.inject.worth import Worth
+from cfp.operators.operator import OperatorError
+from cfp_test.operators import models_linen, models_nnx
+from cfp_test.operators.compiling import SOON
+
+CONFIG = models_linen.Config()
+TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8) * 7 % CONFIG.vocab
+LENGTHS = np.array([8, 5])
+MASK = (np.arange(8) < LENGTHS[:, None]).astype(np.int32)
+REPLACED = {"GPT2": 5, "Bert": 3}  # Two norms and one of attention, and more of GPT-2.
+
+
+def loss(logits):
+    """Of the tokens that are no padding, with weights that hide no error."""
+    weights = jnp.cos(jnp.arange(logits.size).reshape(logits.shape))
+    return jnp.sum(logits * weights * MASK[..., None])
+
+
+def close(found, right):
+    assert jax.tree.structure(found) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        scale = max(float(jnp.abs(other).max()), 1.0)
+        np.testing.assert_allclose(one, other, atol=2e-4 * scale)
+
+
+# ---------------------------------------------------------------------------- linen
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_model_of_linen_with_operators_computes_the_same(name):
+    model = getattr(models_linen, name)(CONFIG)
+    injected = inject(model, TOKENS, MASK, right_padded=True, strict=True)
+    assert len(injected.report.replaced) == REPLACED[name], injected.report
+    init = jax.jit(model.init, compiler_options=SOON)
+    variables = init(jax.random.key(0), TOKENS, MASK)
+    again = jax.eval_shape(injected.model.init, jax.random.key(0), TOKENS)
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+
+    @functools.partial(jax.jit, compiler_options=SOON)
+    def both(variables):
+        return [
+            jax.value_and_grad(lambda v, m=m: loss(m.apply(v, TOKENS, MASK)))(variables)
+            for m in (injected.model, model)
+        ]
+
+    close(*both(variables))
+
+
+def test_what_a_call_asks_for_decides_whether_it_is_replaced():
+    model = models_linen.GPT2(models_linen.Config(resid_pdrop=0.5))
+    unpadded = inject(model, TOKENS).report
+    masked = inject(model, TOKENS, MASK).report
+    dropping = inject(model, TOKENS, None, False).report
+    kinds = [{part.kind for part in one.left} for one in (unpadded, masked, dropping)]
+    assert "FlaxGPT2Attention" not in kinds[0]
+    assert "right_padded=True" in masked.text()
+    assert {"FlaxGPT2Attention", "FlaxGPT2MLP"} <= kinds[2]
+    assert "drops out" in dropping.text()
+
+
+def test_all_modules_of_linen_are_injected_inside_the_block():
+    model = models_linen.Bert(CONFIG)
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    with injection(strict=True) as inside:
+        jax.eval_shape(model.apply, variables, TOKENS)
+    assert len(inside.report.replaced) == REPLACED["Bert"]
+    before = len(inside.report.parts)
+    jax.eval_shape(model.apply, variables, TOKENS)
+    assert len(inside.report.parts) == before
+
+
+# ------------------------------------------------------------------------------ NNX
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_model_of_nnx_with_operators_computes_the_same(name):
+    make = getattr(models_nnx, name)
+    model = make(CONFIG, rngs=nnx.Rngs(0))
+    original = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    graph, state = nnx.split(model)
+    injected = inject(model, right_padded=True, strict=True)
+    assert injected.model is model
+    assert len(injected.report.replaced) == REPLACED[name], injected.report
+    new_graph, new_state = nnx.split(model)
+
+    def value(graph, state):
+        return loss(nnx.merge(graph, state)(TOKENS, MASK))
+
+    @functools.partial(jax.jit, compiler_options=SOON)
+    def both(state, new_state):
+        return (
+            jax.value_and_grad(lambda s: value(graph, s))(state),
+            jax.value_and_grad(lambda s: value(new_graph, s))(new_state),
+        )
+
+    (right, gradient), (found, new_gradient) = both(state, new_state)
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-3)
+    # The gradients of the injected model, as those of the original.
+    close(
+        injected.to_original(nnx.to_pure_dict(new_gradient)),
+        nnx.to_pure_dict(gradient),
+    )
+    # A checkpoint of the original loads into the injected model, and one of that back.
+    mapped = injected.to_injected(original)
+    assert jax.tree.structure(mapped) == jax.tree.structure(
+        nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
+    nnx.update(model, nnx.State(jax.tree.map(lambda x: 2 * x, mapped)))
+    back = injected.to_original(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    close(back, jax.tree.map(lambda x: 2 * x, original))
+
+
+def test_a_model_of_nnx_is_injected_while_it_is_made():
+    with injection(strict=True) as inside:
+        model = inside.build(lambda: models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0)))
+    assert len(inside.report.replaced) == REPLACED["Bert"]
+    assert model.layers[0].attention.qkv["kernel"].shape == (3, 16, 16)
+
+
+def test_a_shared_parameter_is_not_mapped_away():
+    model = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
+    model.tied = model.layers[0].attention.query.kernel
+    report = inject(model).report
+    assert "shares a parameter" in report.text()
+    assert model.tied is model.layers[0].attention.query.kernel
+    assert "the first that takes the arguments" in report.text()
+    nnx.eval_shape(lambda: model(TOKENS))
+    assert "layer_norm by xla" in report.text()
+
+
+def test_a_call_that_a_replaced_part_cannot_make_is_refused_in_words():
+    model = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
+    inject(model)
+    with pytest.raises(PolicyError, match="right_padded=True"):
+        model(TOKENS, MASK)
+
+
+# ------------------------------------------------------------------------- functions
+
+
+@jax.jit
+def my_norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+class MyNorm(FunctionPolicy):
+    function = "my_norm"
+    operators = ("rms_norm",)
+
+    def replace(self, x, scale):
+        return self.call("rms_norm", x, scale)
+
+
+def looped(x, scale):
+    def step(carry, _):
+        return my_norm(carry, scale) + jax.nn.gelu(carry), carry.sum()
+
+    first = my_norm(x, scale)
+    carry, sums = jax.lax.scan(step, first, None, length=3)
+    inner = jax.checkpoint(lambda y: jnp.sin(my_norm(y, scale)))
+    return {"out": inner(carry), "sums": sums}
+
+
+def test_named_jits_are_replaced_also_in_loops():
+    x, scale = jnp.linspace(-1.0, 2.0, 8).reshape(2, 4), jnp.arange(1.0, 5.0)
+    injected = inject(looped, policies=[MyNorm], strict=True)
+
+    @functools.partial(jax.jit, compiler_options=SOON)
+    def both(x, scale):
+        return [
+            jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a)["out"] ** 2), (0, 1))(
+                x, scale
+            )
+            for f in (injected.model, looped)
+        ]
+
+    close(*both(x, scale))
+    places = [part.path for part in injected.report.replaced]
+    assert len(places) == 3 and {"my_norm", "scan/my_norm"} < set(places)
+
+
+def test_what_was_differentiated_before_is_refused_in_words():
+    gradient = jax.grad(lambda x: my_norm(x, jnp.ones(4)).sum())
+
+    class Wrong(MyNorm):
+        def replace(self, *args):
+            return args[0][:1]
+
+    with pytest.raises(PolicyError, match="inject before differentiating"):
+        inject(gradient, jnp.ones((2, 4)), policies=[Wrong])
+
+
+# ------------------------------------------------------------------------- wrong use
+
+
+class Dropping(Policy):
+    operators = ("layer_norm",)
+
+    def match(self, part):
+        return isinstance(part, nnx.LayerNorm)
+
+    def build(self, part):
+        return lambda parameters, x: x
+
+    def to_injected(self, parameters):
+        return {"scale": parameters["scale"]}
+
+
+def test_a_policy_that_drops_a_parameter_is_named():
+    model = nnx.List([nnx.LayerNorm(4, rngs=nnx.Rngs(0))])
+    with pytest.raises(PolicyError) as caught:
+        inject(model, policies=[Dropping])
+    assert str(caught.value).startswith("Dropping drops bias of 0.")
+    assert str(caught.value).count("try:") == 1
+
+
+def test_nothing_replaced_is_an_error_if_it_is_to_be():
+    model = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
+    assert "no policy matches" in inject(model).report.text()
+    with pytest.raises(PolicyError, match="Nothing was replaced"):
+        inject(model, strict=True)
+    with pytest.raises(PolicyError, match="Nothing was replaced"):
+        with injection(strict=True):
+            pass
+
+
+def test_names_that_there_are_not():
+    with pytest.raises(OperatorError, match="no operator called 'layernorm'"):
+        inject(looped, implementations={"layernorm": "xla"})
+    with pytest.raises(OperatorError, match="no implementation of layer_norm"):
+        inject(looped, implementations={"layer_norm": "cuda"})
+    with pytest.raises(PolicyError, match="is no policy"):
+        register_policy(int)
+    with pytest.raises(PolicyError, match="takes a module of"):
+        inject(3)
+
+
+def test_a_registered_policy_is_asked_first():
+    class Mine(Dropping):
+        def to_injected(self, parameters):
+            return parameters
+
+    register_policy(Mine)
+    try:
+        model = nnx.List([nnx.LayerNorm(4, rngs=nnx.Rngs(0))])
+        report = inject(model).report
+    finally:
+        unregister_policy(Mine)
+    assert [part.policy for part in report.replaced] == ["Mine"]
+
+
+# -------------------------------------------------------------------------- worth it
+
+
+def test_the_verdict_says_when_it_is_not_worth_it():
+    def made(before_ms, after_ms, before, after):
+        return Worth(
+            before_ms=before_ms,
+            after_ms=after_ms,
+            before_bytes=before,
+            after_bytes=after,
+        )
+
+    assert "not worth it" in made(1.0, 1.0, 100, 100).text()
+    assert "worth it for time." in made(1.0, 0.9, 100, 100).text()
+    assert "worth it for memory." in made(1.0, 1.1, 100, 50).text()
+    assert not made(1.0, 0.995, None, None).is_worth_it
+
+
+def test_both_steps_are_timed():
+    found = worth(jnp.sin, jnp.cos, jnp.ones(8), rounds=1, seconds=0.01)
+    assert found.before_ms > 0 and found.after_ms > 0

@@ -1,0 +1,78 @@
+"""Every implementation computes what its operator is: outputs and gradients.
+
+On CPUs the kernels of Pallas are interpreted. What needs a GPU or another library is
+checked in the same way where that is: ``python -m cfp.operators``.
+"""
+
+import functools
+
+import jax
+import pytest
+
+from cfp.operators import OPERATORS
+from cfp.operators.attention import gpt_attention_pallas
+from cfp.operators.cases import Shape, sample
+from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
+from cfp.operators.oracle import LIMITS, check, oracle_program, program
+from cfp.operators.softmaxes import softmax_pallas
+from cfp_test.operators.compiling import SOON
+
+# The second has sizes that divide nothing; the batch is one.
+SHAPES = (
+    Shape(batch=2, seq=16, hidden=32, heads=2, vocab=48),
+    Shape(batch=1, seq=6, hidden=36, heads=3, vocab=41),
+)
+CASES = [
+    (name, dtype, shape)
+    for name in OPERATORS
+    for dtype, shape in zip(("float32", "bfloat16"), SHAPES, strict=True)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), CASES, ids=str)
+def test_all_implementations_agree_with_the_oracle(name, dtype, shape):
+    operator = OPERATORS[name]
+    args, cotangent = sample(operator, shape, dtype)
+    calls = {
+        one.name: program(operator, one.call)
+        for one in operator.implementations
+        if one.probe() is None and one.refuses(*args, **operator.options) is None
+    }
+    assert len(calls) >= 2
+
+    @functools.partial(jax.jit, compiler_options=SOON)
+    def run_all(args, cotangent):
+        right = oracle_program(operator)(args, cotangent)
+        return right, {n: run(args, cotangent) for n, run in calls.items()}
+
+    right, found = run_all(args, cotangent)
+    for one, values in found.items():
+        assert check(values, right, LIMITS[dtype]).wrong == [], one
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("layer_norm", layer_norm_pallas),
+        ("rms_norm", rms_norm_pallas),
+        ("gpt_attention", gpt_attention_pallas),
+        ("softmax", softmax_pallas),
+    ],
+)
+def test_kernels_of_pallas_agree_with_the_oracle(name, call):
+    operator, shape = (
+        OPERATORS[name],
+        Shape(batch=1, seq=16, hidden=32, heads=1, vocab=8),
+    )
+    (known,) = (one for one in operator.implementations if one.name == "pallas")
+    assert known.call is call
+    args, cotangent = sample(operator, shape, "float32")
+    run = program(
+        operator,
+        functools.partial(call, interpret=True),
+        backward=known.differentiable,
+    )
+    soon = functools.partial(jax.jit, compiler_options=SOON)
+    right = soon(oracle_program(operator))(args, cotangent)
+    found = soon(run)(args, cotangent)
+    assert check(found, right, LIMITS["float32"]).wrong == []

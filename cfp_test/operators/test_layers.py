@@ -1,0 +1,73 @@
+"""Each operator as a module of linen and of NNX: what the function computes."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from cfp.operators import OPERATORS, layers
+from cfp.operators import linen as of_linen
+from cfp.operators import nnx as of_nnx
+from cfp.operators.cases import Shape, sample
+
+SHAPE = Shape(batch=2, seq=8, hidden=16, heads=2, vocab=12)
+
+
+def classes(module):
+    return {
+        one.operator: one
+        for _, one in inspect.getmembers(module, inspect.isclass)
+        if issubclass(one, module.Layer) and one is not module.Layer
+    }
+
+
+LINEN, NNX = classes(of_linen), classes(of_nnx)
+
+
+def test_every_operator_has_both_modules():
+    assert set(LINEN) == set(NNX) == set(OPERATORS)
+
+
+# Those with parameters, and one without.
+@pytest.mark.parametrize("name", [*layers.PARAMETERS, "causal_softmax"])
+def test_a_module_computes_what_the_function_does(name):
+    args, _ = sample(OPERATORS[name], SHAPE, "float32")
+    by_name = dict(
+        zip((one.name for one in OPERATORS[name].arguments), args, strict=True)
+    )
+    inputs = [by_name[one.name] for one in layers.inputs_of(name)]
+    parameters = {one.name: by_name[one.name] for one in layers.parameters_of(name)}
+    sizes = {key: SHAPE.dims[dim] for key, dim in LINEN[name].sizes.items()}
+    linen = LINEN[name](**sizes)
+    begun = jax.eval_shape(linen.init, jax.random.key(0), *inputs)
+    given = {"params": parameters} if parameters else {}
+    assert jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, begun)
+    right = OPERATORS[name](*args)
+    np.testing.assert_array_equal(linen.apply(given, *inputs), right)
+
+    wanted = inspect.signature(NNX[name].__init__).parameters
+    dims = {**SHAPE.dims, **OPERATORS[name].bind(by_name)}
+    names = {"hidden": "f" if name == "bias_gelu" else "h", "ffn": "f", "vocab": "v"}
+    names |= {"experts": "e", "width": "w"}
+    sizes = {key: dims[dim] for key, dim in names.items() if key in wanted}
+    made = nnx.eval_shape(lambda: NNX[name](**sizes, rngs=nnx.Rngs(0)))
+    state = nnx.state(made, nnx.Param)
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(state)) == (
+        jax.tree.map(jnp.shape, parameters)
+    )
+    for key, value in parameters.items():
+        setattr(made, key, nnx.Param(value))
+    np.testing.assert_array_equal(made(*inputs), right)
+
+
+def test_modules_compute_in_the_type_of_their_inputs_with_options():
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    norm = of_nnx.LayerNorm(4, options={"eps": 1e-3}, rngs=nnx.Rngs(0))
+    assert norm(x).dtype == jnp.bfloat16
+    table = of_nnx.Embedding(5, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert table(jnp.zeros((1, 2), jnp.int32)).dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="needs rngs"):
+        of_nnx.LayerNorm(4)

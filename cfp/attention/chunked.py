@@ -17,7 +17,7 @@ from cfp.attention import plain
 from cfp.attention.mask import BEYOND, Mask, Scores, may_meet, positions_of
 from cfp.attention.merge import merge, nothing_yet
 
-CHUNK = 1024  # Tokens; also of GPUs' other kernels written in lax.
+CHUNK = 1024  # Tokens.
 
 _Arrays = tuple[jax.Array, ...]
 
@@ -28,9 +28,13 @@ def attend(
     v: jax.Array,
     scores: Scores,
     mask: Mask,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `plain.attend`, which see, without a bias."""
+    """Like `plain.attend`, which see, without a bias.
+
+    Tokens of a chunk are `CHUNK` by default.
+    """
+    chunk = chunk or CHUNK
     queries = q.shape[1]
     if max(queries, k.shape[1]) <= chunk:
         return plain.attend(q, k, v, scores, mask)
@@ -67,9 +71,10 @@ def gradients(
     dout: jax.Array,
     scores: Scores,
     mask: Mask,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Like `plain.gradients`, which see."""
+    chunk = chunk or CHUNK
     queries, keys = q.shape[1], k.shape[1]
     if max(queries, keys) <= chunk:
         return plain.gradients(q, k, v, out, lse, dout, scores, mask)

@@ -112,8 +112,12 @@ class Pieces:
             rank=lax.axis_index(ring.axis),
         )
 
-    def of_step(self, step: int) -> tuple[Piece, ...]:
-        """One piece; or two, the second for ranks that the first is not for."""
+    def of_step(self, step: int | jax.Array) -> tuple[Piece, ...]:
+        """One piece; or two, the second for ranks that the first is not for.
+
+        Args:
+          step: a number, or one that a loop counts, which is not 0.
+        """
         ring, mask = self.ring, self.ring.mask
         if not mask.by_position:
             return (self._piece(step),)
@@ -121,7 +125,7 @@ class Pieces:
         bounded = bounded or mask.keys is not None
         if ring.in_one:
             return (self._located(step, when=None),)
-        if step == 0:
+        if isinstance(step, int) and step == 0:
             # Queries and keys are at the same positions: only distances matter, or in
             # zigzag order which comes first.
             alike = not bounded if ring.zigzag else mask.keys is None
@@ -139,7 +143,7 @@ class Pieces:
 
     def _piece(
         self,
-        step: int,
+        step: int | jax.Array,
         mask: Mask | None = None,
         when: jax.Array | None = None,
         queries: slice = _ALL,
@@ -155,7 +159,7 @@ class Pieces:
 
     def _located(
         self,
-        step: int,
+        step: int | jax.Array,
         when: jax.Array | bool | None = True,
         queries: slice = _ALL,
         keys: slice = _ALL,
@@ -175,7 +179,7 @@ class Pieces:
             meets = when
         return self._piece(step, mask, meets, queries, keys)
 
-    def _segments_of(self, step: int) -> jax.Array | None:
+    def _segments_of(self, step: int | jax.Array) -> jax.Array | None:
         if self.key_segments is None or self.ring.in_one:
             return self.key_segments
         source = (self.rank - step) % self.ring.ranks

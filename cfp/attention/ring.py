@@ -24,6 +24,8 @@ from jax import lax
 from cfp.attention.merge import Partial, merge, nothing_yet
 from cfp.attention.pieces import Piece, Pieces, Ring
 
+Step = int | jax.Array  # Not 0 where it is an array.
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def spread_attention(
@@ -62,28 +64,43 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
         )
 
     pieces = Pieces.of(ring, q, k, query_segments, key_segments)
-    so_far: Any = nothing_yet(q)
+
+    def compute(step: Step, so_far: Partial, kv: jax.Array) -> Partial:
+        return _run(pieces.of_step(step), attend, so_far, kv)
+
+    last = ring.steps(q.shape[1]) - 1
     kv = jnp.stack([k, v])
     if ring.gather:
         gathered = _gathered(kv, ring)
-        for step in range(ring.steps(q.shape[1])):
-            block = _block(gathered, step, ring)
-            so_far = _run(pieces.of_step(step), attend, so_far, block)
+        so_far = compute(0, nothing_yet(q), _block(gathered, 0, ring))
+        so_far = lax.fori_loop(
+            1,
+            last + 1,
+            lambda step, so_far: compute(step, so_far, _block(gathered, step, ring)),
+            so_far,
+        )
     else:
-        last = ring.steps(q.shape[1]) - 1
-        for step in range(last + 1):
-            following = kv if step == last else _rotated(kv, ring, 1)
-            so_far = _run(pieces.of_step(step), attend, so_far, kv)
-            # No block leaves before its predecessor is used up: two are alive at most.
-            kv, so_far = lax.optimization_barrier((following, so_far))
+
+        def go_on(step: Step, carried: tuple[jax.Array, Partial]) -> Any:
+            kv, so_far = carried
+            following = _rotated(kv, ring, 1)
+            return following, compute(step, so_far, kv)
+
+        # A loop, so that no block leaves before its predecessor is used up; unrolled,
+        # XLA may have all of them on their way at once.
+        carried = kv, nothing_yet(q)
+        if last > 0:
+            carried = lax.fori_loop(1, last, go_on, go_on(0, carried))
+        so_far = compute(last, carried[1], carried[0])
     out, lse = so_far
     out = out.astype(q.dtype)
     return out, (q, k, v, query_segments, key_segments, out, lse)
 
 
 def _backward(ring: Ring, kept: Any, dout: jax.Array):
-    # Without this barrier XLA finds that the blocks which go round here are those of
-    # the forward pass, and keeps them all in between.
+    # What goes round here must not look like what went round in the forward pass, or
+    # XLA takes both for one and keeps blocks in between. A barrier is not enough: it is
+    # gone when XLA looks for the last time. So values come before keys here.
     q, k, v, query_segments, key_segments, out, lse = kept
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
@@ -91,41 +108,56 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
         gradients = ring.kernel.gradients
         assert gradients is not None, "refused before"
         rows = [x[:, piece.queries] for x in (q, out, lse, dout)]
-        keys, values = kv[0][:, piece.keys], kv[1][:, piece.keys]
-        mine, *theirs = gradients(
+        values, keys = kv[0][:, piece.keys], kv[1][:, piece.keys]
+        mine, dk, dv = gradients(
             rows[0], keys, values, *rows[1:], ring.scores, piece.mask
         )
-        more = jnp.stack([x.astype(jnp.float32) for x in theirs])
+        more = jnp.stack([x.astype(jnp.float32) for x in (dv, dk)])
         dkv = _put(jnp.zeros(kv.shape, jnp.float32), piece.keys, more, axis=2)
         row = dq[:, piece.queries] + mine.astype(jnp.float32)
         return _put(dq, piece.queries, row), dkv
 
-    def step_of(step: int, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    pieces = Pieces.of(ring, q, k, query_segments, key_segments)
+
+    def compute(step: Step, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, ...]:
         nothing = jnp.zeros(kv.shape, jnp.float32)
         return _run(
             pieces.of_step(step), lambda s, p, kv: add(s[0], p, kv), (dq, nothing), kv
         )
 
-    pieces = Pieces.of(ring, q, k, query_segments, key_segments)
+    last = ring.steps(q.shape[1]) - 1
     dq = jnp.zeros(q.shape, jnp.float32)
-    kv = jnp.stack([k, v])
+    kv = jnp.stack([v, k])
     if ring.gather:
         gathered = _gathered(kv, ring)
-        total = jnp.zeros(gathered.shape, jnp.float32)
-        for step in range(ring.steps(q.shape[1])):
-            dq, dkv = step_of(step, dq, _block(gathered, step, ring))
-            total = _with_block(total, dkv, step, ring)
-        dkv = _scattered(total, ring)
+
+        def add_block(step: Step, carried: tuple[jax.Array, ...]) -> Any:
+            dq, total = carried
+            dq, dkv = compute(step, dq, _block(gathered, step, ring))
+            return dq, _with_block(total, dkv, step, ring)
+
+        carried = dq, jnp.zeros(gathered.shape, jnp.float32)
+        carried = lax.fori_loop(1, last + 1, add_block, add_block(0, carried))
+        dq, dkv = carried[0], _scattered(carried[1], ring)
     else:
-        last = ring.steps(q.shape[1]) - 1
-        dkv = jnp.zeros(kv.shape, jnp.float32)
-        for step in range(last + 1):
-            following = kv if step == last else _rotated(kv, ring, 1)
-            arrived = dkv if step == 0 else _rotated(dkv, ring, 1)
-            dq, more = step_of(step, dq, kv)
-            kv, dq, dkv = lax.optimization_barrier((following, dq, arrived + more))
+
+        def go_on(step: Step, carried: tuple[jax.Array, ...]) -> Any:
+            kv, dq, dkv = carried
+            following, arrived = _rotated(kv, ring, 1), _rotated(dkv, ring, 1)
+            dq, more = compute(step, dq, kv)
+            return following, dq, arrived + more
+
+        if last == 0:
+            dq, dkv = compute(0, dq, kv)
+        else:
+            following = _rotated(kv, ring, 1)
+            dq, dkv = compute(0, dq, kv)
+            kv, dq, dkv = lax.fori_loop(1, last, go_on, (following, dq, dkv))
+            arrived = _rotated(dkv, ring, 1)
+            dq, more = compute(last, dq, kv)
+            dkv = arrived + more
         dkv = _rotated(dkv, ring, -last)
-    dk, dv = dkv.astype(k.dtype)
+    dv, dk = dkv.astype(k.dtype)
     return dq.astype(q.dtype), dk, dv, None, None
 
 
@@ -176,14 +208,16 @@ def _scattered(dkv: jax.Array, ring: Ring) -> jax.Array:
     return lax.psum_scatter(dkv, ring.axis, scatter_dimension=axis, tiled=ring.in_one)
 
 
-def _block(gathered: jax.Array, step: int, ring: Ring) -> jax.Array:
+def _block(gathered: jax.Array, step: Step, ring: Ring) -> jax.Array:
     if ring.in_one:
         return gathered
     source = (lax.axis_index(ring.axis) - step) % ring.ranks
     return lax.dynamic_index_in_dim(gathered, source, keepdims=False)
 
 
-def _with_block(total: jax.Array, block: jax.Array, step: int, ring: Ring) -> jax.Array:
+def _with_block(
+    total: jax.Array, block: jax.Array, step: Step, ring: Ring
+) -> jax.Array:
     if ring.in_one:
         return block
     source = (lax.axis_index(ring.axis) - step) % ring.ranks

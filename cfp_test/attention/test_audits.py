@@ -77,8 +77,8 @@ def test_ulysses_sends_its_all_to_alls_and_nothing_else():
 def test_a_ring_sends_keys_and_values_once_a_step(ring, ranks):
     """In the backward pass, again, and the gradients of them once more to get home.
 
-    If the compiler took the rounds of both passes for one, it would keep all blocks
-    from one pass to the other, and there were fewer.
+    If the compiler took rounds of both passes for one, it would keep their blocks from
+    one pass to the other, and there were fewer.
     """
     block = 2 * BATCH * LOCAL * KV_HEADS * HEAD_DIM * FLOAT_BYTES
     rounds = ranks - 1
@@ -86,9 +86,8 @@ def test_a_ring_sends_keys_and_values_once_a_step(ring, ranks):
 
 
 def test_a_ring_keeps_no_copy_per_step(ring):
-    block = 2 * BATCH * LOCAL * KV_HEADS * HEAD_DIM * FLOAT_BYTES
     four, eight = (ring[n].memory_analysis().temp_size_in_bytes for n in (4, 8))
-    assert abs(eight - four) < block / 4
+    assert four == eight > 0
 
 
 def test_zigzag_sends_and_keeps_what_the_ring_does(ring):
@@ -125,33 +124,30 @@ def _squares(hlo):
 
 
 def test_permutes_are_issued_before_the_computation_of_their_step():
-    """In the program as it is traced; the next step waits for both."""
+    """In the program as it is traced: nothing of the step is needed for them."""
     ranks = 4
     mesh = mesh_of({"x": ranks})
     q = jax.ShapeDtypeStruct((1, 8 * ranks, 2, 8), jnp.float32)
     jaxpr = jax.make_jaxpr(
         lambda q: cfp.attention(q, q, q, mesh=mesh, strategy="ring")
     )(q)
-    order = "".join(_steps(jaxpr.jaxpr))
-    step = "permute compute wait "
-    assert order == step * (ranks - 1) + "compute wait "
+    # The first step, those of a loop, and the last, which has nothing to send.
+    assert " ".join(_steps(jaxpr.jaxpr)) == "permute compute permute compute compute"
 
 
 def _steps(jaxpr):
-    """Of the body of the ring: what is sent, computed and waited for, in order."""
-    names = {"ppermute": "permute ", "exp": "", "optimization_barrier": "wait "}
+    """What is sent and computed, in order, in loops and out of them."""
     computing = False
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "dot_general" and not computing:
+        if name == "ppermute":
+            computing = False
+            yield "permute"
+        elif name == "dot_general" and not computing:
             computing = True
-            yield "compute "
-        elif name in names:
-            computing = computing and name == "exp"
-            yield names[name]
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            body = getattr(inner, "jaxpr", inner)
-            if hasattr(body, "eqns") and name in ("shard_map", "custom_vjp_call"):
-                yield from _steps(body)
+            yield "compute"
+        elif name in ("scan", "shard_map", "custom_vjp_call", "jit", "pjit"):
+            inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+            found = list(_steps(getattr(inner, "jaxpr", inner)))
+            computing = computing and not found
+            yield from found

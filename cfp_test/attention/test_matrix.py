@@ -17,8 +17,8 @@ def cell(strategy, devices, mask, heads, dtype, **more):
     )
 
 
-# Each strategy, each mask, each kind of heads, both dtypes, 2, 4 and 8 devices, a length
-# that does not divide, and chunks: each at least once, most of them in the ring.
+# Each strategy, each mask, each kind of heads, both dtypes, 2, 4 and 8 devices, a
+# length that does not divide, and chunks: each at least once, most of them in the ring.
 PART = (
     cell("batch", 2, "packed", "MQA", "bfloat16"),
     cell("heads", 4, "causal", "GQA uneven", "float32"),

@@ -48,7 +48,7 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
     """Finds the fewest heads that divide into some parts.
 
     A key head is copied where several parts have queries of it; what still does not
-    divide is filled up with heads of zeros, as few query heads as possible.
+    divide is filled up with heads of zeros, so that there are as few heads as possible.
 
     Args:
       heads: query heads, a multiple of kv_heads.
@@ -66,7 +66,7 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
         for repeats in range(1, group + 1)
         if group % repeats == 0
     ]
-    return min(fits, key=lambda fit: (fit.heads, fit.padded_kv_heads))
+    return min(fits, key=lambda fit: (fit.heads + fit.padded_kv_heads, fit.heads))
 
 
 def _padded(x: jax.Array, heads: int) -> jax.Array:

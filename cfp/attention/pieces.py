@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from cfp.attention.kernels import Kernel
@@ -26,6 +27,8 @@ class Ring:
       kernel: of one block.
       scores: how products become scores.
       mask: of the whole sequence, by position, without segments.
+      plays: the rank that one device plays by itself: its blocks stay where they are,
+        and results are wrong, but the computation is that rank's. None is no play.
     """
 
     axis: str
@@ -35,6 +38,14 @@ class Ring:
     kernel: Kernel
     scores: Scores
     mask: Mask
+    plays: int | None = None
+
+    @property
+    def rank(self) -> jax.Array:
+        """Of this device, [] int32."""
+        if self.plays is not None:
+            return jnp.asarray(self.plays, jnp.int32)
+        return lax.axis_index(self.axis)
 
     @property
     def in_one(self) -> bool:
@@ -109,7 +120,7 @@ class Pieces:
             keys=k.shape[1],
             query_segments=query_segments,
             key_segments=key_segments,
-            rank=lax.axis_index(ring.axis),
+            rank=ring.rank,
         )
 
     def of_step(self, step: int | jax.Array) -> tuple[Piece, ...]:

@@ -189,7 +189,7 @@ def _put(x: jax.Array, where: slice, part: jax.Array, axis: int = 1) -> jax.Arra
 
 
 def _rotated(x: jax.Array, ring: Ring, ranks: int) -> jax.Array:
-    if ranks % ring.ranks == 0:
+    if ranks % ring.ranks == 0 or ring.plays is not None:
         return x
     path = [(rank, (rank + ranks) % ring.ranks) for rank in range(ring.ranks)]
     return lax.ppermute(x, ring.axis, path)
@@ -211,7 +211,7 @@ def _scattered(dkv: jax.Array, ring: Ring) -> jax.Array:
 def _block(gathered: jax.Array, step: Step, ring: Ring) -> jax.Array:
     if ring.in_one:
         return gathered
-    source = (lax.axis_index(ring.axis) - step) % ring.ranks
+    source = (ring.rank - step) % ring.ranks
     return lax.dynamic_index_in_dim(gathered, source, keepdims=False)
 
 
@@ -220,5 +220,5 @@ def _with_block(
 ) -> jax.Array:
     if ring.in_one:
         return block
-    source = (lax.axis_index(ring.axis) - step) % ring.ranks
+    source = (ring.rank - step) % ring.ranks
     return lax.dynamic_update_index_in_dim(total, block, source, axis=0)

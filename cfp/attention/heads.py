@@ -40,7 +40,9 @@ class HeadFit:
     def keys(self, k: jax.Array) -> jax.Array:
         """[batch, tokens, kv_heads, head_dim], repeated and padded."""
         if self.repeats > 1:
-            k = jnp.repeat(k, self.repeats, axis=2)
+            # In float32, so that the gradients of copies are summed in it.
+            wide = jnp.repeat(k.astype(jnp.float32), self.repeats, axis=2)
+            k = wide.astype(k.dtype)
         return _padded(k, self.padded_kv_heads)
 
 

@@ -2,14 +2,15 @@
 
     python cfp_test/scripts/attention_gpu.py OUT.json [--seconds 180]
 
-First the rate of a large matrix product; then each kernel, forward and backward, causal,
-at 1k to 64k tokens, as a share of that rate; then what a rank of a ring or zigzag ring
-of 8 computes in all its steps, communication left out, as a share of the time that the
-same work takes as one attention of that kernel. Of a ring it is the last rank, which the
-others wait for.
+First the rate of a large matrix product; then each kernel, forward and backward,
+causal, at 1k to 64k tokens, as a share of that rate; then what a rank of a ring or
+zigzag ring of 8 computes in all its steps, communication left out, as a share of the
+time that the same work takes as one attention of that kernel. Of a ring it is the last
+rank, which the others wait for.
 
-OUT.json is written after each row. A run that was stopped goes on where it was; what was
-begun and not finished is a row that says so. Without a GPU `--tiny` tries it on the CPU.
+OUT.json is written after each row. A run that was stopped goes on where it was; what
+was begun and not finished is a row that says so. Without a GPU `--tiny` tries it on the
+CPU.
 """
 
 import argparse

@@ -85,8 +85,7 @@ def _trainer(
     if options.mode == "eager":
         return step, None
     if options.mode == "auto":
-        planned = cfp.parallelize(mesh=mesh, quiet=True)(step)
-        planned(params, batch)  # Plans.
+        planned = cfp.plan(step, params, batch, mesh=mesh).compile_bound()
         return planned, planned.compiled
     compiled = jax.jit(step).lower(params, batch).compile()
     return compiled, compiled

@@ -64,8 +64,8 @@ def gpu(data: Mapping[str, Any]) -> Figures:
         f"# Attention on one {data['device']}, {data['date']}",
         "",
         f"jax {data['jax']}, {data['dtype']}, {data['heads']} heads of "
-        f"{data['head_dim']}, causal, forward and backward. A large matrix product runs "
-        f"at {fixed(matmul.get('tflops_per_s'), 1)} TFLOP/s.",
+        f"{data['head_dim']}, causal, forward and backward. A large matrix product "
+        f"runs at {fixed(matmul.get('tflops_per_s'), 1)} TFLOP/s.",
         "",
         "## Kernels",
         "",

@@ -27,7 +27,7 @@ from cfp_test.attention import matrix
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "results" / "attention_matrix_cpu_202611.json"
-SAVED_EVERY = 20  # Cells.
+SAVED_EVERY = 5  # Cells.
 
 
 def main() -> int:

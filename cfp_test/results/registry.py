@@ -7,7 +7,7 @@ from typing import Any
 
 from cfp.report.results import Saved, section
 from cfp_test.bench import one_as_n_page
-from cfp_test.results import budgets, building, checked, planning, ranges
+from cfp_test.results import attention, budgets, building, checked, planning, ranges
 from cfp_test.results.pages import Figures, Page
 from cfp_test.scripts import (
     curves_page,
@@ -83,6 +83,12 @@ def _with_noted(name: str, figures: Callable[..., Figures], *sources: str) -> Pa
 
 PAGES: tuple[Page, ...] = (
     _page("analysis_cpu_202611", checked.analysis),
+    Page(
+        name="attention_matrix_cpu_202611",
+        sources=("attention_matrix_cpu_202611.json",),
+        figures=attention.matrix,
+        has_text=False,
+    ),
     _page(
         "budgets_h200x2_202611",
         budgets.budgets,

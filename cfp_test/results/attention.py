@@ -31,7 +31,8 @@ def matrix(data: Mapping[str, Any]) -> Figures:
         "# Strategies of attention against a float32 oracle, November 2026",
         "",
         f"{len(data['cells'])} of {data['of']} cells so far, on virtual CPU devices, "
-        f"jax {data['jax']}. All cells are strategies, causal, full, sliding-window and packed masks, MHA, GQA and MQA, "
+        f"jax {data['jax']}. All cells are strategies, causal, full, sliding-window "
+        "and packed masks, MHA, GQA and MQA, "
         "float32 and bfloat16, 2, 4 and 8 devices; and on 4 devices heads and lengths "
         "that do not divide, and chunks. Relative L2 distance of output and gradients, "
         f"the worst of each row's cells. {len(over)} cells are further away than "

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfp.api import ParallelStep, parallelize, plan
+    from cfp.attention.call import attention
+    from cfp.attention.options import attention_options
     from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.difference import compare
     from cfp.errors import (
+        AttentionError,
         CacheError,
         CfpError,
         CompilerError,
@@ -36,9 +39,12 @@ if TYPE_CHECKING:
 # Where each public name is defined.
 _HOMES = {
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
+    "cfp.attention.call": ("attention",),
+    "cfp.attention.options": ("attention_options",),
     "cfp.devices.described": ("described",),
     "cfp.difference": ("compare",),
     "cfp.errors": (
+        "AttentionError",
         "CacheError",
         "CfpError",
         "CompilerError",
@@ -59,6 +65,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PRESETS",
+    "AttentionError",
     "Basis",
     "CacheError",
     "CfpError",
@@ -77,6 +84,8 @@ __all__ = [
     "StepNotTraceable",
     "TargetError",
     "Variant",
+    "attention",
+    "attention_options",
     "compare",
     "described",
     "parallelize",

@@ -54,6 +54,10 @@ class TargetError(CfpError):
     """The described target (device kind, topology) cannot be compiled for."""
 
 
+class AttentionError(CfpError):
+    """An attention cannot be computed as it was asked for."""
+
+
 class DeviceError(CfpError):
     """A device is missing, busy, or failed while it was measured."""
 

@@ -22,6 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("units", "printable", "settings"),
     ("program",),
     ("analysis",),
+    ("attention",),
     ("batch", "presets", "roles"),
     ("profiling",),
     ("devices",),

@@ -8,6 +8,7 @@ from typing import Any
 from cfp.report.results import Saved, section
 from cfp_test.bench import one_as_n_page, planning_time_page
 from cfp_test.results import (
+    attention,
     budgets,
     building,
     checked,
@@ -111,6 +112,12 @@ _OPERATORS = tuple(
 PAGES: tuple[Page, ...] = (
     *_OPERATORS,
     _page("analysis_cpu_202611", checked.analysis),
+    Page(
+        name="attention_matrix_cpu_202611",
+        sources=("attention_matrix_cpu_202611.json",),
+        figures=attention.matrix,
+        has_text=False,
+    ),
     _page(
         "budgets_h200x2_202611",
         budgets.budgets,

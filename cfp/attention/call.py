@@ -1,0 +1,358 @@
+"""Attention on one device or many, by hand: `cfp.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from cfp.attention.heads import HeadFit, fit_heads
+from cfp.attention.kernels import KERNELS, Kernel
+from cfp.attention.mask import Mask
+from cfp.attention.order import from_zigzag, to_zigzag
+from cfp.attention.pieces import Ring
+from cfp.attention.problem import Problem, Window, problem_of, segments_of
+from cfp.attention.ring import spread_attention
+from cfp.attention.strategy import (
+    ALL_GATHER,
+    HEADS,
+    ULYSSES,
+    Given,
+    Strategy,
+)
+from cfp.errors import AttentionError, compose
+
+# What a call takes that names none: the first that is not ruled out. On CPUs scores are
+# kept, as models themselves do it.
+PREFERRED = ("cudnn", "chunked", "xla")
+PREFERRED_ON_CPU = ("xla",)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mesh: Mesh | None = None,
+    strategy: Given = None,
+    implementation: str | None = None,
+    zigzag_tokens: bool = False,
+) -> jax.Array:
+    """Attention by a kernel of choice, spread over a mesh in a way of choice.
+
+    Differentiable in q, k, v and bias; to be called inside `jax.jit` or outside.
+    Heads and tokens that do not divide are filled up with zeros, at a price: key heads
+    are copied or added, keys at the end are masked.
+
+    Args:
+      q: [batch, queries, heads, head_dim].
+      k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads, and neighbouring
+        query heads share a key head.
+      v: like k.
+      causal: whether a query sees no key behind it.
+      window: how many positions a query sees to the left and to the right, as a pair
+        in which None has no bound, or one number for both.
+      segment_ids: [batch, tokens] int32: a query sees keys of its own id only. A pair
+        is for queries and for keys.
+      bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap.
+      softcap: scores become softcap * tanh(scores / softcap).
+      scale: of the products of queries and keys; 1 / sqrt(head_dim) by default.
+      mesh: the devices, all of whose axes a strategy may name.
+      strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
+        alone if the mesh has one axis; `cfp.attention_options` lists them.
+      implementation: "xla", "chunked", "cudnn", "pallas" or "tokamax"; by default
+        cuDNN's where it can, else "chunked", on CPUs "xla".
+      zigzag_tokens: whether tokens come in zigzag order (`cfp.attention.order`), as a
+        model has it that converts them once. Otherwise a strategy with zigzag converts
+        them here, at a price, and back.
+
+    Returns:
+      Like q.
+
+    Raises:
+      AttentionError: arguments do not fit, or what was asked for is ruled out, with the
+        reason.
+    """
+    problem = problem_of(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        bias=bias,
+        softcap=softcap,
+        scale=scale,
+    )
+    layout = layout_of(problem, mesh, strategy, implementation, zigzag_tokens)
+    query_ids, key_ids = segments_of(segment_ids)
+    return _Placed(layout=layout, mesh=mesh, converts=not zigzag_tokens).run(
+        q, k, v, query_ids, key_ids, bias
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A problem with a strategy and a kernel that can compute it.
+
+    Attributes:
+      problem: of the whole mesh.
+      strategy: what axes do.
+      kernel: what computes on each device.
+      heads: how heads are made to divide.
+    """
+
+    problem: Problem
+    strategy: Strategy
+    kernel: Kernel
+    heads: HeadFit
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Queries and keys, filled up."""
+        multiple = self.strategy.token_multiple
+        return tuple(  # pyright: ignore[reportReturnType]
+            -(-tokens // multiple) * multiple
+            for tokens in (self.problem.queries, self.problem.keys)
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """Of all tokens, by position."""
+        keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
+        return replace(self.problem.mask(), keys=keys)
+
+
+def layout_of(
+    problem: Problem,
+    mesh: Mesh | None,
+    given: Given,
+    implementation: str | None,
+    zigzag_tokens: bool = False,
+) -> Layout:
+    """Finds out how a problem is computed.
+
+    Raises:
+      AttentionError: it cannot be, in that way.
+    """
+    strategy = Strategy.of(given, dict(mesh.shape) if mesh is not None else {})
+    names = (implementation,) if implementation else preferred(platform_of(mesh))
+    if unknown := [name for name in names if name not in KERNELS]:
+        raise AttentionError(
+            compose(
+                "No such implementation of attention.",
+                expected=", ".join(KERNELS),
+                got=", ".join(unknown),
+                attempt='implementation="xla"',
+            )
+        )
+    if zigzag_tokens and not strategy.zigzag:
+        raise AttentionError(
+            compose(
+                "Tokens in zigzag order need a strategy that knows of it.",
+                expected='a strategy with "zigzag"',
+                got=str(strategy),
+                attempt="zigzag_tokens=False, with tokens in natural order",
+            )
+        )
+    reasons = []
+    for name in names:
+        kernel = KERNELS[name]
+        reason = refusal(problem, strategy, kernel, platform_of(mesh))
+        if reason is None:
+            return Layout(
+                problem=problem,
+                strategy=strategy,
+                kernel=kernel,
+                heads=_fit(problem, strategy),
+            )
+        reasons.append(f"{name}: {reason}")
+    raise AttentionError(
+        compose(
+            "This attention is ruled out.",
+            expected="a strategy and an implementation that can compute it",
+            got=f"strategy {strategy}; " + "; ".join(reasons),
+            attempt="cfp.attention_options(...) lists all, with reasons",
+        )
+    )
+
+
+def preferred(platform: str) -> tuple[str, ...]:
+    """The implementations that a call without one tries, in order."""
+    return PREFERRED_ON_CPU if platform == "cpu" else PREFERRED
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return jax.default_backend()
+
+
+def refusal(
+    problem: Problem, strategy: Strategy, kernel: Kernel, platform: str
+) -> str | None:
+    """Why a problem cannot be computed in this way, or None."""
+    if problem.dropout:
+        return "no implementation here drops weights"
+    padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
+    reason = strategy.refusal(padded, kernel)
+    return reason or kernel.refusal(_local(padded, strategy), platform)
+
+
+def _fit(problem: Problem, strategy: Strategy) -> HeadFit:
+    parts = strategy.parts(HEADS, ULYSSES)
+    return fit_heads(problem.heads, problem.kv_heads, parts)
+
+
+def _pads_keys(problem: Problem, strategy: Strategy) -> bool:
+    """Whether there are keys that fill up, and queries that would see them."""
+    return not problem.causal and problem.keys % strategy.token_multiple > 0
+
+
+def _local(problem: Problem, strategy: Strategy) -> Problem:
+    """What one device computes at once."""
+    fit = _fit(problem, strategy)
+    parts = strategy.parts(HEADS, ULYSSES)
+    multiple = strategy.token_multiple
+
+    def of_block(tokens: int) -> int:
+        return -(-tokens // multiple) * multiple // strategy.ring_ranks
+
+    return replace(
+        problem,
+        batch=problem.batch // strategy.parts("batch"),
+        queries=of_block(problem.queries),
+        keys=of_block(problem.keys),
+        heads=fit.heads // parts,
+        kv_heads=fit.padded_kv_heads // parts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A layout on a mesh."""
+
+    layout: Layout
+    mesh: Mesh | None
+    converts: bool
+
+    def run(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        query_ids: jax.Array | None,
+        key_ids: jax.Array | None,
+        bias: jax.Array | None,
+    ) -> jax.Array:
+        layout, strategy = self.layout, self.layout.strategy
+        if not strategy.roles or self.mesh is None:
+            return self._local(q, k, v, query_ids, key_ids, bias)
+        heads = layout.problem.heads
+        q = layout.heads.queries(q)
+        k, v = layout.heads.keys(k), layout.heads.keys(v)
+        if bias is not None and bias.shape[1] > 1:
+            more = layout.heads.heads - heads
+            bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
+        queries, keys = layout.padded
+        q, query_ids = self._ordered(q, queries), self._ordered(query_ids, queries)
+        k, v, key_ids = (self._ordered(x, keys) for x in (k, v, key_ids))
+        if bias is not None:
+            more_q, more_k = queries - bias.shape[2], keys - bias.shape[3]
+            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more_q), (0, more_k)))
+
+        spec, ids = strategy.spec(), strategy.segment_specs()
+        given = {"q": q, "k": k, "v": v}
+        specs: dict[str, PartitionSpec] = dict.fromkeys(given, spec)
+        if query_ids is not None and key_ids is not None:
+            given |= {"query_ids": query_ids, "key_ids": key_ids}
+            specs |= {"query_ids": ids[0], "key_ids": ids[1]}
+        if bias is not None:
+            given["bias"] = bias
+            specs["bias"] = strategy.bias_spec(bias.shape)
+        out = jax.shard_map(
+            lambda given: self._inside(**given),
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=spec,
+            check_vma=False,
+        )(given)
+        if strategy.zigzag and self.converts:
+            out = from_zigzag(out, strategy.ring_ranks)
+        return out[:, : layout.problem.queries, :heads]
+
+    def _ordered(self, x: Any, tokens: int) -> Any:
+        if x is None:
+            return None
+        strategy = self.layout.strategy
+        more = tokens - x.shape[1]
+        if more and strategy.zigzag and not self.converts:
+            raise AttentionError(
+                compose(
+                    "Tokens in zigzag order are whole chunks.",
+                    expected=f"a multiple of {strategy.token_multiple} tokens",
+                    got=str(x.shape[1]),
+                    attempt="padding sequences before they are converted",
+                )
+            )
+        if more:
+            x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+        if strategy.zigzag and self.converts:
+            x = to_zigzag(x, strategy.ring_ranks)
+        return x
+
+    def _inside(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        query_ids: jax.Array | None = None,
+        key_ids: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each device does, in `jax.shard_map`."""
+        strategy = self.layout.strategy
+        compute: Callable[..., jax.Array] = self._local
+        if strategy.spread is not None:
+            compute = self._spread
+        if not (axes := strategy.axes(ULYSSES)):
+            return compute(q, k, v, query_ids, key_ids, bias)
+        q, k, v = (_exchanged(x, axes[0], to_heads=True) for x in (q, k, v))
+        out = compute(q, k, v, query_ids, key_ids, bias)
+        return _exchanged(out, axes[0], to_heads=False)
+
+    def _local(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
+        layout = self.layout
+        mask = replace(layout.mask, query_segments=query_ids, key_segments=key_ids)
+        return layout.kernel.whole(q, k, v, layout.problem.scores, mask, bias)
+
+    def _spread(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
+        assert bias is None, "refused before"
+        layout, strategy = self.layout, self.layout.strategy
+        assert strategy.spread is not None
+        ring = Ring(
+            axis=strategy.spread,
+            ranks=strategy.ring_ranks,
+            zigzag=strategy.zigzag,
+            gather=bool(strategy.axes(ALL_GATHER)),
+            kernel=layout.kernel,
+            scores=layout.problem.scores,
+            mask=layout.mask,
+        )
+        return spread_attention(q, k, v, query_ids, key_ids, ring)
+
+
+def _exchanged(x: jax.Array, axis: str, *, to_heads: bool) -> jax.Array:
+    """Tokens sharded and all heads, to all tokens and heads sharded; or back."""
+    split, joined = (2, 1) if to_heads else (1, 2)
+    return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)

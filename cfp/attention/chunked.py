@@ -1,0 +1,176 @@
+"""Attention in chunks, written in lax: no score matrix, on any platform.
+
+Two loops go over chunks of queries and of keys, and keep what is needed of the rows so
+far. Chunks that see nothing of each other are left out. Rabe and Staats,
+"Self-attention Does Not Need O(n^2) Memory", 2021; Dao, "FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cfp.attention import plain
+from cfp.attention.mask import BEYOND, Mask, Scores, may_meet, positions_of
+from cfp.attention.merge import merge, nothing_yet
+
+CHUNK = 1024  # Tokens.
+
+_Arrays = tuple[jax.Array, ...]
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Like `plain.attend`, which see, without a bias.
+
+    Tokens of a chunk are `CHUNK` by default.
+    """
+    chunk = chunk or CHUNK
+    queries = q.shape[1]
+    if max(queries, k.shape[1]) <= chunk:
+        return plain.attend(q, k, v, scores, mask)
+    mask, (q,), (k, v) = _even(mask, (q,), (k, v), chunk)
+    size_q, size_k = min(chunk, q.shape[1]), min(chunk, k.shape[1])
+    rounds = k.shape[1] // size_k
+
+    def rows(start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = _cut(q, start, size_q)
+
+        def add(i: jax.Array, so_far: _Arrays) -> _Arrays:
+            at = i * size_k
+            inner = _mask_of(mask, start, size_q, at, size_k)
+
+            def meet(so_far: _Arrays) -> _Arrays:
+                keys, values = _cut(k, at, size_k), _cut(v, at, size_k)
+                return merge(so_far, plain.attend(part, keys, values, scores, inner))
+
+            return _if_met(inner, meet, so_far)
+
+        return lax.fori_loop(0, rounds, add, nothing_yet(part))
+
+    starts = jnp.arange(q.shape[1] // size_q, dtype=jnp.int32) * size_q
+    out, lse = lax.map(rows, starts)
+    return _joined(out)[:, :queries], _joined(lse)[:, :queries]
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Like `plain.gradients`, which see."""
+    chunk = chunk or CHUNK
+    queries, keys = q.shape[1], k.shape[1]
+    if max(queries, keys) <= chunk:
+        return plain.gradients(q, k, v, out, lse, dout, scores, mask)
+    mask, (q, out, lse, dout), (k, v) = _even(mask, (q, out, lse, dout), (k, v), chunk)
+    size_q, size_k = min(chunk, q.shape[1]), min(chunk, k.shape[1])
+    rounds = q.shape[1] // size_q
+
+    def columns(dq: jax.Array, start: jax.Array) -> tuple[jax.Array, _Arrays]:
+        part = _cut(k, start, size_k), _cut(v, start, size_k)
+
+        def add(i: jax.Array, so_far: _Arrays) -> _Arrays:
+            at = i * size_q
+            inner = _mask_of(mask, at, size_q, start, size_k)
+
+            def meet(so_far: _Arrays) -> _Arrays:
+                dq, dk, dv = so_far
+                q_row, *rest = (_cut(one, at, size_q) for one in (q, out, lse, dout))
+                keys, values = part
+                out_row, lse_row, dout_row = rest
+                more = plain.gradients(
+                    q_row, keys, values, out_row, lse_row, dout_row, scores, inner
+                )
+                row = _cut(dq, at, size_q) + more[0]
+                dq = lax.dynamic_update_slice_in_dim(dq, row, at, axis=1)
+                return dq, dk + more[1], dv + more[2]
+
+            return _if_met(inner, meet, so_far)
+
+        zero = jnp.zeros(part[0].shape, jnp.float32)
+        dq, dk, dv = lax.fori_loop(0, rounds, add, (dq, zero, zero))
+        return dq, (dk, dv)
+
+    starts = jnp.arange(k.shape[1] // size_k, dtype=jnp.int32) * size_k
+    dq, (dk, dv) = lax.scan(columns, jnp.zeros(q.shape, jnp.float32), starts)
+    return dq[:, :queries], _joined(dk)[:, :keys], _joined(dv)[:, :keys]
+
+
+def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
+    if not mask.by_position:
+        return meet(so_far)
+    assert mask.query_positions is not None and mask.key_positions is not None
+    met = may_meet(mask, mask.query_positions, mask.key_positions)
+    return lax.cond(met, meet, lambda so_far: so_far, so_far)
+
+
+def _even(
+    mask: Mask, by_query: _Arrays, by_key: _Arrays, chunk: int
+) -> tuple[Mask, list[jax.Array], list[jax.Array]]:
+    """Fills queries and keys up to whole chunks; keys that fill up are not seen."""
+    queries, keys = by_query[0].shape[1], by_key[0].shape[1]
+    more_q, more_k = _missing(queries, chunk), _missing(keys, chunk)
+    query = positions_of(mask.query_positions, queries)
+    key = positions_of(mask.key_positions, keys)
+    bound = mask.keys if mask.keys is not None or not more_k else BEYOND
+    # The last query again: a position that stretches no chunk.
+    query = jnp.pad(query, (0, more_q), mode="edge")
+    mask = replace(
+        mask,
+        keys=bound,
+        query_positions=query,
+        key_positions=jnp.pad(key, (0, more_k), constant_values=BEYOND),
+        query_segments=_pad(mask.query_segments, more_q),
+        key_segments=_pad(mask.key_segments, more_k),
+    )
+    filled_q = [jnp.asarray(_pad(one, more_q)) for one in by_query]
+    return mask, filled_q, [jnp.asarray(_pad(one, more_k)) for one in by_key]
+
+
+def _missing(count: int, chunk: int) -> int:
+    return 0 if count <= chunk else -count % chunk
+
+
+def _pad(x: jax.Array | None, more: int) -> jax.Array | None:
+    if x is None or not more:
+        return x
+    return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+
+
+def _mask_of(mask: Mask, query: jax.Array, queries: int, key: jax.Array, keys: int):
+    def cut(x: jax.Array | None, start: jax.Array, count: int, axis: int):
+        return None if x is None else _cut(x, start, count, axis)
+
+    return replace(
+        mask,
+        query_positions=cut(mask.query_positions, query, queries, 0),
+        key_positions=cut(mask.key_positions, key, keys, 0),
+        query_segments=cut(mask.query_segments, query, queries, 1),
+        key_segments=cut(mask.key_segments, key, keys, 1),
+    )
+
+
+def _cut(x: jax.Array, start: jax.Array, count: int, axis: int = 1) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, count, axis=axis)
+
+
+def _joined(chunks: jax.Array) -> jax.Array:
+    """[chunk, batch, tokens, ...] -> [batch, chunk * tokens, ...]."""
+    moved = jnp.moveaxis(chunks, 0, 1)
+    return moved.reshape(moved.shape[0], -1, *moved.shape[3:])

@@ -1,0 +1,157 @@
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+
+For a ring, the two kernels that JAX's function is made of are called one by one: the
+forward one gives its log-sum-exp in float32, and the backward one takes that of the
+whole row. They are found in the program that JAX traces for the public function, by
+the names of their operations, so no other module of JAX is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cfp.attention.mask import Mask, Scores
+from cfp.attention.problem import Problem
+from cfp.errors import AttentionError, compose
+
+FORWARD = "dot_product_attention_fwd_wrapper"
+BACKWARD = "dot_product_attention_bwd_wrapper"
+# Of FORWARD's operands the first three are q, k, v; of BACKWARD's these, too.
+_LSE, _OUT, _DOUT = 10, 11, 12
+
+HEAD_DIM_STEP = 8
+# By compute capability; jax.nn.dot_product_attention says the same.
+MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
+
+
+def refusal(problem: Problem, platform: str) -> str | None:
+    """Why cuDNN does not compute this, or None."""
+    if platform not in ("cuda", "gpu"):
+        return f"it runs on NVIDIA GPUs, and devices are of platform {platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it computes in float16 and bfloat16, not in {problem.dtype}"
+    widest = _widest_head()
+    if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
+        return (
+            f"its head dim is a multiple of {HEAD_DIM_STEP} up to {widest} on this "
+            f"device, not {problem.head_dim}"
+        )
+    if problem.softcap is not None:
+        return "it has no soft cap"
+    if problem.segments:
+        return "JAX's public function has no packed segments for it"
+    if problem.right is not None or (problem.left is not None and not problem.causal):
+        return "its window is to the left of a causal mask only"
+    if problem.bias and (problem.queries % 2 or problem.keys % 2):
+        return "with a bias its lengths are even"
+    return None
+
+
+def _widest_head() -> int:
+    major = [
+        float(getattr(device, "compute_capability", "9.0"))
+        for device in jax.local_devices()
+    ]
+    return MAX_HEAD_DIM_HOPPER if min(major) >= 9.0 else MAX_HEAD_DIM
+
+
+def whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Attention by the public function, differentiable."""
+    lengths = None
+    if mask.keys is not None:
+        lengths = jnp.full(q.shape[0], mask.keys, jnp.int32)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=None if bias is None else bias.astype(q.dtype),
+        scale=scores.scale,
+        is_causal=mask.causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if mask.left is None else (mask.left, 0),
+        implementation="cudnn",
+    )
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, mask: Mask
+) -> tuple[jax.Array, jax.Array]:
+    """Like `plain.attend`; the mask is causal, or there is none."""
+    call = _find(FORWARD, q, k, v, scores, mask)
+    out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
+    return out, lse.swapaxes(1, 2)
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    scores: Scores,
+    mask: Mask,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Like `plain.gradients`; the mask is causal, or there is none."""
+    call = _find(BACKWARD, q, k, v, scores, mask)
+    given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}
+    given |= {_OUT: out.astype(q.dtype), _DOUT: dout.astype(q.dtype)}
+    dq, dk, dv = _bind(call, given)[:3]
+    return dq, dk, dv
+
+
+def _find(
+    name: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, mask: Mask
+) -> Any:
+    """The operation of that name in what JAX traces for the public function."""
+    assert mask.query_segments is None and mask.query_positions is None
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: whole(q, k, v, scores, mask, None), q, k, v)
+        return pull(out)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    for equation in _equations(jax.make_jaxpr(both)(*shapes).jaxpr):
+        if equation.primitive.name == name:
+            return equation
+    raise AttentionError(
+        compose(
+            "This JAX traces cuDNN's attention in a form that a ring cannot use.",
+            expected=f"an operation {name}, as in jax 0.10.2 to 0.12",
+            got=f"jax {jax.__version__}",
+            attempt='implementation="chunked"',
+        )
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
+        ):
+            if hasattr(inner, "jaxpr"):
+                yield from _equations(inner.jaxpr)
+
+
+def _bind(equation: Any, given: dict[int, jax.Array]) -> Any:
+    """Runs an operation; operands that are not given are those that are not used."""
+    operands = []
+    for place, variable in enumerate(equation.invars):
+        if place in given:
+            operands.append(given[place])
+        else:
+            assert variable.aval.size == 0, "an operand that is not used is empty"
+            operands.append(jnp.zeros(variable.aval.shape, variable.aval.dtype))
+    return equation.primitive.bind(*operands, **equation.params)

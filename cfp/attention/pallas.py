@@ -1,0 +1,76 @@
+"""The flash attention that comes with JAX, written in Pallas for Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cfp.attention.mask import Mask, Scores
+from cfp.attention.problem import Problem
+
+BLOCK = 128  # Tokens; the kernels' own, forward.
+MAX_HEAD_DIM = 128  # Of wider ones a block does not fit into registers.
+
+
+@cache
+def _module() -> Any:
+    from jax.experimental.pallas.ops.gpu import attention
+
+    return attention
+
+
+def refusal(problem: Problem, platform: str) -> str | None:
+    """Why this kernel does not compute this, or None."""
+    if platform not in ("cuda", "gpu"):
+        return f"it runs on GPUs, and devices are of platform {platform}"
+    try:
+        _module()
+    except ImportError as error:
+        return f"it cannot be imported: {error}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it computes in float16 and bfloat16, not in {problem.dtype}"
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"its head dim is up to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    if problem.queries != problem.keys:
+        return "it has as many queries as keys"
+    if problem.queries % BLOCK:
+        return f"its lengths are multiples of {BLOCK}, not {problem.queries}"
+    for unable, name in (
+        (problem.window, "window"),
+        (problem.bias, "bias"),
+        (problem.softcap is not None, "soft cap"),
+        (problem.padded_keys, "mask of padded keys"),
+    ):
+        if unable:
+            return f"it has no {name}"
+    if problem.segments and not problem.same_segments:
+        return "its queries and keys have the same segment ids"
+    return None
+
+
+def whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    bias: jax.Array | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention by Triton kernels, differentiable; interpreted for tests on CPUs."""
+    assert bias is None, "refused before"
+    group = q.shape[2] // k.shape[2]
+    if group > 1:
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    return _module().mha(
+        q,
+        k,
+        v,
+        mask.query_segments,
+        sm_scale=scores.scale,
+        causal=mask.causal,
+        interpret=interpret,
+    )

@@ -1,0 +1,166 @@
+"""An attention as it is asked for: shapes, mask, and what else changes the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+from cfp.attention.mask import NO_MASK, Mask, Scores
+from cfp.errors import AttentionError, compose
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention, of the whole model or of one device.
+
+    Attributes:
+      batch: sequences.
+      queries: tokens that ask.
+      keys: tokens that are asked.
+      heads: of queries, a multiple of kv_heads.
+      kv_heads: of keys and values.
+      head_dim: numbers of a head.
+      dtype: of queries, keys and values.
+      causal: whether no key behind the query is seen.
+      left: how many positions back a query sees; None has no bound.
+      right: how many positions ahead; None has no bound.
+      segments: whether tokens have segment ids.
+      same_segments: whether queries and keys have the same ids.
+      bias: whether something is added to the scores.
+      scale: of the products of queries and keys.
+      softcap: bound of a score, or None.
+      dropout: share of the weights that are dropped.
+      padded_keys: whether keys at the end are padding.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    segments: bool = False
+    same_segments: bool = True
+    bias: bool = False
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
+    padded_keys: bool = False
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(scale=self.scale, softcap=self.softcap)
+
+    @property
+    def window(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    def mask(self) -> Mask:
+        """The mask of whole sequences in natural order, without segments."""
+        return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
+
+
+def problem_of(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    window: Window,
+    segment_ids: Any,
+    bias: Any,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> Problem:
+    """Checks arguments as they are given, arrays or their shapes and dtypes.
+
+    Raises:
+      AttentionError: they do not fit together.
+    """
+    shapes = tuple(tuple(x.shape) for x in (q, k, v))
+    fits = (
+        all(len(shape) == 4 and min(shape) > 0 for shape in shapes)
+        and shapes[1] == shapes[2]
+        and shapes[0][0] == shapes[1][0]
+        and shapes[0][3] == shapes[1][3]
+        and shapes[0][2] % shapes[1][2] == 0
+    )
+    if not fits or not q.dtype == k.dtype == v.dtype:
+        raise AttentionError(
+            compose(
+                "Queries, keys and values do not fit together.",
+                expected="q [batch, queries, heads, head_dim], k and v [batch, keys, "
+                "kv_heads, head_dim], of one dtype, heads a multiple of kv_heads",
+                got=", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k, v)),
+                attempt="x.reshape(batch, tokens, heads, head_dim)",
+            )
+        )
+    batch, queries, heads, head_dim = shapes[0]
+    keys, kv_heads = shapes[1][1:3]
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if causal:
+        right = None  # Nothing that a causal mask leaves.
+    query_ids, key_ids = segments_of(segment_ids)
+    for ids, tokens in ((query_ids, queries), (key_ids, keys)):
+        if ids is not None and tuple(ids.shape) != (batch, tokens):
+            raise AttentionError(
+                compose(
+                    "Segment ids do not fit their tokens.",
+                    expected=f"[batch, tokens] = [{batch}, {tokens}], or a pair of "
+                    "such for queries and keys",
+                    got=str(list(ids.shape)),
+                    attempt="segment_ids=(ids_of_queries, ids_of_keys)",
+                )
+            )
+    if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
+        raise AttentionError(
+            compose(
+                "The bias does not fit the scores.",
+                expected=f"[1 or {batch}, 1 or {heads}, {queries}, {keys}]",
+                got=str(list(bias.shape)),
+                attempt="bias[None, None]",
+            )
+        )
+    return Problem(
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=str(q.dtype),
+        causal=causal,
+        left=left,
+        right=right,
+        segments=query_ids is not None,
+        same_segments=query_ids is key_ids,
+        bias=bias is not None,
+        scale=1 / sqrt(head_dim) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        dropout=dropout,
+    )
+
+
+def segments_of(segment_ids: Any) -> tuple[Any, Any]:
+    """Segment ids of queries and of keys, from one array or a pair."""
+    if isinstance(segment_ids, tuple):
+        query_ids, key_ids = segment_ids
+        return query_ids, key_ids
+    return segment_ids, segment_ids
+
+
+def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    return (
+        len(shape) == 4
+        and shape[0] in (1, scores[0])
+        and shape[1] in (1, scores[1])
+        and tuple(shape[2:]) == scores[2:]
+    )

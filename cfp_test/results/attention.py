@@ -1,0 +1,99 @@
+"""Pages of attention: the matrix of strategies, and what one GPU measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from cfp_test.results.pages import Figures, fixed, table
+
+
+def matrix(data: Mapping[str, Any]) -> Figures:
+    """The worst of each row of cells: a strategy on some devices in a dtype."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for cell in data["cells"]:
+        strategy, devices, _, _, dtype, *_ = cell["name"].split(" / ")
+        groups[strategy, devices, dtype].append(cell)
+    names = ("out", "dq", "dk", "dv")
+    rows = [
+        [
+            *group,
+            len(cells),
+            *(f"{max(c['relative_l2'][n] for c in cells):.1e}" for n in names),
+            f"{cells[0]['allowed']:.0e}",
+        ]
+        for group, cells in groups.items()
+    ]
+    head = "strategy | devices | dtype | cells | out | dq | dk | dv | allowed"
+    over = [c for c in data["cells"] if max(c["relative_l2"].values()) > c["allowed"]]
+    lines = [
+        "# Strategies of attention against a float32 oracle, November 2026",
+        "",
+        f"{len(data['cells'])} of {data['of']} cells so far, on virtual CPU devices, "
+        f"jax {data['jax']}. All cells are strategies, causal, full, sliding-window "
+        "and packed masks, MHA, GQA and MQA, "
+        "float32 and bfloat16, 2, 4 and 8 devices; and on 4 devices heads and lengths "
+        "that do not divide, and chunks. Relative L2 distance of output and gradients, "
+        f"the worst of each row's cells. {len(over)} cells are further away than "
+        "allowed.",
+        "",
+        table(head, rows),
+        "",
+        *(f"- too far: {cell['name']}: {cell['relative_l2']}" for cell in over),
+        "",
+        "Made by `python cfp_test/scripts/attention_matrix.py`, which goes on where it "
+        "was stopped, and `python -m cfp_test.results`; raw: "
+        "[JSON](attention_matrix_cpu_202611.json), with a row for each cell. The same "
+        "cells are tests in `cfp_test/attention/test_matrix.py`, a part of them in CI.",
+    ]
+    return {"page": "\n".join(lines) + "\n"}
+
+
+def gpu(data: Mapping[str, Any]) -> Figures:
+    """What `attention_gpu.py` measured, a row for each row."""
+    kernels = [row for row in data["rows"] if row["what"] == "kernel"]
+    rings = [row for row in data["rows"] if row["what"] in ("ring", "zigzag")]
+    matmul = next(row for row in data["rows"] if row["what"] == "matmul")
+
+    def cells(row: Mapping[str, Any], percent: str) -> list[Any]:
+        said = None if row["status"] == "measured" else row["status"]
+        measured = [row.get("ms"), row.get("tflops_per_s"), row.get(percent)]
+        return [*(fixed(one, 1) for one in measured), said]
+
+    lines = [
+        f"# Attention on one {data['device']}, {data['date']}",
+        "",
+        f"jax {data['jax']}, {data['dtype']}, {data['heads']} heads of "
+        f"{data['head_dim']}, causal, forward and backward. A large matrix product "
+        f"runs at {fixed(matmul.get('tflops_per_s'), 1)} TFLOP/s.",
+        "",
+        "## Kernels",
+        "",
+        table(
+            "kernel | tokens | ms | TFLOP/s | % of the matrix rate | why not",
+            [
+                [row["kernel"], row["tokens"], *cells(row, "percent_of_matmul")]
+                for row in kernels
+            ],
+        ),
+        "",
+        "## The computation of a rank of 8, communication left out",
+        "",
+        "Of a ring the last rank, which the others wait for. Ideal is the time of the "
+        "same products in one causal attention of the rank's own length.",
+        "",
+        table(
+            "order | kernel | tokens of a rank | ms | TFLOP/s | % of ideal | why not",
+            [
+                [
+                    row["what"],
+                    row["kernel"],
+                    row["tokens"],
+                    *cells(row, "percent_of_ideal"),
+                ]
+                for row in rings
+            ],
+        ),
+    ]
+    return {"page": "\n".join(lines) + "\n"}

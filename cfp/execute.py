@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_unflatten
 
@@ -19,10 +17,10 @@ from cfp.errors import PlanMismatch
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.program.callbacks import Alarm
+from cfp.program.dispatch import Dispatch, Look
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.misfit import misfit, uneven
-from cfp.program.shared import Apart
-from cfp.program.step import FlatStep, abstract
+from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.raced import Raced
@@ -55,8 +53,9 @@ class CompiledStep:
     raced: Raced | None = None
 
     @cached_property
-    def _apart(self) -> Apart:
-        return Apart(self.step.avals, self.in_shardings, self.step.donated)
+    def dispatch(self) -> Dispatch:
+        """Looks at the arguments of calls, and places them."""
+        return Dispatch(self.step, self.in_shardings)
 
     def __repr__(self) -> str:
         name = getattr(self.step.fn, "__name__", "a step")
@@ -71,33 +70,18 @@ class CompiledStep:
         A step that calls functions of the host is waited for, and raises what they
         raised.
         """
-        leaves = self.step.flatten(args, kwargs)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            raise PlanMismatch(
-                "A planned step is compiled already, and cannot be called inside "
-                "jax.jit, jax.grad or the like. Plan the outer function instead."
-            )
-        for name, leaf in zip(self.step.arg_names, leaves, strict=True):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise PlanMismatch(
-                    f"The array of argument {name!r} is gone: a step that it was "
-                    "donated to has used its memory. Pass the state that the step "
-                    "returned, or plan without donating it."
-                )
-        placed = [
-            leaf
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding
-            else _place(leaf, sharding, aval)
-            for leaf, sharding, aval in zip(
-                leaves, self.in_shardings, self.step.avals, strict=True
-            )
-        ]
-        placed = self._apart(placed)
+        return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
+
+    def run(self, look: Look) -> Any:
+        """Runs the step on flat arguments that were looked at."""
+        placed = self.dispatch.place(look)
         if self.raced is not None:
-            made = tree_unflatten(self.out_tree, self.raced.run(placed))
+            results = self.raced.run(placed.leaves)
+            made = tree_unflatten(self.out_tree, results)
         else:
-            made = self.compiled(*placed)
-        self._apart.remember(made)
+            made = self.compiled(*placed.leaves)
+            results = tree_leaves(made)
+        self.dispatch.remember(placed, results)
         if self.alarm is not None:
             jax.block_until_ready(made)
             jax.effects_barrier()
@@ -117,23 +101,6 @@ class CompiledStep:
     def as_text(self) -> str:
         """The compiled program as HLO, which tells its collectives."""
         return self.compiled.as_text() or ""
-
-
-def _place(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:
-    if np.shape(leaf) != aval.shape:
-        raise PlanMismatch(
-            f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
-            "Plan again for the new shapes."
-        )
-    dtype = abstract(leaf, "of the step").dtype
-    if dtype != aval.dtype:
-        raise PlanMismatch(
-            f"The plan is for an argument of type {aval.dtype}, got {dtype}. Pass what "
-            "was planned for, or plan again."
-        )
-    if not isinstance(leaf, jax.Array):
-        leaf = jnp.asarray(leaf, aval.dtype)
-    return jax.device_put(leaf, sharding)
 
 
 def compile_step(

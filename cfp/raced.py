@@ -104,8 +104,8 @@ class Raced:
         Args:
             leaves: all argument leaves.
         """
-        made = self.compiled(*(leaves[i] for i in self.takes))
-        return [made[i] for i in self.gives]
+        made = self.compiled(*map(leaves.__getitem__, self.takes))
+        return [*map(made.__getitem__, self.gives)]
 
 
 def _types(leaves: Iterable[Any]) -> list[tuple[tuple[int, ...], Any]]:

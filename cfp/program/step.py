@@ -42,23 +42,54 @@ class FlatStep:
     static: tuple[tuple[int | str, Any], ...]
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The array leaves of a call's arguments, which must fit the structure."""
-        args, kwargs = _by_position(self.fn, args, kwargs)
-        passed = {**dict(enumerate(args)), **kwargs}
-        for key, value in self.static:
-            got = passed.get(key)
-            if type(got) is not type(value) or got != value:
-                raise PlanMismatch(
-                    f"Static argument {key} was {value!r} when the step was "
-                    f"planned, and is {got!r} now. Plan again for the new value."
-                )
-        leaves, tree = tree_flatten(_dynamic(args, kwargs, dict(self.static)))
+        """The array leaves of a call's arguments, which must fit the structure.
+
+        Raises:
+            PlanMismatch: a static argument has another value.
+            StepNotTraceable: the arguments have another structure.
+        """
+        leaves, tree, other = self._split(args, kwargs)
+        if other is not None:
+            key, value, got = other
+            raise PlanMismatch(
+                f"Static argument {key} was {value!r} when the step was "
+                f"planned, and is {got!r} now. Plan again for the new value."
+            )
         if tree != self.in_tree:
             raise StepNotTraceable(
                 f"The arguments' structure changed: expected {self.in_tree}, "
                 f"got {tree}."
             )
         return leaves
+
+    def leaves_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any] | None:
+        """Like :meth:`flatten`; None where the call does not fit the structure."""
+        leaves, tree, other = self._split(args, kwargs)
+        return leaves if other is None and tree == self.in_tree else None
+
+    def _split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], Any, tuple[int | str, Any, Any] | None]:
+        """A call's array leaves, their structure, and a static argument that differs.
+
+        The last is (which, its value when planned, its value now), or None.
+        """
+        if kwargs:
+            args, kwargs = _by_position(self._parameters, args, kwargs)
+        if not self.static:
+            return *tree_flatten((args, kwargs)), None
+        passed = {**dict(enumerate(args)), **kwargs}
+        for key, value in self.static:
+            got = passed.get(key)
+            if type(got) is not type(value) or got != value:
+                return [], None, (key, value, got)
+        return *tree_flatten(_dynamic(args, kwargs, dict(self.static))), None
+
+    @cached_property
+    def _parameters(self) -> tuple[inspect.Parameter, ...]:
+        return _parameters(self.fn)
 
     def giving(self, donated: Sequence[bool]) -> FlatStep:
         """The same step, as it was traced, with other leaves' memory given away."""
@@ -141,7 +172,7 @@ def flatten_step(
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
             argument cannot be hashed, or there is no argument of a name.
     """
-    args, kwargs = _by_position(fn, args, kwargs or {})
+    args, kwargs = _by_position(_parameters(fn), args, kwargs or {})
     parameters = _parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
     _check_names(fn, "static_argnames", static_argnames)
@@ -271,17 +302,15 @@ def _dynamic(
 
 
 def _by_position(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    parameters: Sequence[inspect.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call in which all stands at its position that can.
 
     So that it makes no difference whether arguments are passed by keyword.
     """
     placed, named = list(args), dict(kwargs)
-    try:
-        parameters = [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        parameters = []
     for one in parameters[len(placed) :]:
         if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
             break
@@ -289,14 +318,18 @@ def _by_position(
     return tuple(placed), named
 
 
+def _parameters(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """A function's parameters, as far as it tells them."""
+    try:
+        return tuple(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return ()
+
+
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:
     """The names of a function's positional parameters, as far as it tells them."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
+    return [p.name for p in _parameters(fn) if p.kind in kinds]
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -32,8 +32,8 @@ class CompiledStep:
 
     Attributes:
         step: the user's function and the structure of its arguments.
-        compiled: the compiled program over flat arguments; if it is a race's, those
-            that it reads, in its own order.
+        compiled: the compiled program over flat arguments and results; if it is a
+            race's, those that it reads, in its own order.
         in_shardings, out_shardings: one for each leaf.
         out_tree: the structure of the results.
         narrow: of a step that was to compute in float32, what still computes in less.
@@ -70,18 +70,20 @@ class CompiledStep:
         A step that calls functions of the host is waited for, and raises what they
         raised.
         """
+        leaves = self.step.leaves_of(args, kwargs)
+        if leaves is not None:
+            look = self.dispatch.look(leaves)
+            if self.dispatch.has_leaves(look):
+                return self.run(look)
         return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
 
     def run(self, look: Look) -> Any:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
-        if self.raced is not None:
-            results = self.raced.run(placed.leaves)
-            made = tree_unflatten(self.out_tree, results)
-        else:
-            made = self.compiled(*placed.leaves)
-            results = tree_leaves(made)
+        run = self.compiled if self.raced is None else self.raced
+        results = run(*placed.leaves)
         self.dispatch.remember(placed, results)
+        made = tree_unflatten(self.out_tree, results)
         if self.alarm is not None:
             jax.block_until_ready(made)
             jax.effects_barrier()

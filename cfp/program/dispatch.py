@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import compress
-from operator import call, is_not, methodcaller
+from operator import call, is_not
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jax.tree_util import tree_structure, treedef_is_leaf
 
 from cfp.errors import PlanMismatch
 from cfp.program.shared import Apart
@@ -27,8 +28,6 @@ from cfp.program.step import FlatStep, abstract
 
 # Gives the array that is expected at some place, while there is one.
 _Expected = Callable[[], Any]
-
-_is_deleted = methodcaller("is_deleted")
 
 
 def _nothing() -> None:
@@ -44,7 +43,7 @@ class _Memory(NamedTuple):
         results: what the step returned.
         feeds: which result each argument leaf was when last looked up, or None.
         foreign: argument leaves that were looked up, and were no results.
-        where: for each argument leaf the place in ``kept + results`` to expect.
+        runs: where in ``kept + results`` the expected arrays stand, in their order.
     """
 
     expected: Sequence[_Expected]
@@ -52,7 +51,7 @@ class _Memory(NamedTuple):
     results: Sequence[_Expected]
     feeds: Sequence[int | None]
     foreign: frozenset[int]
-    where: Sequence[int]
+    runs: Sequence[slice]
 
 
 class Look(NamedTuple):
@@ -73,7 +72,7 @@ class Placed(NamedTuple):
         memory: what is known of the rest.
     """
 
-    leaves: list[jax.Array]
+    leaves: Sequence[jax.Array]
     changed: Collection[int]
     kept: frozenset[int]
     memory: _Memory
@@ -97,7 +96,7 @@ class Dispatch:
             results=(),
             feeds=(None,) * len(step.avals),
             foreign=frozenset(),
-            where=self._all,
+            runs=(slice(len(step.avals)),),
         )
 
     @cached_property
@@ -110,12 +109,13 @@ class Dispatch:
         there = map(call, memory.expected)
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
 
-    def has_types(self, look: Look) -> bool:
-        """Whether the leaves have the types that the step was compiled for.
+    def has_leaves(self, look: Look) -> bool:
+        """Whether all leaves are leaves, and none a part of the tree."""
+        leaves = look.leaves
+        return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 
-        Raises:
-            StepNotTraceable: one is no array.
-        """
+    def has_types(self, look: Look) -> bool:
+        """Whether the leaves have the types that the step was compiled for."""
         for i in look.new:
             leaf = look.leaves[i]
             looks = (
@@ -125,6 +125,8 @@ class Dispatch:
                 getattr(leaf, "weak_type", None),
             )
             if looks != self._looks[i]:
+                if not treedef_is_leaf(tree_structure(leaf)):
+                    return False
                 if abstract(leaf, self._step.arg_names[i]) != self._step.avals[i]:
                     return False
                 self._looks[i] = looks
@@ -137,9 +139,10 @@ class Dispatch:
             PlanMismatch: an array is gone, or of another type, or being traced.
         """
         leaves, new, memory = look
-        placed, changed = list(leaves), new
+        placed, changed = leaves, new
         kept: frozenset[int] = frozenset()
         if new:
+            placed = list(leaves)
             for i in new:
                 placed[i] = self._placed(i, leaves[i])
             there = {i for i in new if placed[i] is leaves[i]}
@@ -149,9 +152,9 @@ class Dispatch:
             donated = self._step.donated
             kept = frozenset(i for i in there.difference(copied) if not donated[i])
         # XLA ends the process if it is given an array that is gone.
-        if any(map(_is_deleted, placed)):
-            gone = next(i for i, leaf in enumerate(placed) if leaf.is_deleted())
-            raise self._gone(gone)
+        gone = [leaf.is_deleted() for leaf in placed]
+        if True in gone:
+            raise self._gone(gone.index(True))
         return Placed(placed, changed, kept, memory)
 
     def remember(self, placed: Placed, results: Sequence[jax.Array]) -> None:
@@ -164,7 +167,9 @@ class Dispatch:
                 kept[i] = ref(placed.leaves[i]) if i in placed.kept else _nothing
         made = [*map(ref, results)]
         known = [*kept, *made]
-        expected = [*map(known.__getitem__, memory.where)]
+        expected: list[_Expected] = []
+        for run in memory.runs:
+            expected += known[run]
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
     def _placed(self, i: int, leaf: Any) -> jax.Array:
@@ -218,9 +223,20 @@ class Dispatch:
                 taken.add(j)
                 foreign.discard(i)
         count = len(feeds)
-        where = [i if j is None else count + j for i, j in enumerate(feeds)]
-        known = memory._replace(feeds=feeds, foreign=frozenset(foreign), where=where)
+        runs = _runs([i if j is None else count + j for i, j in enumerate(feeds)])
+        known = memory._replace(feeds=feeds, foreign=frozenset(foreign), runs=runs)
         return known, strange
+
+
+def _runs(places: Sequence[int]) -> list[slice]:
+    """Places in a list, as slices of it."""
+    runs: list[slice] = []
+    for place in places:
+        if runs and runs[-1].stop == place:
+            runs[-1] = slice(runs[-1].start, place + 1)
+        else:
+            runs.append(slice(place, place + 1))
+    return runs
 
 
 def _put(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any, TypeVar
 
 import jax
@@ -48,13 +49,17 @@ class FlatStep:
             PlanMismatch: a static argument has another value.
             StepNotTraceable: the arguments have another structure.
         """
-        leaves, tree, other = self._split(args, kwargs)
-        if other is not None:
-            key, value, got = other
-            raise PlanMismatch(
-                f"Static argument {key} was {value!r} when the step was "
-                f"planned, and is {got!r} now. Plan again for the new value."
-            )
+        if kwargs:
+            args, kwargs = _by_position(self._parameters, args, kwargs)
+        passed = {**dict(enumerate(args)), **kwargs}
+        for key, value in self.static:
+            got = passed.get(key)
+            if type(got) is not type(value) or got != value:
+                raise PlanMismatch(
+                    f"Static argument {key} was {value!r} when the step was "
+                    f"planned, and is {got!r} now. Plan again for the new value."
+                )
+        leaves, tree = tree_flatten(_dynamic(args, kwargs, dict(self.static)))
         if tree != self.in_tree:
             raise StepNotTraceable(
                 f"The arguments' structure changed: expected {self.in_tree}, "
@@ -65,27 +70,24 @@ class FlatStep:
     def leaves_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any] | None:
-        """Like :meth:`flatten`; None where the call does not fit the structure."""
-        leaves, tree, other = self._split(args, kwargs)
-        return leaves if other is None and tree == self.in_tree else None
+        """Like :meth:`flatten`, sooner; None where the call does not fit.
 
-    def _split(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], Any, tuple[int | str, Any, Any] | None]:
-        """A call's array leaves, their structure, and a static argument that differs.
-
-        The last is (which, its value when planned, its value now), or None.
+        A leaf may be something else than an array, such as a dict; it is not None.
         """
         if kwargs:
             args, kwargs = _by_position(self._parameters, args, kwargs)
-        if not self.static:
-            return *tree_flatten((args, kwargs)), None
-        passed = {**dict(enumerate(args)), **kwargs}
-        for key, value in self.static:
-            got = passed.get(key)
-            if type(got) is not type(value) or got != value:
-                return [], None, (key, value, got)
-        return *tree_flatten(_dynamic(args, kwargs, dict(self.static))), None
+        if self.static:
+            passed = {**dict(enumerate(args)), **kwargs}
+            for key, value in self.static:
+                got = passed.get(key)
+                if type(got) is not type(value) or got != value:
+                    return None
+            args, kwargs = _dynamic(args, kwargs, dict(self.static))
+        try:
+            leaves = self.in_tree.flatten_up_to((tuple(args), kwargs))
+        except (ValueError, TypeError):
+            return None
+        return None if NoneType in map(type, leaves) else leaves
 
     @cached_property
     def _parameters(self) -> tuple[inspect.Parameter, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cfp.report.results import Saved, section
-from cfp_test.bench import one_as_n_page
+from cfp_test.bench import call_overhead, one_as_n_page
 from cfp_test.results import budgets, building, checked, planning, ranges
 from cfp_test.results.pages import Figures, Page
 from cfp_test.scripts import (
@@ -38,6 +38,10 @@ def _curves(*titles: str) -> Callable[..., Figures]:
         return {"curves": "\n".join(lines)}
 
     return figures
+
+
+def _call_overhead(data: dict[str, Any]) -> Figures:
+    return {"page": call_overhead.page(data)}
 
 
 def _hostile(data: dict[str, Any]) -> Figures:
@@ -92,6 +96,12 @@ PAGES: tuple[Page, ...] = (
         "budgets_named_h200x2_202611.json",
     ),
     _page("building_h200x2_202611", building.building),
+    Page(
+        name="call_overhead_cpu_202611",
+        sources=("call_overhead_cpu_202611.json",),
+        figures=_call_overhead,
+        has_text=False,
+    ),
     _with_noted("checks_cpu_202611", checked.checks),
     _page(
         "curves_h200x2_202611", _curves("NVLink"), "curves_h200x2_202611_nvlink.json"

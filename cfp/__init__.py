@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cfp.adapt import adapt
     from cfp.api import ParallelStep, parallelize, plan
     from cfp.devices.described import described
     from cfp.difference import compare
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _HOMES = {
+    "cfp.adapt": ("adapt",),
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
     "cfp.devices.described": ("described",),
     "cfp.difference": ("compare",),
@@ -77,6 +79,7 @@ __all__ = [
     "StepNotTraceable",
     "TargetError",
     "Variant",
+    "adapt",
     "compare",
     "described",
     "parallelize",

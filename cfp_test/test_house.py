@@ -39,7 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("whole",),
     ("contest",),
     ("planner",),
-    ("budgets", "verify"),
+    ("adapt", "budgets", "verify"),
     ("models",),
     ("report",),
     ("cluster",),

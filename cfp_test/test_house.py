@@ -31,7 +31,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("raced",),
     ("execute",),
     ("difference", "plan_figures", "plan_parts", "plan_sites"),
-    ("plan_file",),
+    ("plan_file", "placing"),
     ("export", "page", "plan", "plan_text", "plan_words"),
     ("describe",),
     ("planner_parts",),

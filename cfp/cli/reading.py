@@ -134,6 +134,8 @@ def export(
     Rules need TARGET, whose parameters carry logical names.
 
     Example: cfp export plan.json --python sharded.py
+
+    Example: cfp export plan.json gpt --layers 4 --flax-logical rules.py
     """
     options = {"--python": python, "--flax-logical": flax, "--maxtext-rules": maxtext}
     wanted = {option: file for option, file in options.items() if file is not None}

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cfp.adapt import adapt
     from cfp.api import ParallelStep, parallelize, plan
     from cfp.attention.call import attention
     from cfp.attention.options import attention_options
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _HOMES = {
+    "cfp.adapt": ("adapt",),
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
     "cfp.attention.call": ("attention",),
     "cfp.attention.options": ("attention_options",),
@@ -84,6 +86,7 @@ __all__ = [
     "StepNotTraceable",
     "TargetError",
     "Variant",
+    "adapt",
     "attention",
     "attention_options",
     "compare",

@@ -10,11 +10,11 @@ race       Choice and the classics    -> Plan       timed on the whole program
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -22,6 +22,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import PlannerSettings, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
+from cfp.execute import CompiledStep
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
 from cfp.pipeline import Pins, analyze_step, decide
@@ -201,6 +202,14 @@ def parallelize(
     return ParallelStep(fn, mesh, quiet, options)
 
 
+class _Planned(NamedTuple):
+    """A plan, the step compiled under it, and JAX's configuration at that time."""
+
+    configuration: Hashable
+    plan: Plan
+    compiled: CompiledStep
+
+
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
@@ -220,14 +229,14 @@ class ParallelStep:
         self._mesh = mesh
         self._quiet = quiet
         self._options = {**options}
-        self._steps: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
-        self._latest: Plan | None = None
+        self._steps: dict[Any, _Planned] = {}
+        self._latest: _Planned | None = None
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
         self.__wrapped__ = fn
 
     def __repr__(self) -> str:
-        told = self._latest or "it is planned at its first call"
+        told = self._latest.plan if self._latest else "it is planned at its first call"
         return f"ParallelStep of {self.__name__}: {told}"
 
     @property
@@ -242,22 +251,29 @@ class ParallelStep:
                 "The step is planned at its first call. Call it, or use "
                 "cfp.plan(step, *args, mesh=mesh) to plan without running."
             )
-        return self._latest
+        return self._latest.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        latest, now = self._latest, meaning()
+        if latest is not None and latest.configuration == now:
+            leaves = latest.compiled.step.leaves_of(args, kwargs)
+            if leaves is not None:
+                look = latest.compiled.dispatch.look(leaves)
+                if latest.compiled.dispatch.has_types(look):
+                    return latest.compiled.run(look)
         options = self._options
         static = {k: options[k] for k in options if k.startswith("static_")}
         step = flatten_step(self._fn, args, kwargs, **static)
         kinds = tuple(type(value) for _, value in step.static)
-        key = (step.in_tree, step.static, kinds, step.avals, meaning())
+        key = (step.in_tree, step.static, kinds, step.avals, now)
         if key not in self._steps:
-            self._steps[key] = self._planned(args, kwargs)
-        self._latest, compiled = self._steps[key]
-        return compiled(*args, **kwargs)
+            self._steps[key] = self._planned(args, kwargs, now)
+        self._latest = self._steps[key]
+        return self._latest.compiled(*args, **kwargs)
 
     def _planned(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Plan, Callable[..., Any]]:
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
+    ) -> _Planned:
         """The plan for some arguments, and the step compiled under it."""
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
@@ -265,4 +281,4 @@ class ParallelStep:
         with shown(options.pop("settings", None), doing, silence, self._quiet) as how:
             options["settings"] = how
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
-            return found, found.compile_bound()
+            return _Planned(now, found, found.compile_bound())

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_unflatten
 
@@ -19,11 +17,11 @@ from cfp.errors import PlanMismatch
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.program.callbacks import Alarm
+from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.misfit import misfit, uneven
-from cfp.program.shared import Apart
-from cfp.program.step import FlatStep, abstract
+from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.race.raced import Raced
@@ -35,8 +33,8 @@ class CompiledStep:
 
     Attributes:
         step: the user's function and the structure of its arguments.
-        compiled: the compiled program over flat arguments; if it is a race's, those
-            that it reads, in its own order.
+        compiled: the compiled program over flat arguments and results; if it is a
+            race's, those that it reads, in its own order.
         in_shardings, out_shardings: one for each leaf.
         out_tree: the structure of the results.
         narrow: of a step that was to compute in float32, what still computes in less.
@@ -56,8 +54,9 @@ class CompiledStep:
     raced: Raced | None = None
 
     @cached_property
-    def _apart(self) -> Apart:
-        return Apart(self.step.avals, self.in_shardings, self.step.donated)
+    def dispatch(self) -> Dispatch:
+        """Looks at the arguments of calls, and places them."""
+        return Dispatch(self.step, self.in_shardings)
 
     @cached_property
     def _has_fixed(self) -> bool:
@@ -76,33 +75,20 @@ class CompiledStep:
         A step that calls functions of the host is waited for, and raises what they
         raised.
         """
-        leaves = self.step.flatten(args, kwargs)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            raise PlanMismatch(
-                "A planned step is compiled already, and cannot be called inside "
-                "jax.jit, jax.grad or the like. Plan the outer function instead."
-            )
-        for name, leaf in zip(self.step.arg_names, leaves, strict=True):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise PlanMismatch(
-                    f"The array of argument {name!r} is gone: a step that it was "
-                    "donated to has used its memory. Pass the state that the step "
-                    "returned, or plan without donating it."
-                )
-        placed = [
-            leaf
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding
-            else _place(leaf, sharding, aval)
-            for leaf, sharding, aval in zip(
-                leaves, self.in_shardings, self.step.avals, strict=True
-            )
-        ]
-        placed = self._apart(placed)
-        if self.raced is not None:
-            made = tree_unflatten(self.out_tree, self.raced.run(placed))
-        else:
-            made = self.compiled(*placed)
-        self._apart.remember(made)
+        leaves = self.step.leaves_of(args, kwargs)
+        if leaves is not None:
+            look = self.dispatch.look(leaves)
+            if self.dispatch.has_leaves(look):
+                return self.run(look)
+        return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
+
+    def run(self, look: Look) -> Any:
+        """Runs the step on flat arguments that were looked at."""
+        placed = self.dispatch.place(look)
+        run = self.compiled if self.raced is None else self.raced
+        results = run(*placed.leaves)
+        self.dispatch.remember(placed, results)
+        made = tree_unflatten(self.out_tree, results)
         if self.alarm is not None:
             jax.block_until_ready(made)
             jax.effects_barrier()
@@ -122,23 +108,6 @@ class CompiledStep:
     def as_text(self) -> str:
         """The compiled program as HLO, which tells its collectives."""
         return self.compiled.as_text() or ""
-
-
-def _place(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:
-    if np.shape(leaf) != aval.shape:
-        raise PlanMismatch(
-            f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
-            "Plan again for the new shapes."
-        )
-    dtype = abstract(leaf, "of the step").dtype
-    if dtype != aval.dtype:
-        raise PlanMismatch(
-            f"The plan is for an argument of type {aval.dtype}, got {dtype}. Pass what "
-            "was planned for, or plan again."
-        )
-    if not isinstance(leaf, jax.Array):
-        leaf = jnp.asarray(leaf, aval.dtype)
-    return jax.device_put(leaf, sharding)
 
 
 def compile_step(

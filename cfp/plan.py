@@ -11,9 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_flatten, tree_structure, tree_unflatten
+from jax.tree_util import tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
@@ -21,14 +20,15 @@ from cfp.execute import CompiledStep, compile_step
 from cfp.export.module import python_module
 from cfp.export.sites import sites_of
 from cfp.page.page import page_html, small_html
+from cfp.placing import Arguments, made, placed
 from cfp.plan_figures import Figures, figures_to_json
 from cfp.plan_file import FORMAT, plan_fields, read_json
 from cfp.plan_parts import (
     PlanRow,
     RaceRow,
+    arguments_to_json,
     check_arguments,
     constraints_to_json,
-    specs_like,
     static_arguments,
     type_text,
 )
@@ -37,7 +37,7 @@ from cfp.plan_text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
-from cfp.program.fixed import giving_arrays, released, without_fixed
+from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
@@ -261,16 +261,24 @@ class Plan:
         Raises:
             PlanMismatch: the result does not fit any argument of the plan.
         """
-        arrays = giving_arrays(init_fn)
-        leaves, tree = tree_flatten(shape := jax.eval_shape(arrays, *args, **kwargs))
-        specs = specs_like(shape, self.arg_names, self.arg_types, self.arg_specs)
-        mesh = self._on_mesh()
-        shardings = [
-            NamedSharding(mesh, partition_spec(spec, len(leaf.shape)))
-            for spec, leaf in zip(specs, leaves, strict=True)
-        ]
-        placed = tree_unflatten(tree, shardings)
-        return released(jax.jit(arrays, out_shardings=placed)(*args, **kwargs))
+        return made(self._arguments(), init_fn, args, kwargs)
+
+    def place(self, batch: Any, argument: str | None = None) -> Any:
+        """Takes a batch from the host to the plan's shardings.
+
+        Args:
+            batch: a pytree of NumPy arrays, as an argument of the step has it. With
+                several processes each passes the part that its devices are to have.
+            argument: the argument's name; by default the first that looks like it.
+
+        Raises:
+            PlanMismatch: it looks like no argument, or has other sizes.
+        """
+        return placed(self._arguments(), batch, argument)
+
+    def _arguments(self) -> Arguments:
+        leaves = self.arg_names, self.arg_types, self.arg_specs
+        return Arguments(*leaves, self._on_mesh())
 
     # -- files ---------------------------------------------------------------
 
@@ -293,8 +301,7 @@ class Plan:
 
     def export_python(self, path: str | Path) -> None:
         """Writes a module that runs the step with plain JAX; see `cfp.export`."""
-        text = python_module(self, self.found_sites)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(python_module(self, self.found_sites), encoding="utf-8")
 
     @cached_property
     def found_sites(self) -> Sites | None:
@@ -313,16 +320,9 @@ class Plan:
             "format": FORMAT,
             "fingerprint": self.fingerprint,
             "mesh_axes": self.mesh_axes,
-            "arguments": [
-                {"path": name, "type": kind, "spec": spec, "donated": donated}
-                for name, kind, spec, donated in zip(
-                    self.arg_names,
-                    self.arg_types,
-                    self.arg_specs,
-                    self.donated,
-                    strict=True,
-                )
-            ],
+            "arguments": arguments_to_json(
+                self.arg_names, self.arg_types, self.arg_specs, self.donated
+            ),
             "output_specs": self.output_specs,
             "constraints": constraints_to_json(self.constraints),
             "recompute": [asdict(one) for one in self.constraints.recompute],

@@ -168,11 +168,27 @@ def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
     return None
 
 
+def path_text(path: Any) -> str:
+    """A leaf's path in an argument as plans have it."""
+    return keystr(path, simple=True, separator="/")
+
+
 def _paths(tree: Any) -> list[tuple[str, str]]:
     return [
-        (keystr(path, simple=True, separator="/"), type_text(leaf))
+        (path_text(path), type_text(leaf))
         for path, leaf in tree_flatten_with_path(tree)[0]
     ]
+
+
+def arguments_to_json(
+    names: Sequence[str],
+    types: Sequence[str],
+    specs: Sequence[Spec],
+    donated: Sequence[bool],
+) -> list[dict[str, Any]]:
+    """A plan's argument leaves as JSON."""
+    leaves = zip(names, types, specs, donated, strict=True)
+    return [{"path": n, "type": t, "spec": s, "donated": d} for n, t, s, d in leaves]
 
 
 def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:

@@ -117,6 +117,11 @@ def remarks(plan: Plan) -> list[str]:
     crossing = plan.environment.get("crosses_hosts")
     if crossing:
         found.append(f"goes from host to host: {crossing}")
+    if "adapted" in plan.search:
+        found.append(
+            "carried over from the plan of another program, and not measured: "
+            "cfp verify times it"
+        )
     if "strategies_estimated" in plan.search and plan.rung != "estimated":
         found.append(
             "predictions are estimates, by which choices are made on virtual devices; "
@@ -219,6 +224,8 @@ def _chosen_text(plan: Plan) -> str:
         return f"the fastest of {count} raced on {what}{same}{next_one}"
     if ran:
         return f"timed on the whole step, by itself{same}"
+    if "adapted" in plan.search:
+        return "from the plan of another program"
     if plan.predicted_ms is not None and plan.rung == "estimated":
         return "by estimates; nothing was measured or compiled"
     if plan.predicted_ms is not None:

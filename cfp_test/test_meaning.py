@@ -103,3 +103,10 @@ def test_which_settings_count(name, value, matters):
     finally:
         jax.config.update(name, old)
     assert meaning() == before
+
+
+def test_nothing_in_place_of_an_array_is_another_step(how):
+    run = cfp.parallelize(lambda x, y=None: x if y is None else x + y, **how)
+    np.testing.assert_array_equal(run(X, jnp.ones(4)), X + 1)
+    np.testing.assert_array_equal(run(X, None), X)
+    np.testing.assert_array_equal(run(X, y=jnp.ones(4)), X + 1)

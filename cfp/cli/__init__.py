@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from cfp.cli import (
+    adapting,
     bench,
     planning,
     reading,
@@ -52,11 +53,12 @@ for _name, _function in records.COMMANDS.items():
 app.command("tradeoff", context_settings=PASS_ON)(tradeoff.tradeoff)
 app.command("run", context_settings=PASS_ON)(running.run)
 app.command("show")(running.show)
+app.command("adapt", context_settings=PASS_ON)(adapting.adapt)
 app.command("verify", context_settings=PASS_ON)(verifying.verify)
 app.command("explain")(reading.explain)
 app.command("diff")(reading.diff)
 app.command("report")(reading.report)
-app.command("export")(reading.export)
+app.command("export", context_settings=PASS_ON)(reading.export)
 app.command("inspect", context_settings=PASS_ON)(reading.inspect)
 app.command("bench", context_settings=PASS_ON)(bench.bench)
 

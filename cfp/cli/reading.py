@@ -11,15 +11,17 @@ import typer
 
 from cfp import api
 from cfp.cli import options as o
+from cfp.cli.logical import flax_text, maxtext_text, names_of
 from cfp.cli.session import open_target
 from cfp.errors import CfpError, StepNotTraceable
+from cfp.export.logical import logical_rules
 from cfp.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.sites import sites_data, sites_text
 from cfp.report.told import explain_data, explain_text
-from cfp.targets import Target
+from cfp.targets import Target, resolve
 
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
@@ -88,26 +90,76 @@ def report(
 
 @o.command
 def export(
+    ctx: typer.Context,
     path: PlanFile,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]",
+            help="The step, with its options following, of which the rules' names are.",
+            show_default=False,
+        ),
+    ] = None,
     python: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--python",
             metavar="FILE",
             help="Write a Python module that runs the step with plain JAX.",
         ),
-    ],
+    ] = None,
+    flax: Annotated[
+        Path | None,
+        typer.Option(
+            "--flax-logical",
+            metavar="FILE",
+            help="Write rules from logical names to axes, for "
+            "nn.logical_to_mesh_sharding.",
+        ),
+    ] = None,
+    maxtext: Annotated[
+        Path | None,
+        typer.Option(
+            "--maxtext-rules",
+            metavar="FILE",
+            help="Write logical_axis_rules for a configuration of MaxText.",
+        ),
+    ] = None,
+    static: o.Static = None,
 ) -> None:
-    """Write a plan as Python that needs JAX alone: shardings, sites, options.
+    """Write a plan as Python that needs JAX alone, or as rules for logical names.
 
     The module says how every argument and result is sharded, and where in the step
     constraints stand, by line. Its function shard compiles the step under all of it.
+    Rules need TARGET, whose parameters carry logical names.
 
     Example: cfp export plan.json --python sharded.py
+
+    Example: cfp export plan.json gpt --layers 4 --flax-logical rules.py
     """
-    o.check_writable(python, "--python")
-    Plan.load(path).export_python(python)
-    print(f"Saved {python}")
+    options = {"--python": python, "--flax-logical": flax, "--maxtext-rules": maxtext}
+    wanted = {option: file for option, file in options.items() if file is not None}
+    if not wanted:
+        raise CfpError(f"Say what to write: {', '.join(options)}.")
+    for option, file in wanted.items():
+        o.check_writable(file, option)
+    plan = Plan.load(path)
+    if python is not None:
+        plan.export_python(python)
+    if flax is not None or maxtext is not None:
+        if target is None:
+            raise CfpError(
+                "A plan does not say what its dims are called. Name its step, whose "
+                "parameters have logical names: cfp export plan.json TARGET ..."
+            )
+        found = resolve(target, ctx.args, static=static or ())
+        rules = logical_rules(plan, names_of(plan, found, ctx.args))
+        if flax is not None:
+            flax.write_text(flax_text(plan, rules), encoding="utf-8")
+        if maxtext is not None:
+            maxtext.write_text(maxtext_text(plan, rules), encoding="utf-8")
+    for file in wanted.values():
+        print(f"Saved {file}")
 
 
 @o.command

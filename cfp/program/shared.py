@@ -9,14 +9,12 @@ buffer twice"). Weights and the moving average that begins with them are such ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
-from jax.tree_util import tree_leaves
 
 
 class Apart:
@@ -24,7 +22,7 @@ class Apart:
 
     To ask an array for its buffers waits for whatever makes it. So only those are
     asked that can share any: two arrays of one type whose pieces have one shape, one of
-    them to be overwritten, and not both results of the step itself.
+    them to be overwritten, and one of them not known from the step's latest call.
     """
 
     def __init__(
@@ -38,35 +36,33 @@ class Apart:
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(avals, shardings, strict=True)):
             alike[_piece(aval, sharding)].append(i)
-        self._groups = [
-            group
+        self._group_of = {
+            i: group
             for group in alike.values()
             if len(group) > 1 and any(self._donated[i] for i in group)
-        ]
-        self._made: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
+            for i in group
+        }
 
-    def __call__(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves, each where the step takes it, with copies of some."""
-        found = list(leaves)
-        for group in self._groups:
-            if all(self._is_result(leaves[i]) for i in group):
-                if len({id(leaves[i]) for i in group}) == len(group):
-                    continue
+    def separate(self, leaves: list[jax.Array], unknown: Iterable[int]) -> list[int]:
+        """Puts copies into a list of placed leaves, where memory is shared.
+
+        Args:
+            leaves: all of them.
+            unknown: which may share memory with others; of the rest no two do.
+
+        Returns:
+            Which leaves are copies now.
+        """
+        groups = {id(group): group for i in unknown if (group := self._group_of.get(i))}
+        copied = []
+        for group in groups.values():
             first: dict[tuple[int, int], int] = {}
             for i in group:
                 owners = {first.setdefault(b, i) for b in _buffers(leaves[i])} - {i}
                 if any(self._donated[i] or self._donated[other] for other in owners):
-                    found[i] = jnp.copy(leaves[i])
-        return found
-
-    def remember(self, results: Any) -> None:
-        """Notes what the step returned: no two of these share memory."""
-        self._made = WeakValueDictionary(
-            {id(leaf): leaf for leaf in tree_leaves(results)}
-        )
-
-    def _is_result(self, leaf: jax.Array) -> bool:
-        return self._made.get(id(leaf)) is leaf
+                    leaves[i] = jnp.copy(leaves[i])
+                    copied.append(i)
+        return copied
 
 
 def _piece(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import jax
@@ -64,8 +65,14 @@ class FlatStep:
     examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The array leaves of a call's arguments, which must fit the structure."""
-        args, kwargs = by_position(self.fn, args, kwargs)
+        """The array leaves of a call's arguments, which must fit the structure.
+
+        Raises:
+            PlanMismatch: a static argument has another value.
+            StepNotTraceable: the arguments have another structure.
+        """
+        if kwargs:
+            args, kwargs = by_position(self.fn, args, kwargs)
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -81,6 +88,28 @@ class FlatStep:
         if tree != self.in_tree:
             raise StepNotTraceable(self._what_changed(dynamic))
         return leaves
+
+    def leaves_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any] | None:
+        """Like :meth:`flatten`, sooner; None where the call does not fit.
+
+        A leaf may be something else than an array, such as a dict; it is not None.
+        """
+        if kwargs:
+            args, kwargs = by_position(self.fn, args, kwargs)
+        if self.static:
+            passed = {**dict(enumerate(args)), **kwargs}
+            for key, value in self.static:
+                got = passed.get(key)
+                if type(got) is not type(value) or got != value:
+                    return None
+            args, kwargs = dynamic_part(args, kwargs, dict(self.static))
+        try:
+            leaves = self.in_tree.flatten_up_to((tuple(args), kwargs))
+        except (ValueError, TypeError):
+            return None
+        return None if NoneType in map(type, leaves) else leaves
 
     def _what_changed(self, dynamic: Any) -> str:
         """How a call's arguments differ from those of the step, in a few words."""

@@ -92,6 +92,8 @@ def lower_step(
 ) -> Lowering:
     """Lowers a step with these shardings and normalises the module in place.
 
+    What is compiled of it takes and returns flat leaves.
+
     Args:
         step: the step.
         in_shardings: one for each argument leaf.
@@ -103,15 +105,13 @@ def lower_step(
             devices.
     """
     out_avals, out_tree = tree_flatten(step.traced.out_info)
-    if isinstance(out_shardings, list | tuple):
-        out_shardings = tree_unflatten(out_tree, list(out_shardings))
     alarm = Alarm()
     run = jaxpr_as_fun(guarded(jaxpr or step.traced.jaxpr, alarm))
 
     # A function of its own: JAX keeps what it lowered for a function it has seen, and
     # hands out the same module again, with the constraints of an earlier plan in it.
-    def replay(*leaves: Any) -> Any:
-        return tree_unflatten(out_tree, run(*leaves))
+    def replay(*leaves: Any) -> list[Any]:
+        return run(*leaves)
 
     replay.__name__ = replay.__qualname__ = step.flat_fn.__name__
     jitted = jax.jit(

@@ -98,14 +98,10 @@ class Raced:
             and overwritten == {i for i, given in enumerate(step.donated) if given}
         )
 
-    def run(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The result leaves.
-
-        Args:
-            leaves: all argument leaves.
-        """
-        made = self.compiled(*(leaves[i] for i in self.takes))
-        return [made[i] for i in self.gives]
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        """From all argument leaves to the result leaves."""
+        made = self.compiled(*map(leaves.__getitem__, self.takes))
+        return [*map(made.__getitem__, self.gives)]
 
 
 def _types(leaves: Iterable[Any]) -> list[tuple[tuple[int, ...], Any]]:

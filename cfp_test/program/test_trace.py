@@ -151,7 +151,8 @@ def test_outputs_keep_their_structure():
     step = flatten_step(lambda x: {"a": Pair(x, None), "b": (x, 3.0)}, (X,))
     spec = NamedSharding(MESH, PartitionSpec())
     lowering = lower_step(step, [spec], [spec, spec, spec])
-    found = lowering.lowered.compile()(X)
+    leaves = lowering.lowered.compile()(X)
+    found = jax.tree.unflatten(lowering.out_tree, leaves)
     assert isinstance(found["a"], Pair)
     assert found["b"][1] == 3.0
 

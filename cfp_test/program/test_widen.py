@@ -29,9 +29,10 @@ def lowered(fn, *args):
 def run(wide, *args):
     """What a widened step gives."""
     leaves = map(jnp.asarray, args)
-    return wide.lowering.lowered.compile()(
+    results = wide.lowering.lowered.compile()(
         *(with_dtype(x, wide_dtype(x.dtype)) for x in leaves)
     )
+    return jax.tree.unflatten(wide.lowering.out_tree, results)
 
 
 def in_loops(x):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cfp.report.results import Saved, section
-from cfp_test.bench import one_as_n_page, planning_time_page
+from cfp_test.bench import call_overhead, one_as_n_page, planning_time_page
 from cfp_test.results import (
     attention,
     budgets,
@@ -47,6 +47,10 @@ def _curves(*titles: str) -> Callable[..., Figures]:
         return {"curves": "\n".join(lines)}
 
     return figures
+
+
+def _call_overhead(data: dict[str, Any]) -> Figures:
+    return {"page": call_overhead.page(data)}
 
 
 def _hostile(data: dict[str, Any]) -> Figures:
@@ -128,6 +132,12 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("building_h200x2_202611", building.building),
     _page("check_margin_cpu_202611", checked.margin),
+    Page(
+        name="call_overhead_cpu_202611",
+        sources=("call_overhead_cpu_202611.json",),
+        figures=_call_overhead,
+        has_text=False,
+    ),
     _page("checks_cpu_202611", checked.checks),
     _page("checks_budget_cpu_202611", checked.within_budgets),
     _page(

@@ -1,0 +1,258 @@
+"""How a call's arguments get to where a compiled step takes them, at little cost.
+
+In a training loop a step takes what it returned the time before, and a batch. What it
+returned has the right type and sharding, and memory of its own; so has an argument that
+was passed before and not overwritten. A step therefore remembers, weakly, which array
+it expects at each place, and looks only at arguments that are other objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from itertools import compress
+from operator import call, is_not
+from typing import Any, NamedTuple
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_structure, treedef_is_leaf
+
+from cfp.errors import PlanMismatch
+from cfp.program.shared import Apart
+from cfp.program.step import FlatStep, abstract
+
+# Gives the array that is expected at some place, while there is one.
+_Expected = Callable[[], Any]
+
+
+def _nothing() -> None:
+    """Stands where no array is expected."""
+
+
+class _Memory(NamedTuple):
+    """What a step knows after a call. No two of the arrays share memory.
+
+    Attributes:
+        expected: for each argument leaf the array that needs no look.
+        kept: for each argument leaf what was passed, if it is still as it was.
+        results: what the step returned.
+        feeds: which result each argument leaf was when last looked up, or None.
+        foreign: argument leaves that were looked up, and were no results.
+        runs: where in ``kept + results`` the expected arrays stand, in their order.
+    """
+
+    expected: Sequence[_Expected]
+    kept: Sequence[_Expected]
+    results: Sequence[_Expected]
+    feeds: Sequence[int | None]
+    foreign: frozenset[int]
+    runs: Sequence[slice]
+
+
+class Look(NamedTuple):
+    """The argument leaves of a call, and those of them that were not expected."""
+
+    leaves: Sequence[Any]
+    new: Sequence[int]
+    memory: _Memory
+
+
+class Placed(NamedTuple):
+    """The argument leaves of a call where the step takes them.
+
+    Attributes:
+        leaves: as they were passed, or copies.
+        changed: those that were not expected, or were copied.
+        kept: those of them that are still what was passed after the call.
+        memory: what is known of the rest.
+    """
+
+    leaves: Sequence[jax.Array]
+    changed: Collection[int]
+    kept: frozenset[int]
+    memory: _Memory
+
+
+class Dispatch:
+    """Looks at the arguments of a compiled step's calls, and places them."""
+
+    def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
+        """Takes a step, and where it takes each leaf of its arguments."""
+        self._step = step
+        self._shardings = tuple(shardings)
+        self._all = range(len(step.avals))
+        # What a leaf looked like that had the right type.
+        self._looks: list[Any] = [None for _ in self._all]
+        # Replaced as a whole, so that several threads may call one step.
+        nothing = (_nothing,) * len(step.avals)
+        self._memory = _Memory(
+            expected=nothing,
+            kept=nothing,
+            results=(),
+            feeds=(None,) * len(step.avals),
+            foreign=frozenset(),
+            runs=(slice(len(step.avals)),),
+        )
+
+    @cached_property
+    def _apart(self) -> Apart:
+        return Apart(self._step.avals, self._shardings, self._step.donated)
+
+    def look(self, leaves: Sequence[Any]) -> Look:
+        """Finds which leaves need a closer look; there are as many as usual."""
+        memory = self._memory
+        there = map(call, memory.expected)
+        return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
+
+    def has_leaves(self, look: Look) -> bool:
+        """Whether all leaves are leaves, and none a part of the tree."""
+        leaves = look.leaves
+        return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
+
+    def has_types(self, look: Look) -> bool:
+        """Whether the leaves have the types that the step was compiled for."""
+        for i in look.new:
+            leaf = look.leaves[i]
+            looks = (
+                type(leaf),
+                getattr(leaf, "shape", None),
+                getattr(leaf, "dtype", None),
+                getattr(leaf, "weak_type", None),
+            )
+            if looks != self._looks[i]:
+                if not treedef_is_leaf(tree_structure(leaf)):
+                    return False
+                if abstract(leaf, self._step.arg_names[i]) != self._step.avals[i]:
+                    return False
+                self._looks[i] = looks
+        return True
+
+    def place(self, look: Look) -> Placed:
+        """The leaves where the step takes them, none over another's memory.
+
+        Raises:
+            PlanMismatch: an array is gone, or of another type, or being traced.
+        """
+        leaves, new, memory = look
+        placed, changed = leaves, new
+        kept: frozenset[int] = frozenset()
+        if new:
+            placed = list(leaves)
+            for i in new:
+                placed[i] = self._placed(i, leaves[i])
+            there = {i for i in new if placed[i] is leaves[i]}
+            memory, strange = self._looked_up(look, there)
+            copied = self._apart.separate(placed, strange)
+            changed = {*new, *copied}
+            donated = self._step.donated
+            kept = frozenset(i for i in there.difference(copied) if not donated[i])
+        # XLA ends the process if it is given an array that is gone.
+        gone = [leaf.is_deleted() for leaf in placed]
+        if True in gone:
+            raise self._gone(gone.index(True))
+        return Placed(placed, changed, kept, memory)
+
+    def remember(self, placed: Placed, results: Sequence[jax.Array]) -> None:
+        """Notes what a call returned: no two results share memory."""
+        memory = placed.memory
+        kept = memory.kept
+        if placed.changed:
+            kept = list(kept)
+            for i in placed.changed:
+                kept[i] = ref(placed.leaves[i]) if i in placed.kept else _nothing
+        made = [*map(ref, results)]
+        known = [*kept, *made]
+        expected: list[_Expected] = []
+        for run in memory.runs:
+            expected += known[run]
+        self._memory = memory._replace(expected=expected, kept=kept, results=made)
+
+    def _placed(self, i: int, leaf: Any) -> jax.Array:
+        """One leaf where the step takes it."""
+        if isinstance(leaf, Tracer):
+            raise PlanMismatch(
+                "A planned step is compiled already, and cannot be called inside "
+                "jax.jit, jax.grad or the like. Plan the outer function instead."
+            )
+        if isinstance(leaf, jax.Array):
+            if leaf.is_deleted():
+                raise self._gone(i)
+            if leaf.sharding == self._shardings[i]:
+                return leaf
+        return _put(leaf, self._shardings[i], self._step.avals[i])
+
+    def _gone(self, i: int) -> PlanMismatch:
+        return PlanMismatch(
+            f"The array of argument {self._step.arg_names[i]!r} is gone: a step that "
+            "it was donated to has used its memory. Pass the state that the step "
+            "returned, or plan without donating it."
+        )
+
+    def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
+        """Learns which arguments are the latest results.
+
+        Args:
+            look: the arguments.
+            there: those of the new ones that are where the step takes them.
+
+        Returns:
+            What is known now, and which arguments may share memory with others.
+        """
+        _, new, memory = look
+        results = memory.results
+        if memory.foreign.issuperset(new) and 4 * len(new) <= len(results):
+            return memory, new
+        place = {id(one()): j for j, one in enumerate(results)}
+        feeds, foreign, strange = list(memory.feeds), set(memory.foreign), []
+        for i in new:
+            feeds[i] = None
+        taken = set(feeds)
+        for i in new:
+            j = place.get(id(look.leaves[i])) if i in there else None
+            if j is None or j in taken:
+                strange.append(i)
+                if not self._step.donated[i]:
+                    foreign.add(i)
+            else:
+                feeds[i] = j
+                taken.add(j)
+                foreign.discard(i)
+        count = len(feeds)
+        runs = _runs([i if j is None else count + j for i, j in enumerate(feeds)])
+        known = memory._replace(feeds=feeds, foreign=frozenset(foreign), runs=runs)
+        return known, strange
+
+
+def _runs(places: Sequence[int]) -> list[slice]:
+    """Places in a list, as slices of it."""
+    runs: list[slice] = []
+    for place in places:
+        if runs and runs[-1].stop == place:
+            runs[-1] = slice(runs[-1].start, place + 1)
+        else:
+            runs.append(slice(place, place + 1))
+    return runs
+
+
+def _put(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:
+    if np.shape(leaf) != aval.shape:
+        raise PlanMismatch(
+            f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
+            "Plan again for the new shapes."
+        )
+    dtype = abstract(leaf, "of the step").dtype
+    if dtype != aval.dtype:
+        raise PlanMismatch(
+            f"The plan is for an argument of type {aval.dtype}, got {dtype}. Pass what "
+            "was planned for, or plan again."
+        )
+    if isinstance(leaf, np.ndarray) and sharding.is_fully_addressable:
+        leaf = np.asarray(leaf, aval.dtype)
+    elif not isinstance(leaf, jax.Array):
+        leaf = jnp.asarray(leaf, aval.dtype)
+    return jax.device_put(leaf, sharding)

@@ -1,0 +1,146 @@
+"""What a compiled step remembers of its calls, and what it looks at again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cfp.errors import PlanMismatch
+from cfp.program.dispatch import Dispatch
+from cfp.program.step import flatten_step
+
+SHAPE = (8, 2)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+def arrays(mesh, count=2):
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    return [jax.device_put(jnp.full(SHAPE, i), sharding) for i in range(count)]
+
+
+def dispatch(mesh, donate=(0,)):
+    """Of a step ``(a, b), c -> (a', b')``, whose state is sharded, and c is whole."""
+    step = flatten_step(
+        lambda state, c: state, ((*arrays(mesh),), jnp.ones(3)), donate_argnums=donate
+    )
+    sharded = NamedSharding(mesh, PartitionSpec("x"))
+    return Dispatch(step, [sharded, sharded, NamedSharding(mesh, PartitionSpec())])
+
+
+def called(one, leaves, results):
+    """What was new in a call, and what was handed on."""
+    look = one.look(leaves)
+    placed = one.place(look)
+    one.remember(placed, results)
+    return list(look.new), placed.leaves
+
+
+def test_a_loop_looks_at_what_comes_anew(mesh):
+    one, state = dispatch(mesh), arrays(mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    news = []
+    for _ in range(4):
+        made, batch = arrays(mesh), jax.device_put(jnp.ones(3), whole)
+        new, leaves = called(one, [*state, batch], made)
+        assert all(a is b for a, b in zip(leaves, [*state, batch], strict=True))
+        news.append(new)
+        state = made
+    assert news == [[0, 1, 2], [0, 1, 2], [2], [2]]
+
+
+def test_what_is_passed_again_is_known(mesh):
+    one, state = dispatch(mesh, donate=()), arrays(mesh)
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    assert called(one, [*state, c], [])[0] == [0, 1, 2]
+    assert called(one, [*state, c], [])[0] == []
+
+
+def test_what_may_be_overwritten_is_not_known_when_it_comes_again(mesh):
+    one, state = dispatch(mesh), arrays(mesh)
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    called(one, [*state, c], [])
+    assert called(one, [*state, c], [])[0] == [0, 1]
+
+
+def test_what_is_elsewhere_is_placed_each_time(mesh):
+    one, state = dispatch(mesh, donate=()), arrays(mesh)
+    for _ in range(3):
+        new, leaves = called(one, [*state, np.ones(3, np.float32)], [])
+        assert 2 in new
+        assert leaves[2].sharding.is_equivalent_to(
+            NamedSharding(mesh, PartitionSpec()), 1
+        )
+
+
+def test_swapped_results_are_followed(mesh):
+    one = dispatch(mesh)
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    first, second, third = arrays(mesh), arrays(mesh), arrays(mesh)
+    called(one, [*first, c], second)
+    called(one, [*second, c], third)
+    new, leaves = called(one, [third[1], third[0], c], first)
+    assert new == [0, 1]
+    assert leaves[0] is third[1], "no copy: no two results share memory"
+
+
+def test_one_result_in_two_places_is_copied(mesh):
+    one = dispatch(mesh)
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    first, second = arrays(mesh), arrays(mesh)
+    called(one, [*first, c], second)
+    _, leaves = called(one, [second[0], second[0], c], first)
+    assert leaves[0] is not leaves[1]
+    np.testing.assert_array_equal(leaves[0], leaves[1])
+
+
+def test_an_expected_array_that_is_gone(mesh):
+    """XLA ends the process if it is given one."""
+    one, state = dispatch(mesh, donate=()), arrays(mesh)
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    called(one, [*state, c], [])
+    state[1].delete()
+    with pytest.raises(PlanMismatch, match=r"'state/1' is gone"):
+        one.place(one.look([*state, c]))
+
+
+def test_nothing_is_kept_alive(mesh):
+    one = dispatch(mesh, donate=())
+    c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    state = arrays(mesh)
+    called(one, [*state, c], arrays(mesh))
+    seen = [id(leaf) for leaf in state]
+    del state
+    fresh = [*arrays(mesh), c]
+    look = one.look(fresh)
+    assert list(look.new) == [0, 1], "whatever addresses they have"
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        jnp.ones(3, jnp.int32),
+        jnp.ones(4),
+        jnp.asarray(1.0) * np.ones(3, np.float64),
+        {"a": jnp.ones(3)},
+    ],
+    ids=["type", "shape", "wide", "tree"],
+)
+def test_other_types_are_seen(mesh, other):
+    one, state = dispatch(mesh), arrays(mesh)
+    assert one.has_types(one.look([*state, jnp.ones(3)]))
+    same = getattr(other, "dtype", None) == jnp.float32 and other.shape == (3,)
+    assert one.has_types(one.look([*state, other])) == same
+
+
+def test_another_structure_is_seen(mesh):
+    step = flatten_step(lambda state, c: state, ({"a": jnp.ones(3)}, jnp.ones(3)))
+    assert len(step.leaves_of(({"a": 1.0}, 2.0), {})) == 2
+    assert len(step.leaves_of(({"a": 1.0},), {"c": 2.0})) == 2
+    for args in [({"b": 1.0}, 2.0), ({"a": 1.0},), ({"a": None}, 2.0), ((1.0,), 2.0)]:
+        assert step.leaves_of(args, {}) is None

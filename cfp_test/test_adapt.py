@@ -1,0 +1,194 @@
+"""Plans carried over to more layers, or to another batch size."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp.profiling.hlo import collectives_in
+from cfp_test.checking import make_mesh
+from cfp_test.cli_runner import run_batch
+
+STEP = """
+import jax
+import jax.numpy as jnp
+
+
+def loss(params, x):
+    for layer in params["layers"]:
+        with jax.named_scope("layer"):
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return ((x @ params["head"]) ** 2).mean()
+
+
+def step(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments(layers, batch=16, width=16, dtype="float32"):
+    def make(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer = {"up": make(width, 64), "down": make(64, width)}
+    return {"layers": [layer] * layers, "head": make(width, 32)}, make(batch, width)
+
+
+def deep():
+    return step, arguments(5)
+"""
+TOY = {}
+exec(STEP, TOY)  # also a file of its own, for the command line
+STEP_FN, arguments = TOY["step"], TOY["arguments"]
+PRESETS = ("data_parallel", "zero1", "fully_sharded", "tensor_parallel")
+
+
+@pytest.fixture(scope="module")
+def how(tmp_path_factory):
+    return {
+        "mesh": make_mesh((("x", 4),)),
+        "donate_argnums": 0,
+        "settings": cfp.PlannerSettings(race=False),
+        "cache_dir": tmp_path_factory.mktemp("cache"),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(how):
+    """Plans for three layers by name, as read from a file."""
+    made = {
+        name: cfp.plan(STEP_FN, *arguments(3), preset=name, **how) for name in PRESETS
+    }
+    return {
+        name: cfp.Plan.from_json(json.loads(plan.to_json()), mesh=how["mesh"])
+        for name, plan in made.items()
+    }
+
+
+def adapted(plan, *args):
+    return cfp.adapt(plan, STEP_FN, *args, donate_argnums=0)
+
+
+@pytest.mark.parametrize("size", [(5, 16), (3, 32)], ids=["layers", "batch"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_strategy_stays_the_same_strategy(saved, how, name, size):
+    """What a preset is for the other program is known without the plan."""
+    args = arguments(*size)
+    found = adapted(saved[name], *args)
+    wanted = cfp.plan(STEP_FN, *args, preset=name, **how)
+    assert found.fingerprint == wanted.fingerprint
+    assert found.arg_specs == wanted.arg_specs
+    assert found.output_specs == wanted.output_specs
+    assert found.constraints == wanted.constraints
+    assert found.donated == wanted.donated
+
+
+def test_it_says_that_it_is_not_measured(saved):
+    plan = replace(saved["zero1"], measured_ms=5.0, predicted_ms=4.0)
+    found = adapted(plan, *arguments(5))
+    assert found.rung == "estimated"
+    assert found.search["adapted"] == 1.0
+    assert found.measured_ms is None
+    assert found.peak_bytes is None
+    assert found.race == ()
+    assert "carried over from the plan of another program" in repr(found)
+    assert json.loads(found.to_json())["search"]["adapted"] == 1.0
+
+
+def test_layers_take_as_long_as_they_took(saved):
+    plan = saved["zero1"]
+    rows = tuple(replace(row, segment_ms=2.0) for row in plan.rows)
+    timed = replace(plan, rows=rows, measured_ms=10.0)
+    more = adapted(timed, *arguments(5)).predicted_ms
+    segments = {row.segment for row in adapted(timed, *arguments(5)).rows}
+    assert more == 10.0 + 2.0 * (len(segments) - len({r.segment for r in rows}))
+    assert more > 10.0
+    assert adapted(timed, *arguments(3, 32)).predicted_ms is None
+
+
+def test_more_layers_train_as_plain_jit_does(saved, how):
+    """With the same collectives for each layer more."""
+    rng = np.random.default_rng(0)
+    counts = []
+    for layers in (4, 5, 6):
+        args = jax.tree.map(
+            lambda a: jnp.asarray(rng.normal(size=a.shape) / 8, a.dtype),
+            arguments(layers),
+        )
+        plan = adapted(saved["tensor_parallel"], *args)
+        run, (params, x) = plan.apply(STEP_FN), args
+        plain, state = jax.jit(STEP_FN), jax.tree.map(jnp.copy, params)
+        losses = []
+        for _ in range(2):
+            state, loss = run(state, x)
+            params, wanted = plain(params, x)
+            losses.append((float(loss), float(wanted)))
+        np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+        text = plan.compile(STEP_FN, *args).as_text()
+        found = Counter()
+        for one in collectives_in(text):
+            found[one.kind, one.bytes] += one.count
+        counts.append(found)
+    more = counts[1] - counts[0]
+    assert counts[2] - counts[1] == more
+    assert more.total() > 0
+    assert not counts[0] - counts[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (arguments(3, width=32), "has another size"),
+        (arguments(3, dtype="bfloat16"), "Segment 0 of the step is none of the plan"),
+        (arguments(3, batch=18), "x would be sharded otherwise"),
+        (
+            ({"layers": [], "head": arguments(1)[0]["head"]}, arguments(1)[1]),
+            "of the plan",
+        ),
+    ],
+    ids=["wider", "type", "uneven", "no layers"],
+)
+def test_what_does_not_match_is_refused(saved, args, reason):
+    with pytest.raises(cfp.PlanMismatch, match=reason):
+        adapted(saved["tensor_parallel"], *args)
+        adapted(saved["data_parallel"], *args)
+
+
+def test_a_plan_without_blocks_is_refused(saved):
+    with pytest.raises(cfp.PlanMismatch, match="does not say what it does"):
+        adapted(replace(saved["zero1"], rows=()), *arguments(5))
+
+
+def test_a_plan_on_no_devices_is_refused(saved):
+    with pytest.raises(cfp.PlanMismatch, match="no devices yet"):
+        adapted(replace(saved["zero1"], mesh=None), *arguments(5))
+
+
+def test_an_argument_that_was_pinned_is_not_forgotten(saved):
+    """It is kept where storage explains it, and refused where nothing does."""
+    plan = saved["data_parallel"]
+    specs, head = list(plan.arg_specs), plan.arg_names.index("params/head")
+    specs[head] = (("x",), ())
+    found = adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
+    assert found.arg_specs[found.arg_names.index("params/head")] == specs[head]
+    specs[head] = ((), ("x",))
+    with pytest.raises(cfp.PlanMismatch, match="params/head would be sharded other"):
+        adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
+
+
+def test_the_command_line(saved, how, tmp_path):
+    (tmp_path / "toy.py").write_text(STEP)
+    saved["zero1"].save(tmp_path / "plan.json")
+    words = "adapt plan.json toy.py:deep --donate 0 --platform cpu -o deep.json"
+    text, data = run_batch([words.split(), [*words.split(), "--json"]], tmp_path)
+    assert text.code == data.code == 0, (text.err, data.err)
+    assert "Carried over" in " ".join(text.out.split())
+    kept = json.loads((tmp_path / "deep.json").read_text())
+    assert json.loads(data.out) == kept
+    wanted = adapted(saved["zero1"], *arguments(5))
+    assert cfp.Plan.load(tmp_path / "deep.json").arg_specs == wanted.arg_specs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from functools import partial
 from typing import Any
 
@@ -191,10 +191,20 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
     for name, value in around.items():
         if inspect.ismodule(value) or isinstance(value, type):
             continue
-        for path, leaf in tree_flatten_with_path(value)[0]:
+        try:
+            leaves, _ = tree_flatten_with_path(value, is_leaf=_is_used_up)
+        except (TypeError, ValueError):
+            # No pytree, such as a dict whose keys do not compare: a step may read it.
+            continue
+        for path, leaf in leaves:
             if isinstance(leaf, jax.Array):
                 rest = keystr(path, simple=True, separator="/")
                 yield f"{name}/{rest}" if rest else name, leaf
+
+
+def _is_used_up(node: Any) -> bool:
+    """Whether looking at something would use it up, or JAX refuses to look."""
+    return isinstance(node, Iterator | MappingView)
 
 
 def told_of_surroundings(name: str, lost: Sequence[str]) -> str:

@@ -177,3 +177,17 @@ def test_what_stands_around_a_step_may_be_read():
         return (held["w"] * x).sum()
 
     assert accepted(step, X)
+
+
+def test_what_is_no_pytree_may_stand_around_a_step():
+    scales = zip([2.0, 3.0], "ab", strict=True)
+    names = {1: "one", "a": "two"}
+
+    def step(x):
+        scale, letter = next(scales)
+        return scale * x if names[letter] == "two" else x
+
+    [out] = accepted(step, X)
+    assert out.shape == X.shape
+    # It was neither used up nor refused: this trace took the first of two.
+    assert [letter for _, letter in scales] == ["b"]

@@ -104,6 +104,10 @@ _ALONE = "jax.distributed.initialize = lambda: None\n"
 AROUND = {
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
     ("reading-plans.md", "from sharded"): (_STEP + _EXPORT, ""),
+    ("reading-plans.md", "cfp.adapt"): (
+        _STEP + f"plan = {_PLAN}\n",
+        "assert deeper.rung == 'estimated' and deeper.search['adapted']\n",
+    ),
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
     ("frameworks.md", "jax.distributed"): (_STEP + _SAVED + _ALONE, _RUN),
 }

@@ -5,7 +5,9 @@ modules too, so that a rule that finds nothing is known to look.
 """
 
 import ast
+import importlib
 import io
+import pkgutil
 import re
 import tokenize
 from collections.abc import Iterator
@@ -183,6 +185,35 @@ def test_import_rule(file, text, breach):
 
 
 # ------------------------------------------------------- (b) MLIR and what is private
+
+
+def test_tests_and_scripts_import_what_there_is():
+    """Most of them are not run by tests, and would break unseen."""
+    missing = []
+    for folder in ("cfp_test", "alpa_test"):
+        for path in (PACKAGE.parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                module = getattr(node, "module", None) or ""
+                if not isinstance(node, ast.ImportFrom) or node.level:
+                    continue
+                if module.partition(".")[0] == "cfp":
+                    names = [alias.name for alias in node.names]
+                    missing += [(path.name, *gone) for gone in absent(module, names)]
+    assert missing == []
+
+
+def absent(module: str, names: list[str]) -> list[tuple[str, str]]:
+    """Names that a module does not have, neither itself nor as modules below it."""
+    there = importlib.import_module(module)
+    below = {
+        found.name for found in pkgutil.iter_modules(getattr(there, "__path__", []))
+    }
+    return [(module, n) for n in names if not hasattr(there, n) and n not in below]
+
+
+def test_absent_names_are_found():
+    assert absent("cfp.plan", ["Plan", "plan"]) == [("cfp.plan", "plan")]
+    assert absent("cfp", ["plan", "units"]) == []
 
 
 def attributes(text: str) -> Iterator[tuple[int, str]]:

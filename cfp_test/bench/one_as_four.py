@@ -24,6 +24,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,9 +34,9 @@ import jax
 from jax.sharding import Mesh
 
 from cfp import platform
+from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.devices import mock
-from cfp.plan_parts import constraints_from_json, spec_from_json
 from cfp.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.inputs import generator, input_kinds, make_inputs
@@ -44,6 +45,8 @@ from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run
+from cfp.program.graft import Constraints
+from cfp.program.recompute import Recompute
 from cfp.program.trace import planning_mesh
 from cfp.search.measure import whole_job
 from cfp.targets import resolve
@@ -91,12 +94,27 @@ def job_of(case: Case, session: Session, options: dict[str, str]) -> Job:
     arguments, outputs = plan["arguments"], plan["output_specs"]
     return replace(
         job,
-        constraints=constraints_from_json(plan["constraints"], plan["recompute"]),
-        in_specs=tuple(
-            spec_from_json(arguments[argument[v]]["spec"]) for v in job.part.inputs
-        ),
-        out_specs=tuple(spec_from_json(outputs[output[v]]) for v in job.part.outputs),
+        constraints=_constraints(plan),
+        in_specs=tuple(_spec(arguments[argument[v]]["spec"]) for v in job.part.inputs),
+        out_specs=tuple(_spec(outputs[output[v]]) for v in job.part.outputs),
     )
+
+
+def _constraints(plan: Mapping[str, Any]) -> Constraints:
+    """Of a recorded plan: recorded ones are of formats that are not loaded any more."""
+    values, uses = {}, {}
+    for group in plan["constraints"]:
+        values.update((int(v), _spec(group["spec"])) for v in group["values"])
+        uses.update({tuple(use): _spec(group["spec"]) for use in group["uses"]})
+    again = (
+        Recompute(tuple(one["forward"]), tuple(one["backward"]))
+        for one in plan["recompute"]
+    )
+    return Constraints(values, uses, tuple(again))
+
+
+def _spec(names: Sequence[Sequence[str]]) -> Spec:
+    return tuple(tuple(axes) for axes in names)
 
 
 def build_all(

@@ -57,7 +57,8 @@ def gpu(data: Mapping[str, Any]) -> Figures:
     matmul = next(row for row in data["rows"] if row["what"] == "matmul")
 
     def cells(row: Mapping[str, Any], percent: str) -> list[Any]:
-        said = None if row["status"] == "measured" else row["status"]
+        is_measured = row["status"] == "measured"
+        said = None if is_measured else " ".join(row["status"].split())
         measured = [row.get("ms"), row.get("tflops_per_s"), row.get(percent)]
         return [*(fixed(one, 1) for one in measured), said]
 
@@ -95,5 +96,8 @@ def gpu(data: Mapping[str, Any]) -> Figures:
                 for row in rings
             ],
         ),
+        "",
+        "Made by `python cfp_test/scripts/attention_gpu.py FILE`, and this page by "
+        "`python -m cfp_test.results`; all samples are in the JSON beside it.",
     ]
     return {"page": "\n".join(lines) + "\n"}

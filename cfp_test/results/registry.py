@@ -12,6 +12,7 @@ from cfp_test.results import (
     budgets,
     building,
     checked,
+    doctor,
     operators,
     planning,
     ranges,
@@ -51,6 +52,10 @@ def _curves(*titles: str) -> Callable[..., Figures]:
 
 def _call_overhead(data: dict[str, Any]) -> Figures:
     return {"page": call_overhead.page(data)}
+
+
+def _doctor(data: dict[str, Any]) -> Figures:
+    return {"page": doctor.page(data)}
 
 
 def _hostile(data: dict[str, Any]) -> Figures:
@@ -122,6 +127,12 @@ PAGES: tuple[Page, ...] = (
         figures=attention.matrix,
         has_text=False,
     ),
+    Page(
+        name="attention_h200_202611",
+        sources=("attention_h200_202611.json",),
+        figures=attention.gpu,
+        has_text=False,
+    ),
     _page(
         "budgets_h200x2_202611",
         budgets.budgets,
@@ -148,6 +159,12 @@ PAGES: tuple[Page, ...] = (
         _curves("NVLink", "NCCL_P2P_DISABLE=1"),
         "curves_h200x4_202611_nvlink.json",
         "curves_h200x4_202611_p2p_off.json",
+    ),
+    Page(
+        name="doctor_202611",
+        sources=("doctor_202611.json",),
+        figures=_doctor,
+        has_text=False,
     ),
     _with_noted("full_models_h200x2_202611", building.full_models),
     _page("gpt4_h200x4_202611", _plans, *_GPT4),

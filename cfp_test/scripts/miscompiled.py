@@ -42,7 +42,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from cfp.difference import compare
+from cfp.checking.difference import compare
 from cfp.profiling.compiled import compile_right, doubt
 from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
 from cfp.targets import Target, resolve
@@ -186,7 +186,7 @@ def farthest(expected: Any, got: Any) -> list[Row]:
 def played(rows: Rows, until: float, described: Path | None) -> None:
     """Programs of four devices, which one GPU plays or a file describes."""
     from cfp.analysis.analyze import analyze
-    from cfp.presets import presets
+    from cfp.presets.classics import presets
     from cfp.program.graft import lower_part
     from cfp.program.step import flatten_step
     from cfp.program.trace import planning_mesh, trace

@@ -50,7 +50,7 @@ ACCELERATORS = {
         Accelerator(name="cpu", extra=""),
         Accelerator(name="cuda12", extra="cuda12"),
         Accelerator(name="cuda13", extra="cuda13"),
-        # CUDA's own libraries are the machine's: its wheels are nine tenths of the rest.
+        # Without CUDA's own libraries, nine tenths of all: they are the machine's.
         Accelerator(name="cuda12-local", extra="cuda12-local"),
         Accelerator(name="cuda13-local", extra="cuda13-local"),
         Accelerator(

@@ -6,8 +6,8 @@
 
 With ``--play N`` one GPU plays one of N: times are of the computation alone. With
 ``--cpu N`` there are N virtual devices, of which times say little. For each preset and
-model the collectives of both programs are compared, and runs are timed in turns. OUT.json
-is written after each row; a run that was stopped goes on where it was.
+model the collectives of both programs are compared, and runs are timed in turns.
+OUT.json is written after each row; a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations

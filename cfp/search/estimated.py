@@ -14,7 +14,7 @@ from cfp.analysis.layout import Choice
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.effort import Explored
+from cfp.search.guided import Explored
 from cfp.search.outlook import Outlook
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
@@ -63,12 +63,4 @@ def estimate_options(
                 expected = Outlook(costs, kind, (), estimate)
                 again = [replace(o.candidate, remat=True) for o in found]
                 found.extend(expected.expect(candidate) for candidate in again)
-    return Explored(
-        wanted=[],
-        records={},
-        required=0,
-        rounds=0,
-        gap=1.0,
-        tight=tight,
-        estimated=tuple(map(tuple, options)),
-    )
+    return Explored(records={}, tight=tight, estimated=tuple(map(tuple, options)))

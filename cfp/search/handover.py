@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Layout
-from cfp.profiling.moves import Move
-from cfp.program.graft import Spec, numpy_dtype
+from cfp.program.graft import Spec
 from cfp.program.graph import dtype_bytes
 from cfp.search.estimate import Estimator
 
@@ -17,28 +16,27 @@ def between(analysis: Analysis, maker: int, reader: int) -> Sequence[int]:
     return analysis.passing.get((maker, reader), ())
 
 
-def handover(
+def handover_ms(
     estimator: Estimator, maker: Layout, reader: Layout, values: Sequence[int]
-) -> tuple[tuple[Move, float], ...]:
-    """What moves where one segment reads another's values, and estimated ms."""
+) -> float:
+    """What it takes, by estimate, that one segment reads another's values."""
     program = maker.frame.program
-    found = []
+    total = 0.0
     for v in values:
         have, want = maker.spec(v), _wanted(reader, v)
         if have is None or want is None or have == want:
             continue
         value = program.values[v]
-        dtype, size = value.dtype, value.size_bytes
+        size = value.size_bytes
         if value.producer < 0:
             views = _views(maker, reader, v)
             if not views and maker.read_spec(v) == want:
                 continue  # It is gathered so for the segment that stores it, too.
             types = (program.values[program.ops[op].results[0]].dtype for op in views)
-            dtype = min([dtype, *types], key=dtype_bytes)
-            size = size * dtype_bytes(dtype) / dtype_bytes(value.dtype)
-        price = estimator.terms.moves.cost_ms(size, have, (), want)
-        found.append((Move(value.shape, str(numpy_dtype(dtype)), have, want), price))
-    return tuple(found)
+            least = min(map(dtype_bytes, (value.dtype, *types)))
+            size = size * least / dtype_bytes(value.dtype)
+        total += estimator.terms.moves.cost_ms(size, have, (), want)
+    return total
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:
@@ -59,10 +57,3 @@ def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
         return []  # It is stored as it is used.
     users = {user for user, _ in frame.program.users[value] if reader.covers(user)}
     return sorted(users & {*frame.groups[group].reads})
-
-
-def total_ms(
-    moves: Iterable[tuple[Move, float]], moved_ms: Mapping[Move, float] | None = None
-) -> float:
-    """The time of moves: as measured, or as estimated where they were not."""
-    return sum((moved_ms or {}).get(move, price) for move, price in moves)

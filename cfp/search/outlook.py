@@ -1,10 +1,7 @@
 """What unmeasured candidates will probably cost, by how measured ones turned out.
 
-A lower bound rules out, and tells what is left open. As a guess it is a poor one: by it
-nearly everything unmeasured is a little faster than all that was measured, needs
-no temporaries, and computes its forward pass again for nothing. Where memory decides,
-what bounds ask for therefore mostly turns out slower and larger; so there the next
-candidates are those that are likely to be part of the best plan.
+Estimates leave out what hides behind computing, temporaries, and what computing again
+takes: each counts as it turned out for what was measured of the kind (medians).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ class Outlook:
         costs: of the program's segments.
         kind: which kind.
         measured: its options that were measured, at least one without recomputation.
-        weighed: a lower bound of their times.
+        estimate: of the times of all.
     """
 
     def __init__(
@@ -34,14 +31,14 @@ class Outlook:
         costs: Costs,
         kind: int,
         measured: Sequence[Option],
-        weighed: SegmentEstimate,
+        estimate: SegmentEstimate,
     ) -> None:
-        self._costs, self._kind, self._weighed = costs, kind, weighed
+        self._costs, self._kind, self._estimate = costs, kind, estimate
         self._plain = {o.candidate.key: o for o in measured if not o.candidate.remat}
         plain = self._plain.values()
         again = [o for o in measured if o.candidate.remat]
-        bounds = [(o.time_ms, weighed.total_ms(o.candidate)) for o in plain]
-        self._slower = _middle((ms / low for ms, low in bounds if low > 0.0), 1.0)
+        pairs = [(o.time_ms, estimate.total_ms(o.candidate)) for o in plain]
+        self._slower = _middle((ms / own for ms, own in pairs if own > 0.0), 1.0)
         self._kept = _middle(map(self._beyond, plain), 0)
         self._temp = _middle((o.temp_bytes for o in plain), 0)
         self._kept_again = _middle(map(self._beyond, again), 0)
@@ -74,7 +71,7 @@ class Outlook:
         least = self._costs.least_bytes(self._kind, plain)
         return Option(
             candidate=plain,
-            time_ms=self._slower * self._weighed.total_ms(plain),
+            time_ms=self._slower * self._estimate.total_ms(plain),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
             temp_bytes=round(self._temp),

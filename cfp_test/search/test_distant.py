@@ -26,8 +26,7 @@ from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import MIB, option
-from cfp_test.search.test_estimate import estimated, rates_of
-from cfp_test.search.test_reshard import options_of
+from cfp_test.search.made_up import estimated, options_of, rates_of
 
 LINE = (("x", 4),)
 SQUARE = (("x", 2), ("y", 2))

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
-
-import numpy as np
 
 from cfp import platform
 from cfp.analysis.analyze import Analysis
@@ -34,7 +31,6 @@ from cfp.search.candidates import best_candidates
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
-from cfp.search.problem import Option
 from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
 

@@ -356,7 +356,7 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
 
     free = Neighbours(analysis, estimates)
     fastest = free.best(free.explore())
-    budget = int(0.9 * fastest.memory_bytes)
+    budget = int(0.5 * fastest.memory_bytes)
     devices = Neighbours(analysis, estimates, broken=is_too_large)
     devices.status = "out_of_memory"
     found = devices.explore(budget)

@@ -19,11 +19,11 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
 from cfp.search.assemble import whole_choice
+from cfp.search.candidates import estimate_kinds
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.estimated import estimate_options
+from cfp.search.expected import estimate_options
 from cfp.search.problem import Solution
-from cfp.search.shortlist import estimate_kinds
 from cfp_test.checking import make_mesh
 from cfp_test.program.test_recompute import stack_step
 

@@ -25,8 +25,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race import race as story
 from cfp.race.enough import best_of, in_reach, raced_anyway
-from cfp.race.outcome import TOO_LARGE
-from cfp.race.programs import RaceResult
+from cfp.race.programs import TOO_LARGE, RaceResult
 from cfp.race.run import Run
 from cfp.race.shortage import no_winner
 from cfp.search.costs import Costs

@@ -30,7 +30,8 @@ from cfp.report.figures import with_figures
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines
-from cfp.search.explain import Explanation, explain, picks_of
+from cfp.search.assemble import picks_of
+from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem
 from cfp.solution import Profiles
 from cfp.units import parse_bytes

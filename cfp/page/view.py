@@ -39,7 +39,7 @@ from cfp.plan.words import (
     tensor_text,
     too_large_text,
 )
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from cfp.context import PlanContext
 from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.looker import Looker
+from cfp.search.candidates import estimate_kinds, leading_classics
 from cfp.search.costs import Costs
-from cfp.search.estimated import estimate_options
-from cfp.search.guided import Explored, explore
-from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.search.expected import estimate_options
+from cfp.search.guided import explore
+from cfp.search.wanted import Explored, WantedMaker, tuning_jobs
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
 

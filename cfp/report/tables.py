@@ -28,7 +28,7 @@ from cfp.plan.text import (
     span_text,
 )
 from cfp.plan.words import scale_text, summary_line
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.report.console import literal_console
 from cfp.units import format_bytes
 

@@ -14,8 +14,6 @@ from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
-from cfp.search.estimate import Estimator
-from cfp.search.handover import between, handover_ms
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -23,6 +21,7 @@ from cfp.search.measure import (
     segment_bytes,
 )
 from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.transitions import TransitionCosts, between, handover_ms
 from cfp.search.wanted import Wanted, layout_of
 from cfp.settings import LIMITED_MEMORY_AT_LEAST
 
@@ -37,7 +36,7 @@ class Costs:
 
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
-        self._estimator = Estimator(analysis.frame, rates)
+        self._moves = TransitionCosts(rates, analysis.frame.mesh)
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
@@ -110,9 +109,9 @@ class Costs:
         """What moves between two segments, there and back, takes by estimate."""
         here, there = self._layout(left, a), self._layout(right, b)
         out = between(self.analysis, left, right)
-        ahead_ms = handover_ms(self._estimator, here, there, out)
+        ahead_ms = handover_ms(self._moves, here, there, out)
         back = between(self.analysis, right, left)
-        return ahead_ms + handover_ms(self._estimator, there, here, back)
+        return ahead_ms + handover_ms(self._moves, there, here, back)
 
     def _number(self, candidate: Candidate) -> int:
         """The same for candidates that are laid out alike."""

@@ -4,31 +4,30 @@ The presets' parts come first, and the best by estimate. If the fastest choice o
 fits in memory, that is all: more rounds made no plan faster (docs/decisions.md, "A
 round that made no plan faster is the last"). Where memory keeps it out, rounds follow:
 what is not measured enters the search with what it will probably cost
-(:mod:`cfp.search.outlook`), and what the search picks of it is measured. That ends when
-nothing will probably make the best plan faster by enough, when a round has not, or when
-enough was measured.
+(:mod:`cfp.search.expected`), and what the search picks of it is measured. That ends
+when nothing will probably make the best plan faster by enough, when a round has not, or
+when enough was measured.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import best_candidates, storage_modes
+from cfp.search.candidates import Estimates, best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
+from cfp.search.expected import Outlook
 from cfp.search.ilp import leanest
-from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory
-from cfp.search.shortlist import Estimates
-from cfp.search.wanted import Wanted, WantedMaker
+from cfp.search.wanted import Explored, Wanted, WantedMaker
 from cfp.settings import (
     CANDIDATES_IN_SIGHT,
     ROUND_IS_WORTH,
@@ -37,28 +36,6 @@ from cfp.settings import (
 )
 
 Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explored:
-    """What was measured, or estimated.
-
-    Attributes:
-        wanted: what was asked for, in order.
-        records: what is known of it, by key.
-        required: how many of ``wanted`` were asked for before any search.
-        rounds: how many searches asked for more.
-        tight: whether memory decides, so that forward passes may be computed again.
-        estimated: for each kind of segment its options by estimates, where nothing is
-            to be measured.
-    """
-
-    wanted: Sequence[Wanted] = ()
-    records: Mapping[str, ProfileRecord]
-    required: int = 0
-    rounds: int = 0
-    tight: bool
-    estimated: tuple[tuple[Option, ...], ...] = ()
 
 
 def explore(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
@@ -11,11 +11,10 @@ from cfp.analysis.layout import Choice, Layout
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import choose_candidates, segment_candidate
-from cfp.search.handover import between, handover_ms
+from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
 from cfp.search.measure import pair_job, segment_job, segment_layout
-from cfp.search.problem import Candidate
-from cfp.search.shortlist import Estimates
+from cfp.search.problem import Candidate, Option
+from cfp.search.transitions import between, handover_ms
 from cfp.settings import LEAST_ADDED_SHARE
 
 
@@ -145,6 +144,28 @@ class Wanted:
         return carrier, pair
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What was measured, or estimated.
+
+    Attributes:
+        wanted: what was asked for, in order.
+        records: what is known of it, by key.
+        required: how many of ``wanted`` were asked for before any search.
+        rounds: how many searches asked for more.
+        tight: whether memory decides, so that forward passes may be computed again.
+        estimated: for each kind of segment its options by estimates, where nothing is
+            to be measured.
+    """
+
+    wanted: Sequence[Wanted] = ()
+    records: Mapping[str, ProfileRecord]
+    required: int = 0
+    rounds: int = 0
+    tight: bool
+    estimated: tuple[tuple[Option, ...], ...] = ()
+
+
 class WantedMaker:
     """Makes candidates of segments into things to measure.
 
@@ -268,14 +289,14 @@ class WantedMaker:
             options = [candidate]
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
-        estimator = self._estimates.estimator
+        moves = self._estimates.estimator.terms.moves
         layout = self._layout(index, candidate)
         out, back = between(analysis, index, near), between(analysis, near, index)
         ways = []
         for option in options:
             there = self._layout(near, option)
-            ahead_ms = handover_ms(estimator, layout, there, out)
-            back_ms = handover_ms(estimator, there, layout, back)
+            ahead_ms = handover_ms(moves, layout, there, out)
+            back_ms = handover_ms(moves, there, layout, back)
             ways.append((option, ahead_ms + back_ms))
         return min(ways, key=lambda way: way[1])
 

@@ -17,7 +17,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.cache import Answer
 from cfp.race.candidates import predicted_size, rematerialized, with_options
-from cfp.race.limit import MEMORY_SHARE
+from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import known_to_fit
 from cfp.search.explain import segment_candidate
 from cfp.search.measure import whole_job

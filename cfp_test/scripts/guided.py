@@ -27,11 +27,10 @@ from cfp.profiling.runner import profile
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.assemble import whole_choice
-from cfp.search.candidates import best_candidates
+from cfp.search.candidates import best_candidates, estimate_kinds
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
-from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
 
 

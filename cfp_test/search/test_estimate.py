@@ -8,9 +8,8 @@ import pytest
 from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.search.candidates import best_candidates, segment_candidate
+from cfp.search.candidates import best_candidates, leading_classics, segment_candidate
 from cfp.search.problem import Candidate
-from cfp.search.shortlist import leading_classics
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated

@@ -12,13 +12,12 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import best_candidates
+from cfp.search.candidates import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.guided import explore
 from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Candidate, Option
-from cfp.search.shortlist import leading_classics
 from cfp.search.wanted import WantedMaker
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

@@ -1,19 +1,25 @@
-"""What unmeasured candidates will probably cost, by how measured ones turned out.
+"""What candidates should cost that are not measured.
 
 Estimates leave out what hides behind computing, temporaries, and what computing again
-takes: each counts as it turned out for what was measured of the kind (medians).
+takes: each counts as it turned out for what was measured of the kind (medians). Where
+nothing is to be measured, as for virtual devices, whose times say nothing about those
+of GPUs, and wherever there is no device, estimates alone decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from cfp.search.costs import Costs
+from cfp.analysis.layout import Choice
+from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
+from cfp.search.costs import Costs, build_problem
+from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.problem import Candidate, Option
-from cfp.settings import RECOMPUTE_TIME_EXPECTED
+from cfp.search.wanted import Explored
+from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
 
 class Outlook:
@@ -94,3 +100,48 @@ def _without(candidate: Candidate) -> Candidate:
 def _middle(values: Iterable[float], otherwise: float) -> float:
     found = [*values]
     return median(found) if found else otherwise
+
+
+def estimate_options(
+    estimates: Estimates,
+    presets: Mapping[str, Choice],
+    costs: Costs,
+    *,
+    per_kind: int,
+    budget_bytes: int | None,
+) -> Explored:
+    """The parts of the presets and the best others, with estimated costs.
+
+    Args:
+        estimates: of every kind of segment.
+        presets: choices for the whole program whose parts are options in any case.
+        costs: of the program's segments.
+        per_kind: how many others of each kind, at most.
+        budget_bytes: memory of one device, or None.
+    """
+    analysis = costs.analysis
+    required: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
+    for choice in presets.values():
+        for segment in analysis.segments:
+            member = segment_candidate(analysis, segment.index, choice)
+            required[segment.kind].setdefault(member.key, member)
+    options = []
+    for kind, estimate in enumerate(estimates.kinds):
+        own = list(required[kind].values())
+        expected = Outlook(costs, kind, (), estimate.without_twin())
+        candidates = choose_candidates(estimate, own, len(own) + per_kind)
+        options.append([expected.expect(candidate) for candidate in candidates])
+    problem = build_problem(costs, options, None)
+    fastest = solve_dynamically(problem)
+    assert fastest is not None, "without a budget everything fits"
+    tight = budget_bytes is not None and (
+        fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
+    )
+    if tight:
+        for kind, found in enumerate(options):
+            if costs.can_rematerialize(kind):
+                estimate = estimates.kinds[kind].without_twin()
+                expected = Outlook(costs, kind, (), estimate)
+                again = [replace(o.candidate, remat=True) for o in found]
+                found.extend(expected.expect(candidate) for candidate in again)
+    return Explored(records={}, tight=tight, estimated=tuple(map(tuple, options)))

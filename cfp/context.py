@@ -94,6 +94,11 @@ class PlannerSettings:
                 f"Expected one strategy or more to measure for each kind of segment, "
                 f"got per_kind={self.per_kind}."
             )
+        if self.others < 0:
+            raise CfpError(
+                "Expected no fewer than 0 strategies to measure beside the presets' "
+                f"parts, got others={self.others}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

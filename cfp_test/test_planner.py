@@ -125,7 +125,7 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     ("wrong", "told"),
     [
         ({"per_kind": 0}, "got per_kind=0"),
-        ({"tolerance": -0.1}, "between 0 and 1"),
+        ({"others": -1}, "got others=-1"),
         ({"repeats": 1}, "two repeats or more"),
     ],
 )

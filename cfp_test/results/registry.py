@@ -20,6 +20,7 @@ from cfp_test.results import (
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
     curves_page,
+    export_times,
     hostile_files,
     house,
     planning_ahead,
@@ -171,6 +172,12 @@ PAGES: tuple[Page, ...] = (
         figures=_doctor,
         has_text=False,
     ),
+    Page(
+        name="export_h200_202611",
+        sources=("export_h200_202611.json",),
+        figures=export_times.figures,
+        has_text=False,
+    ),
     _with_noted("full_models_h200x2_202611", building.full_models),
     _page("gpt4_h200x4_202611", _plans, *_GPT4),
     _page("gpt_h200x4_202611", _plans, *_GPT),
@@ -200,6 +207,7 @@ PAGES: tuple[Page, ...] = (
         figures=_one_as_four,
         has_text=False,
     ),
+    _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
     Page(
         name="planning_ahead_cpu_202611",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.difference import compare
+    from cfp.joining import join
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         PinError,
         PlanFileError,
         PlanMismatch,
+        ProcessError,
         StepNotTraceable,
         TargetError,
     )
@@ -56,9 +58,11 @@ _HOMES = {
         "PinError",
         "PlanFileError",
         "PlanMismatch",
+        "ProcessError",
         "StepNotTraceable",
         "TargetError",
     ),
+    "cfp.joining": ("join",),
     "cfp.plan": ("Plan",),
     "cfp.context": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
@@ -83,6 +87,7 @@ __all__ = [
     "PlanFileError",
     "PlanMismatch",
     "PlannerSettings",
+    "ProcessError",
     "StepNotTraceable",
     "TargetError",
     "Variant",
@@ -91,6 +96,7 @@ __all__ = [
     "attention_options",
     "compare",
     "described",
+    "join",
     "parallelize",
     "plan",
     "plan_fastest",

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
+from cfp.common_plan import common_plan
 from cfp.compose import compose_plan
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
@@ -90,6 +91,6 @@ def decide(
         dict(context.environment),
         outcome,
         solution.problem,
-        BuildEnvironment.beside(context.store.path),
+        BuildEnvironment.beside(context.store.build_path),
     )
-    return plan, outcome
+    return common_plan(context.agreement, plan), outcome

@@ -16,6 +16,7 @@ from cfp.errors import PlanMismatch, compose
 from cfp.plan_parts import path_text, specs_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
+from cfp.program.put import put
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if leaf.shape != shape:
             raise _other_size(arguments, i, leaf)
-        return jax.device_put(leaf, sharding)
+        return put(leaf, sharding)
     part = np.asarray(leaf)
     # What NumPy has in 64 bits JAX has in 32, unless it is told otherwise.
     if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:

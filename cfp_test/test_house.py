@@ -27,6 +27,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("batch", "presets", "roles"),
     ("profiling",),
+    ("joining",),
     ("devices",),
     ("cost",),
     ("search",),
@@ -38,6 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("plan_file", "placing"),
     ("export", "page", "plan", "plan_text", "plan_words"),
     ("describe",),
+    ("common_plan",),
     ("compose",),
     ("passes",),
     ("pipeline",),
@@ -67,6 +69,8 @@ MLIR_ATTRIBUTES = ("_lowering",)
 NON_PUBLIC: set[tuple[str, str]] = {
     # The key by which jax.jit knows one configuration from another.
     ("program/meaning.py", "jax._src.config.trace_context"),
+    # The client of jax.distributed, which carries what processes say to each other.
+    ("program/channel.py", "jax._src.distributed"),
 }
 
 MAX_LINES = 400

@@ -10,6 +10,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.moves import Move, known_moves, measure_moves
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
@@ -60,7 +61,7 @@ class Looker:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
         digests = {job.key.digest for job in jobs}
-        known = self._store.get_many(digests)
+        known = self._store.common(digests)
         self.known |= known.keys() - self._measured
         self._asked += 1
         if not self._measure:
@@ -87,10 +88,11 @@ class Looker:
                 limits=how.limits,
             ).records
         except KeyboardInterrupt:
-            if self._asked == 1:
+            # Of several processes the others would go on.
+            if self._asked == 1 or not Agreement.of(self._mesh).alone:
                 raise
             self.interrupted = True
-            return self._store.get_many(digests)
+            return self._store.common(digests)
 
     def moves(self, moves: Sequence[Move], environment: Parts) -> dict[Move, float]:
         """Milliseconds of moves, as far as they are known or may be measured."""
@@ -106,5 +108,7 @@ class Looker:
                     limits=self._options.limits,
                 )
             except KeyboardInterrupt:
+                if not Agreement.of(self._mesh).alone:
+                    raise
                 self.interrupted = True
         return known_moves(moves, self._mesh, self._store, environment)

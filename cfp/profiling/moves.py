@@ -91,7 +91,7 @@ def known_moves(
 ) -> dict[Move, float]:
     """Milliseconds of those moves that were measured before."""
     keys = {move: move.key(mesh, environment).digest for move in moves}
-    return _times(keys, store.get_many(keys.values()))
+    return _times(keys, store.common(keys.values()))
 
 
 def measure_moves(

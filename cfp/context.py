@@ -261,7 +261,7 @@ def open_context(
         yield from _opened(mesh, cache_dir, budget_bytes, settings, agreement)
 
 
-def agreement_of(mesh: Mesh | DescribedMesh) -> Agreement:
+def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
     """Of the processes that have a mesh's devices.
 
     Raises:

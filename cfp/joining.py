@@ -233,11 +233,16 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
     return int(text)
 
 
+def is_asked(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment has a command be one of several processes."""
+    found = os.environ if environment is None else environment
+    names = (COORDINATOR, PROCESSES, PROCESS_ID)
+    return any(map(found.get, names)) or found.get(JOIN, "") not in ("", "0")
+
+
 def join_if_asked() -> None:
     """Joins other processes if the environment asks for it; see :func:`join`."""
-    asked = os.environ.get(JOIN, "") not in ("", "0")
-    member = Membership.of(None, None, None, os.environ)
-    if (asked or member is not None) and not jax.distributed.is_initialized():
+    if is_asked() and not jax.distributed.is_initialized():
         seconds = {
             name: int(os.environ[variable])
             for name, variable in _SECONDS.items()
@@ -247,5 +252,10 @@ def join_if_asked() -> None:
 
 
 def is_follower() -> bool:
-    """Whether another process of this program decides, prints and writes files."""
-    return jax.process_index() != 0
+    """Whether another process of this program decides, prints and writes files.
+
+    Asks for no devices.
+    """
+    if (talk := conversation()) is not None:
+        return talk.channel.process != 0
+    return os.environ.get(PROCESS_ID, "0") != "0"

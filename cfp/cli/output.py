@@ -9,6 +9,7 @@ from rich import box
 from rich.console import RenderableType
 
 from cfp.errors import CfpError
+from cfp.joining import is_follower
 from cfp.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
@@ -26,7 +27,7 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
     Raises:
         CfpError: it cannot be.
     """
-    if output is None:
+    if output is None or is_follower():
         return
     try:
         made.save(output)

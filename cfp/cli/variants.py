@@ -59,6 +59,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     shapes, every = _shapes(given)
     cluster = _cluster(given)
     platform.select("cpu" if cluster else given["platform"], shapes[0])
+    o.leave_printing_to_process_0()
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(

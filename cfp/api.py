@@ -162,7 +162,10 @@ def _find_plan(
     with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
         try:
             context.agreement.same(
-                {"program": analysis.frame.program.fingerprint[:12], "preset": f"{preset}"}
+                {
+                    "program": analysis.frame.program.fingerprint[:12],
+                    "preset": f"{preset}",
+                }
             )
             if preset is not None:
                 solution = preset_solution(analysis, preset)

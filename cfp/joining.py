@@ -20,7 +20,11 @@ from cfp.errors import ProcessError, compose
 from cfp.profiling.conversation import conversation
 from cfp.profiling.processes import differing
 
-COORDINATOR, PROCESSES, PROCESS_ID = "CFP_COORDINATOR", "CFP_PROCESSES", "CFP_PROCESS_ID"
+COORDINATOR, PROCESSES, PROCESS_ID = (
+    "CFP_COORDINATOR",
+    "CFP_PROCESSES",
+    "CFP_PROCESS_ID",
+)
 # Asks commands to join without saying whom.
 JOIN = "CFP_JOIN"
 # For commands: how long others may take to come, and to give a sign of life.

@@ -185,7 +185,6 @@ class _Parent:
             death.pid == self._child and death.suspects for death in deaths
         )
 
-
     def among_several(self) -> int:
         """The exit code of one process of several, and why it died if it did."""
         if not self._names():

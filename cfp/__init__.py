@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.difference import compare
-    from cfp.joining import join
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         StepNotTraceable,
         TargetError,
     )
+    from cfp.joining import join
     from cfp.plan import Plan
     from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 

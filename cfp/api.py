@@ -161,12 +161,8 @@ def _find_plan(
     analysis, interrupted = analyzed.analysis, False
     with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
         try:
-            context.agreement.same(
-                {
-                    "program": analysis.frame.program.fingerprint[:12],
-                    "preset": f"{preset}",
-                }
-            )
+            program = analysis.frame.program.fingerprint[:12]
+            context.agreement.same({"program": program, "preset": str(preset)})
             if preset is not None:
                 solution = preset_solution(analysis, preset)
                 is_there = context.described is None

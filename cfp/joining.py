@@ -27,8 +27,8 @@ COORDINATOR, PROCESSES, PROCESS_ID = (
 )
 # Asks commands to join without saying whom.
 JOIN = "CFP_JOIN"
-# For commands: how long others may take to come, and to give a sign of life.
-_SECONDS = {"join_seconds": "CFP_JOIN_SECONDS", "lost_seconds": "CFP_LOST_SECONDS"}
+# How long others may take to come, and to give a sign of life.
+JOIN_SECONDS, LOST_SECONDS = 50, 20
 _LOOK_SECONDS = 0.2
 # JAX ends the process at its own deadline, with fewer words.
 _LATER_SECONDS = 60
@@ -91,8 +91,8 @@ def join(
     processes: int | None = None,
     process_id: int | None = None,
     *,
-    join_seconds: int = 50,
-    lost_seconds: int = 20,
+    join_seconds: int = JOIN_SECONDS,
+    lost_seconds: int = LOST_SECONDS,
 ) -> None:
     """Joins the processes of a program; before anything else that uses JAX's devices.
 
@@ -247,12 +247,15 @@ def is_asked(environment: Mapping[str, str] | None = None) -> bool:
 def join_if_asked() -> None:
     """Joins other processes if the environment asks for it; see :func:`join`."""
     if is_asked() and not jax.distributed.is_initialized():
-        seconds = {
-            name: int(os.environ[variable])
-            for name, variable in _SECONDS.items()
-            if os.environ.get(variable, "").isdecimal()
-        }
-        join(**seconds)
+        join(
+            join_seconds=_seconds("CFP_JOIN_SECONDS", JOIN_SECONDS),
+            lost_seconds=_seconds("CFP_LOST_SECONDS", LOST_SECONDS),
+        )
+
+
+def _seconds(name: str, usual: int) -> int:
+    found = _number(name, None, os.environ)
+    return usual if found is None else found
 
 
 def is_follower() -> bool:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
+from cfp.context import agreement_of
 from cfp.difference import Difference
 from cfp.errors import CfpError, DeviceError, compose
-from cfp.context import agreement_of
 from cfp.execute import CompiledStep
 from cfp.plan import Plan
 from cfp.profiling.conversation import together

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
+from cfp.cli import options as o
 from cfp.devices.described import Cluster, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.targets import MICROBATCHES, Target, resolve

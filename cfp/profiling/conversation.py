@@ -192,7 +192,7 @@ def lost(failed: dict[int, str]) -> ProcessError:
     first, *more = failed[min(failed)].splitlines()
     return ProcessError(
         compose(
-            f"Process {numbers} of this program has failed, so that this one ends, too.",
+            f"Process {numbers} of this program has failed, and so this one ends.",
             expected="all processes to go on together",
             got="\n    ".join([first, *more]),
             attempt="see what it printed; then start all processes again: what was "

@@ -37,10 +37,10 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     )
 
 
-def fetch(leaf: jax.Array, device: jax.Device) -> jax.Array:
+def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     """A whole array on one device of this process, wherever its parts are.
 
-    All processes that have parts of it call this.
+    All processes that have parts of it call this, each with a `jax.Device` of its own.
     """
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, device)

@@ -97,13 +97,13 @@ def main(folder: Path, fault: str) -> None:
     for number in range(3):
         if fault == "die-step" and number == 1:
             end()
-        w, loss = run(w, plan.place(mine))
+        w, loss = run(w, plan.place(mine, argument="batch"))
         print("LOSS", float(loss), flush=True)
     # A loop of one's own, or the step that plans itself, is no other.
     again = cfp.parallelize(
         step, mesh=mesh, quiet=True, preset="data_parallel", cache_dir=folder / "cache"
     )
-    again(w, plan.place(mine))
+    again(w, plan.place(mine, argument="batch"))
     print("PLAN", again.plan.winner, plan.arg_specs, measured.measured_ms, flush=True)
 
 

@@ -31,10 +31,10 @@ PATIENCE_SECONDS = 2400.0
 AFTER_A_FAILURE_SECONDS = 15.0
 AFTER_A_RUN = "the outcome of a run"
 _LOOK_SECONDS = 1.0
-_SAY_SECONDS = 10.0
+_SAY_SECONDS = 5.0
 # From hearing that another has failed to the end of a process that does not react:
 # its devices wait for the other's, which nothing can interrupt.
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 5.0
 _ROOT = "cfp"
 _FAILED = "failed"
 
@@ -48,6 +48,7 @@ class Conversation:
     Attributes:
         channel: what carries it.
         patience: seconds to wait for another process.
+        after_failure: the same, once something failed here.
         chapter: how many times planning began.
         number: how many things were said in this chapter.
         depth: how many plans are being made, one within another.
@@ -55,6 +56,7 @@ class Conversation:
 
     channel: Channel
     patience: float = PATIENCE_SECONDS
+    after_failure: float = AFTER_A_FAILURE_SECONDS
     chapter: int = 0
     number: int = 0
     depth: int = 0
@@ -87,12 +89,20 @@ class Conversation:
         Raises:
             ProcessError: another is gone, which is why it failed here.
         """
-        patience, self.patience = self.patience, AFTER_A_FAILURE_SECONDS
+        patience, self.patience = self.patience, self.after_failure
         try:
             return self.gathered(AFTER_A_RUN, failure)
         except ProcessError as error:
+            first, *_ = str(error).splitlines()
             raise ProcessError(
-                f"{error}\n  here a program failed: {failure.splitlines()[0]}"
+                compose(
+                    "A program failed in this process of several, which cannot go on "
+                    "without the others.",
+                    expected="the same outcome in all processes",
+                    got=f"{failure.splitlines()[0]}. {first}",
+                    attempt="see what the other processes printed, and whether one of "
+                    "them has ended; then start all again: what was measured is kept",
+                )
             ) from error
         finally:
             self.patience = patience

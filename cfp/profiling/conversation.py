@@ -31,6 +31,7 @@ PATIENCE_SECONDS = 2400.0
 AFTER_A_FAILURE_SECONDS = 15.0
 AFTER_A_RUN = "the outcome of a run"
 _LOOK_SECONDS = 1.0
+_LOOKS = 5
 _SAY_SECONDS = 5.0
 # From hearing that another has failed to the end of a process that does not react:
 # its devices wait for the other's, which nothing can interrupt.
@@ -173,6 +174,12 @@ class Conversation:
     def _compare(self, which: str, theirs: str, ours: str) -> None:
         if theirs == ours:
             return
+        if theirs == AFTER_A_RUN:
+            # There a program failed, which it is about to say.
+            for _ in range(_LOOKS):
+                if failed := self.failures():
+                    raise lost(failed)
+                time.sleep(_LOOK_SECONDS)
         other = 0 if which == "all" else int(which)
         raise ProcessError(
             compose(

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from cfp.devices.joining import Membership, join_if_asked
 from cfp.errors import CfpError, DeviceError, MeshError, compose
-from cfp.joining import Membership, join_if_asked
 
 PLATFORMS = ("cpu", "cuda")
 DEFAULT_CPU_DEVICES = 4

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 import cfp
+from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
-from cfp.joining import Membership
 from cfp.profiling.processes import differing
 from cfp_test.several import Ended, described, ends, run_all, start
 

@@ -23,7 +23,7 @@ from cfp.cli import (
 from cfp.cli.options import INTERRUPTED, PASS_ON
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor.command import main as doctor
-from cfp.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
+from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 
 class Commands(TyperGroup):

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from cfp.cli.supervise import Supervision
 from cfp.context import PlannerSettings
+from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
-from cfp.joining import is_follower
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path

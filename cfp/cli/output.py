@@ -8,9 +8,9 @@ from pathlib import Path
 from rich import box
 from rich.console import RenderableType
 
+from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
-from cfp.joining import is_follower
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 

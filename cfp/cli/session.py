@@ -13,8 +13,8 @@ from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
-from cfp.joining import is_follower
-from cfp.pipeline import Pins, analyze_step
+from cfp.devices.joining import is_follower
+from cfp.passes.pipeline import Pins, analyze_step
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering
 from cfp.targets import Target, resolve

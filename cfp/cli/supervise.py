@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
-from cfp.joining import is_asked
 from cfp.profiling import marks
 from cfp.profiling.deaths import Ended, bury
 from cfp.profiling.marks_folder import MarksFolder

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.context import PlannerSettings
-from cfp.joining import is_follower
+from cfp.devices.joining import is_follower
 from cfp.profiling.runner import Progress
 from cfp.report.console import literal_console
 

@@ -20,10 +20,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import cfp
-from cfp.joining import join
-from cfp.plan import Plan
+from cfp.checking.trial import run_trial
+from cfp.devices.joining import join
+from cfp.plan.plan import Plan
 from cfp.targets import Target, model_target
-from cfp.trial import run_trial
 from cfp_test.models.tiny import TINY
 
 STEPS = 2

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 import cfp
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.collectives import known_rates
 from cfp.profiling.common_store import open_store
 from cfp.profiling.hlo import collectives_in

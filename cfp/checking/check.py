@@ -1,0 +1,342 @@
+"""Checks a plan's steps against the same steps on one device.
+
+Both compute in float32 where the step computes in less, with the highest precision of
+matrix products: what is left to differ is the order of sums in float32. It is measured,
+not guessed: one device runs every step again, from arguments that differ in their last
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from cfp.checking.difference import Difference, compare, norms
+from cfp.plan.plan import Plan
+from cfp.program.fixed import fixed, released
+from cfp.program.graft import Constraints, Spec
+from cfp.program.put import fetch
+from cfp.program.step import FlatStep
+from cfp.program.widen import wide_dtype, with_dtype
+from cfp.runtime.execute import CompiledStep, compile_step
+
+FULL_TOLERANCE = 1e-5
+LOW_TOLERANCE = 1e-2
+# Of steps that compute in float64 throughout.
+DOUBLE_TOLERANCE = 1e-12
+
+# Whatever is asked for, and whatever rounding does: a leaf of zeros is off by 1.
+MOST_ALLOWED = 0.5
+
+# An optimizer that divides gradients by their own size makes large what was rounding:
+# where a gradient is all but zero, no two orders of summation agree. So a leaf may be
+# off by this many times what the last bit of the arguments does to it.
+ROUNDING_MARGIN = 10.0
+
+# What is nothing but rounding may be larger or smaller by as much: the gradient of a
+# bias before a normalization, which is zero, was 11 times as large on four devices.
+SIZE_MARGIN = 100.0
+
+# Where a step hardly changes a leaf of the state, it may be off by less: by this many
+# times the tolerance, of the change. Otherwise a small step would hide what it does
+# wrong.
+CHANGE_MARGIN = 1000.0
+
+# From how many arguments in their neighbourhood that is found out. Where it is one
+# number of a leaf that varies, one try may happen to be a hundred times too small.
+NUDGES = 3
+# And from how many more before a check fails.
+MORE_NUDGES = 13
+
+# Of a run on one device: its leaves' sizes, and how far they are from the first run's.
+_Alone = tuple[dict[str, float], list[Difference]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """L2 norms of a leaf.
+
+    Attributes:
+        found: under the plan.
+        least, most: on one device, from several arguments in the neighbourhood.
+    """
+
+    found: float
+    least: float
+    most: float
+
+    def alike(self) -> bool:
+        """Whether a plan makes the leaf about as large as one device does."""
+        low, high = self.least / SIZE_MARGIN, self.most * SIZE_MARGIN
+        return low <= self.found <= high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A step under a plan and on one device.
+
+    All numbers but sizes are relative L2 distances from what one device returns.
+
+    Attributes:
+        differences: of what the plan returns, the furthest first.
+        rounding: of what one device returns if the last bits of its arguments are
+            others, as a root mean square of several tries, by path.
+        changes: of the state before the step, by path; 0 for what is no state.
+        sizes: of the leaves, by path.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)
+
+    def allowed(self, path: str, tolerance: float) -> float:
+        """How far off a leaf may be, which is less than a leaf of zeros is.
+
+        Args:
+            path: of the leaf.
+            tolerance: what always passes in a leaf that steps change enough.
+        """
+        share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
+        return min(max(tolerance * share, self._noise(path)), MOST_ALLOWED)
+
+    def failures(self, tolerance: float) -> list[Difference]:
+        """The leaves that are further off than they may be."""
+        return [d for d in self._far(tolerance) if not self._is_noise(d.path)]
+
+    def undecided(self, tolerance: float) -> list[Difference]:
+        """Leaves of which rounding alone decides what they are, on one device, too.
+
+        Such as the moments of a parameter whose gradient is zero. There is nothing to
+        compare but their size, and these have it.
+        """
+        return [d for d in self._far(tolerance) if self._is_noise(d.path)]
+
+    def _far(self, tolerance: float) -> list[Difference]:
+        return [
+            d
+            for d in self.differences
+            if not d.relative_l2 <= self.allowed(d.path, tolerance)
+        ]
+
+    def _noise(self, path: str) -> float:
+        noise = self.rounding.get(path, 0.0)
+        return ROUNDING_MARGIN * noise if isfinite(noise) else 0.0
+
+    def _is_noise(self, path: str) -> bool:
+        sizes = self.sizes.get(path)
+        noisy = self._noise(path) >= MOST_ALLOWED
+        return noisy and sizes is not None and sizes.alike()
+
+
+class Check:
+    """A plan's steps and one device's, each from where the last one left off there.
+
+    Both sides start every step from one device's state, so that what a step does is not
+    mixed up with what became of earlier roundings.
+
+    Attributes:
+        planned: the step under a plan, in wide types.
+        tolerance: relative L2 distance that always passes: more than float32's where
+            the step calls kernels that compute in less.
+    """
+
+    def __init__(
+        self,
+        planned: CompiledStep,
+        alone: CompiledStep,
+        feedback: Mapping[int, int | None],
+    ) -> None:
+        """Takes both sides as :func:`both_sides` compiles them.
+
+        Args:
+            planned: the step under a plan.
+            alone: the step on one device.
+            feedback: for each argument that is state the result that replaces it; None
+                for all of it.
+        """
+        self.planned = planned
+        self._alone = alone
+        self._feedback = feedback
+        self._static = {key for key, _ in alone.step.static}
+        self._args: list[Any] = []
+        self.tolerance = (
+            LOW_TOLERANCE
+            if planned.narrow
+            else DOUBLE_TOLERANCE
+            if planned.double
+            else FULL_TOLERANCE
+        )
+
+    def start(self, args: Sequence[Any]) -> None:
+        """Copies the arguments, which the plan's step is about to overwrite."""
+        self._args = list(args)
+        # To where results of one device will be: from step to step nothing moves.
+        [device] = self._alone.out_shardings[0].device_set
+        self._args = self._each(
+            lambda arg: fresh(jax.device_put(self._here(arg), device))
+        )
+
+    def step(self) -> Comparison:
+        """Runs a step on both sides.
+
+        Where leaves are further off than rounding explains, rounding is looked at more
+        closely: of so few tries the mean square may happen to be far too small.
+        """
+        expected = self._alone(*self._each(fresh))
+        alone = [(norms(expected), compare(expected, expected))]
+        alone += [self._nudged(expected, seed) for seed in range(NUDGES)]
+        found = self._here(self.planned(*self._each(fresh)))
+        before = self._before(expected)
+        sides = (compare(found, expected), norms(found), compare(before, expected))
+        made = _comparison(alone, *sides)
+        if made.failures(self.tolerance):
+            more = range(NUDGES, NUDGES + MORE_NUDGES)
+            alone += [self._nudged(expected, seed) for seed in more]
+            made = _comparison(alone, *sides)
+        feed_back(self._args, expected, self._feedback)
+        return made
+
+    def _here(self, tree: Any) -> Any:
+        """Arrays of which other processes have parts, on one device of this one."""
+        [device] = self._alone.out_shardings[0].device_set
+
+        def here(leaf: Any) -> Any:
+            is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            return fetch(leaf, device) if is_global else leaf
+
+        return released(jax.tree.map(here, fixed(tree)))
+
+    def _nudged(self, expected: Any, seed: int) -> _Alone:
+        """What one device makes of arguments in the neighbourhood."""
+        moved = self._alone(*self._each(partial(nudge, seed=seed)))
+        return norms(moved), compare(moved, expected)
+
+    def _each(self, change: Callable[[Any], Any]) -> list[Any]:
+        return [
+            a if i in self._static else released(change(fixed(a)))
+            for i, a in enumerate(self._args)
+        ]
+
+    def _before(self, result: Any) -> Any:
+        """A step's result with the state as it was before; the rest as it is."""
+        for position, place in self._feedback.items():
+            if place is None:
+                return self._args[position]
+        parts = dict(enumerate(result)) if self._feedback else {0: result}
+        parts |= {place: self._args[i] for i, place in self._feedback.items()}
+        leaves = [leaf for part in parts.values() for leaf in jax.tree.leaves(part)]
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+
+def _comparison(
+    alone: Sequence[_Alone],
+    differences: Sequence[Difference],
+    found: Mapping[str, float],
+    changes: Sequence[Difference],
+) -> Comparison:
+    """Compares a step with what one device makes of it.
+
+    Args:
+        alone: of one device, from the arguments as they are and from others near them.
+        differences: of what the plan returns.
+        found: its leaves' sizes.
+        changes: of the state, by the step.
+    """
+    squares: dict[str, float] = {}
+    for _, moved in alone[1:]:
+        for d in moved:
+            square = d.relative_l2**2 / (len(alone) - 1)
+            squares[d.path] = squares.get(d.path, 0.0) + square
+    return Comparison(
+        differences=tuple(differences),
+        rounding={path: sqrt(square) for path, square in squares.items()},
+        changes={d.path: d.relative_l2 for d in changes},
+        sizes={
+            path: Sizes(
+                size,
+                min(sizes[path] for sizes, _ in alone),
+                max(sizes[path] for sizes, _ in alone),
+            )
+            for path, size in found.items()
+        },
+    )
+
+
+def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
+    """Compiles a plan's step, with the plan's compiler options, and one device's.
+
+    Both compute in float32, or in float64 what does so anyway.
+
+    Args:
+        plan: bound to its step, on its mesh.
+    """
+    step, mesh = plan.step, plan.mesh
+    assert step is not None and mesh is not None
+    planned = compile_step(
+        step,
+        mesh,
+        plan.fingerprint,
+        plan.arg_specs,
+        plan.output_specs,
+        plan.constraints,
+        # A memory limit, too: in wider types more is computed again for it, not less.
+        plan.options,
+        wide=True,
+    )
+    return planned, compile_alone(step, mesh.local_devices[0])
+
+
+def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
+    """Compiles a step for one device, in float32."""
+
+    def whole(leaves: Iterable[Any]) -> list[Spec]:
+        return [((),) * len(leaf.shape) for leaf in leaves]
+
+    mesh = Mesh(np.array([device]), ("alone",))
+    return compile_step(
+        step,
+        mesh,
+        None,
+        whole(step.avals),
+        whole(jax.tree.leaves(step.traced.out_info)),
+        Constraints({}, {}),
+        wide=True,
+    )
+
+
+def fresh(tree: Any) -> Any:
+    """Arrays in memory of their own, in float32 if they are in less.
+
+    What is moved alone may share memory with what a step is about to overwrite.
+    """
+    return jax.tree.map(lambda x: with_dtype(jnp.copy(x), wide_dtype(x.dtype)), tree)
+
+
+@jax.jit
+def nudge(tree: Any, seed: int = 0) -> Any:
+    """Every float of some arrays one bit up or down, at random."""
+    # JAX's own generator takes many seconds to compile for hundreds of arrays.
+    key = jax.random.key(seed, impl="rbg")
+
+    def change(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = jax.random.rademacher(key, x.shape, x.dtype)
+        return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+
+    return jax.tree.map(change, tree)
+
+
+def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
+    """Puts what a step returned in place of the arguments that are state."""
+    for position, place in feedback.items():
+        args[position] = result if place is None else result[place]

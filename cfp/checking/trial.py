@@ -1,0 +1,284 @@
+"""Runs a target for real under a plan, for a few steps, and checks it if asked to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
+
+from cfp.checking.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
+from cfp.checking.difference import Difference
+from cfp.context import agreement_of
+from cfp.errors import CfpError, DeviceError, compose
+from cfp.plan.plan import Plan
+from cfp.profiling.conversation import together
+from cfp.profiling.overwritten import count_rematerialized
+from cfp.profiling.processes import Agreement
+from cfp.program.step import FlatStep, flatten_step
+from cfp.runtime.execute import CompiledStep
+from cfp.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step.
+
+    Attributes:
+        time_ms: from the call until everything is computed.
+        metrics: the scalars that it returned, by path, apart from the state.
+        comparison: with one device, if checked.
+    """
+
+    time_ms: float
+    metrics: Mapping[str, float]
+    comparison: Comparison = field(default_factory=Comparison)
+
+    @property
+    def loss(self) -> float | None:
+        """The metric that is called a loss, if there is one."""
+        found = [v for name, v in self.metrics.items() if "loss" in name.lower()]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Some steps under a plan.
+
+    Attributes:
+        steps: in order.
+        tolerance: what a checked step may differ by.
+        checked: whether they were compared with one device's.
+        rematerialized: how many instructions the compiler computes again by itself, in
+            the step and, if checked, in what was compared; None where a program has no
+            text.
+    """
+
+    steps: tuple[StepResult, ...]
+    tolerance: float
+    checked: bool
+    rematerialized: tuple[int | None, ...] = ()
+
+    @property
+    def median_ms(self) -> float:
+        """Median step time; the first step, which warms up, counts only alone."""
+        times = [s.time_ms for s in self.steps]
+        return statistics.median(times[1:] or times)
+
+    @property
+    def largest(self) -> Difference | None:
+        """The largest difference of all steps."""
+        found = [d for s in self.steps for d in s.comparison.differences[:1]]
+        return max(found, key=lambda d: d.relative_l2, default=None)
+
+    @property
+    def failures(self) -> list[tuple[int, Difference]]:
+        """Step numbers and leaves that are further off than they may be."""
+        return [
+            (number, d)
+            for number, step in enumerate(self.steps)
+            for d in step.comparison.failures(self.tolerance)
+        ]
+
+    @property
+    def undecided(self) -> set[str]:
+        """Leaves of which only the size is compared; see :class:`Comparison`."""
+        return {
+            d.path
+            for step in self.steps
+            for d in step.comparison.undecided(self.tolerance)
+        }
+
+
+def run_trial(
+    plan: Plan,
+    target: Target,
+    *,
+    steps: int,
+    check: bool = False,
+    tolerance: float | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Trial:
+    """Runs a target under a plan.
+
+    What the step returns in the structure of one of its arguments is its state, and
+    goes back in. All other arguments stay the same from step to step.
+
+    Args:
+        plan: on its mesh.
+        target: what was planned.
+        steps: how many.
+        check: run the same steps in float32, too (in float64 what computes in that),
+            under the plan and on one device, and compare metrics and state.
+        tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
+            all is computed in float64, and 1e-2 where kernels from elsewhere compute
+            in less than float32. More passes only where rounding explains it, and
+            never a leaf of zeros.
+        seed: of random arguments.
+        progress: told what is being done.
+
+    Raises:
+        PlanMismatch: the plan is not for this target.
+        DeviceError: the step failed on the devices.
+        ProcessError: another process has failed, or is gone.
+        CfpError: it cannot run more than once.
+    """
+    agreement = agreement_of(plan.mesh)
+    with together(agreement.alone):
+        return _run_trial(
+            plan,
+            target,
+            agreement=agreement,
+            steps=steps,
+            check=check,
+            tolerance=tolerance,
+            seed=seed,
+            progress=progress,
+        )
+
+
+def _run_trial(
+    plan: Plan,
+    target: Target,
+    *,
+    agreement: Agreement,
+    steps: int,
+    check: bool,
+    tolerance: float | None,
+    seed: int,
+    progress: Callable[[str], None] | None,
+) -> Trial:
+    tell = progress or (lambda _: None)
+    step = flatten_step(
+        target.step,
+        target.args,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
+    )
+    # With the step a plan that was loaded knows the static arguments.
+    bound = replace(plan, step=step).bind(target.step, *target.args)
+    feedback = _feedback(target, step, plan, steps)
+    try:
+        tell("compiling")
+        compiled = bound.compile_bound()
+        checking = None
+        if check:
+            tell("compiling in float32, under the plan and for one device")
+            checking = Check(*both_sides(bound), feedback)
+        tell("making the arguments")
+        args = list(target.make_args(bound.in_shardings, seed))
+        if checking is not None:
+            checking.start(args)
+        results = []
+        for number in range(steps):
+            tell(f"step {number + 1} of {steps}")
+            results.append(_one_step(compiled, args, feedback, checking))
+    except jax.errors.JaxRuntimeError as error:
+        agreement.end_of_run(str(error).strip())
+        raise DeviceError(
+            compose(
+                "The step failed on the devices.",
+                expected="a step that runs under its plan",
+                got=str(error).strip().splitlines()[0],
+                attempt="a plan with a --memory-budget, a smaller batch, or more "
+                "devices",
+            )
+        ) from error
+    if tolerance is None:
+        tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
+    programs = [compiled] if checking is None else [compiled, checking.planned]
+    return Trial(
+        steps=tuple(results),
+        tolerance=tolerance,
+        checked=check,
+        rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
+    )
+
+
+def _one_step(
+    compiled: CompiledStep,
+    args: list[Any],
+    feedback: dict[int, int | None],
+    check: Check | None,
+) -> StepResult:
+    started = time.perf_counter()
+    result = jax.block_until_ready(compiled(*args))
+    time_ms = (time.perf_counter() - started) * 1000
+    comparison = check.step() if check is not None else Comparison()
+    feed_back(args, result, feedback)
+    return StepResult(
+        time_ms=time_ms,
+        metrics=_metrics(result, feedback),
+        comparison=comparison,
+    )
+
+
+# ---------------------------------------------------------------- what goes back in
+
+
+def _feedback(
+    target: Target, step: FlatStep, plan: Plan, steps: int
+) -> dict[int, int | None]:
+    """For each argument that is state the result that replaces it; None for all of it.
+
+    Raises:
+        CfpError: a donated argument has no successor, and there is a second step.
+    """
+    out = step.traced.out_info
+    whole = _types(out, tree_leaves(out))
+    parts = (
+        [_types(part, tree_leaves(part)) for part in out]
+        if isinstance(out, tuple | list)
+        else []
+    )
+    found: dict[int, int | None] = {}
+    start = 0
+    for position, arg in enumerate(target.args):
+        if position in target.static:
+            continue
+        count = len(tree_leaves(arg))
+        avals = step.avals[start : start + count]
+        donated = any(plan.donated[start : start + count])
+        start += count
+        if not donated and count < 2:
+            continue  # An array of the same shape need not be the same thing.
+        wanted = _types(arg, avals)
+        matches = [
+            i
+            for i, part in enumerate(parts)
+            if part == wanted and i not in found.values()
+        ]
+        if whole == wanted:
+            found[position] = None
+        elif matches:
+            found[position] = matches[0]
+        elif donated and steps > 1:
+            raise CfpError(
+                f"Argument {position} is donated, and the step returns nothing of its "
+                "structure to take its place, so it can run only once. Use --steps 1, "
+                "or plan without donating it."
+            )
+    return found
+
+
+def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:
+    return tree_structure(tree), [(aval.shape, aval.dtype) for aval in avals]
+
+
+def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:
+    if None in feedback.values():
+        return {}
+    found = {}
+    for path, leaf in tree_flatten_with_path(result)[0]:
+        if path and getattr(path[0], "idx", None) in feedback.values():
+            continue
+        if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name.partition("/")[2] or f"output {name}".strip()] = float(leaf)
+    return found

@@ -1,0 +1,309 @@
+"""Arrival: a plan that was made elsewhere, timed on the devices that it is for.
+
+Timed in turn are the plan, those that the same prediction has next, and the presets.
+So it is seen how far the prediction was off, and whether another plan is faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis
+from cfp.context import PlannerSettings, device_memory, open_context
+from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
+from cfp.errors import CfpError, DeviceError, PlanMismatch, TargetError, compose
+from cfp.passes.profile import profile
+from cfp.passes.search import search
+from cfp.plan.compose import compose_plan
+from cfp.plan.parts import constraints_to_json
+from cfp.plan.plan import Plan
+from cfp.presets.classics import presets
+from cfp.profiling.builder import Built, Job
+from cfp.profiling.key import Parts, ProfileKey, environment_parts
+from cfp.profiling.options import MeasureOptions
+from cfp.profiling.runner import Progress
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.step import FlatStep
+from cfp.race.outcome import RaceOutcome, race_row
+from cfp.race.programs import RaceProgram, RaceResult, programs_of
+from cfp.race.turns import race_programs
+from cfp.solution import Candidate, predicted_ms
+
+_ROUNDS = 2
+_RUNNERS_UP = 2
+_NAME = "the plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """How a plan did on its devices.
+
+    Attributes:
+        plan: that was verified.
+        best: the fastest of all that were timed, measured: this plan, or another.
+        measured_ms: median step time of the plan, or None if it did not run.
+        rows: all that were timed, the fastest first.
+        seconds: how long it took.
+    """
+
+    plan: Plan
+    best: Plan
+    measured_ms: float | None
+    rows: tuple[RaceResult, ...] = field(repr=False)
+    seconds: float
+
+    @property
+    def off(self) -> float | None:
+        """Predicted over measured, less one; None if either is not known."""
+        if self.plan.predicted_ms is None or self.measured_ms is None:
+            return None
+        return self.plan.predicted_ms / self.measured_ms - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing that was timed is faster than the plan."""
+        return self.best.winner == self.plan.winner
+
+
+def check_devices(plan: Plan, mesh: Mesh) -> None:
+    """Checks that devices are of the kind that a plan is for.
+
+    Raises:
+        DeviceError: they are others.
+    """
+    kinds = sorted({device.device_kind for device in mesh.devices.flat})
+    wanted = plan.environment.get("device_kind", "")
+    if wanted and kinds != [wanted]:
+        raise DeviceError(
+            compose(
+                "These are other devices than the plan is for.",
+                expected=f"{mesh.size} of {wanted}",
+                got=f"{mesh.size} of {', '.join(kinds)}",
+                attempt="the devices that it is for; cfp plan, for a plan of these; or "
+                "--other-devices, to time it here all the same",
+            )
+        )
+
+
+def verify(
+    plan: Plan,
+    analysis: Analysis,
+    step: FlatStep,
+    out_tree: Any,
+    *,
+    mesh: Mesh,
+    seconds: float = 60.0,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[Progress | str], None] | None = None,
+) -> Verified:
+    """Times a plan, its predicted runners-up and the presets.
+
+    Args:
+        plan: of the step, from elsewhere.
+        analysis: of the step on the mesh.
+        step: that was planned.
+        out_tree: the structure of its results.
+        mesh: the devices; its axes are the plan's.
+        seconds: about how long it may take; what is not compiled by then is left out.
+        cache_dir: where measurements are kept.
+        progress: told what is being done.
+
+    Raises:
+        PlanMismatch: the plan is for another step.
+        DeviceError: nothing runs.
+    """
+    started = time.monotonic()
+    program = analysis.frame.program
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatch(
+            compose(
+                "The plan is for another step, or other arguments.",
+                expected=f"a program with the fingerprint {plan.fingerprint[:12]}",
+                got=program.fingerprint[:12],
+                attempt="the target and the options that were planned, or cfp plan",
+            )
+        )
+    environment = environment_parts(list(mesh.devices.flat))
+    rivals = _rivals(plan, analysis, cache_dir)
+    where = (*environment, ("race", "verified"))
+    others = programs_of(analysis, rivals, where)
+    mine = RaceProgram(
+        name=_NAME, job=_job(plan, analysis, where), predicted_ms=plan.predicted_ms
+    )
+    built: dict[str, Built] = {}
+    with ProfileStore(store_path(cache_dir)) as store:
+        results = race_programs(
+            program,
+            mesh,
+            [mine, *others],
+            store,
+            budget_bytes=device_memory(mesh),
+            rounds=_ROUNDS,
+            end=started + seconds,
+            built=built,
+            options=MeasureOptions(progress=progress),
+        )
+    best = min(results, key=lambda result: result.time_ms)
+    if not best.ran:
+        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in results)
+        raise DeviceError(
+            compose(
+                "Nothing of what was to be timed runs on these devices.",
+                expected="the plan, or a preset, to run",
+                got=reasons[:2000],
+                attempt="cfp plan, which finds plans for these devices",
+            )
+        )
+    own, *rest = results
+    named = [replace(own, name=plan.winner), *rest]
+    rows = tuple(map(race_row, named))
+    if best is own or own.samples_ms == best.samples_ms:
+        made = replace(
+            plan,
+            measured_ms=own.time_ms,
+            peak_bytes=own.peak_bytes,
+            rung="measured",
+            race=rows,
+            environment=dict(environment),
+            mesh=mesh,
+        ).bound_to(step, out_tree)
+    else:
+        outcome = RaceOutcome(
+            winner=rivals[rest.index(best)],
+            result=best,
+            peak_bytes=best.peak_bytes,
+            built=built.get(best.name),
+            rows=rows,
+            counts={"verified": 1.0, "race_seconds": time.monotonic() - started},
+        )
+        made = compose_plan(analysis, mesh, dict(environment), outcome)
+        made = made.bound_to(step, out_tree)
+    return Verified(
+        plan=plan,
+        best=made,
+        measured_ms=median(own.samples_ms) if own.ran else None,
+        rows=tuple(sorted(named, key=lambda result: result.time_ms)),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _rivals(
+    plan: Plan, analysis: Analysis, cache_dir: str | Path | None
+) -> list[Candidate]:
+    """The presets, and what the prediction that made the plan has next."""
+    described = _described(plan)
+    if described is None:
+        known = presets(analysis.frame)
+        return [Candidate(name, choice) for name, choice in known.items()]
+    settings = PlannerSettings(plans=1 + _RUNNERS_UP)
+    with open_context(described, cache_dir, None, settings) as context:
+        solution = search(context, analysis, profile(context, analysis))
+    best = solution.best
+    named = {
+        best.choice: "planned here",
+        **{choice: name for name, choice in solution.presets.items()},
+        **{rival.choice: rival.name for rival in solution.rivals[:_RUNNERS_UP]},
+    }
+    if plan.winner == best.name:
+        del named[best.choice]  # As the plan itself.
+    return [
+        Candidate(name, choice, predicted_ms(analysis, solution.problem, choice))
+        for choice, name in named.items()
+    ]
+
+
+def _described(plan: Plan) -> DescribedMesh | None:
+    """What the plan was made for, if that can be said again."""
+    text = plan.environment.get("described", "")
+    if text.endswith(".toml"):
+        return None  # A plan's file must not say which other files are read.
+    try:
+        return mesh_of(cluster_of(text), plan.mesh_axes) if text else None
+    except (TargetError, CfpError):
+        return None  # A kind that this version does not know.
+
+
+def _job(plan: Plan, analysis: Analysis, environment: Parts) -> Job:
+    """The whole program under a plan from elsewhere."""
+    frame = analysis.frame
+    any_choice = next(iter(presets(frame).values()))
+    blank = Candidate(_NAME, any_choice, options=plan.options)
+    [blank_program] = programs_of(analysis, [blank], environment)
+    job = blank_program.job
+    argument = {value: i for i, value in enumerate(frame.program.args)}
+    output = {value: i for i, value in enumerate(frame.program.outputs)}
+    told = [
+        plan.arg_specs,
+        plan.output_specs,
+        constraints_to_json(plan.constraints),
+        [repr(one) for one in plan.constraints.recompute],
+    ]
+    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return replace(
+        job,
+        key=ProfileKey((*job.key.parts, ("plan", digest))),
+        constraints=plan.constraints,
+        in_specs=tuple(plan.arg_specs[argument[v]] for v in job.part.inputs),
+        out_specs=tuple(plan.output_specs[output[v]] for v in job.part.outputs),
+        choice="",
+    )
+
+
+def verified_data(found: Verified) -> Mapping[str, Any]:
+    """What was found, as plain data."""
+    return {
+        "plan": found.plan.winner,
+        "rung": found.plan.rung,
+        "predicted_ms": found.plan.predicted_ms,
+        "measured_ms": found.measured_ms,
+        "off": found.off,
+        "fastest": found.best.winner,
+        "fastest_ms": found.best.measured_ms,
+        "predicted_bytes": found.plan.predicted_bytes,
+        "peak_bytes": found.best.peak_bytes if found.holds else None,
+        "seconds": found.seconds,
+        "rows": [_row(row) for row in found.rows],
+    }
+
+
+def _row(row: RaceResult) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "predicted_ms": row.predicted_ms,
+        "samples_ms": list(row.samples_ms),
+        "peak_bytes": row.peak_bytes,
+        "note": "" if row.ran else f"{row.record.status}: {row.record.reason}",
+    }
+
+
+def verified_text(found: Verified) -> Sequence[str]:
+    """What was found, in a few lines."""
+    plan, off = found.plan, found.off
+    how = {"estimated": "by estimates", "measured": "by measured segments"}
+    basis = how.get(plan.rung, f"on {plan.rung}")
+    lines = []
+    if found.measured_ms is None:
+        lines.append(f"The plan {plan.winner!r} does not run here.")
+    else:
+        lines.append(f"The plan {plan.winner!r} takes {found.measured_ms:.3f} ms.")
+    if off is not None:
+        lines.append(
+            f"Predicted were {plan.predicted_ms:.3f} ms, {basis}: off by {off:+.1%}."
+        )
+    if found.holds:
+        lines.append(f"Nothing of the {len(found.rows)} that were timed is faster.")
+    else:
+        lines.append(
+            f"Faster is {found.best.winner!r}: {found.best.measured_ms:.3f} ms. It is "
+            "what -o writes."
+        )
+    return lines

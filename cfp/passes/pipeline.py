@@ -1,0 +1,96 @@
+"""The passes in a row, assembled once for the library, the command line and scripts.
+
+trace      step + abstract arguments  -> Program
+analyze    Program + mesh             -> Analysis
+profile    Analysis                   -> Profiles   :mod:`cfp.passes.profile`
+search     Analysis + Profiles        -> Solution   :mod:`cfp.passes.search`
+race       Solution                   -> Plan       :mod:`cfp.race.race`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.pins import resolve_pins
+from cfp.context import PlanContext
+from cfp.devices.described import DescribedMesh
+from cfp.plan.common import common_plan
+from cfp.plan.compose import compose_plan
+from cfp.plan.plan import Plan
+from cfp.profiling.builder import BuildEnvironment
+from cfp.program.step import FlatStep
+from cfp.program.trace import Lowering, planning_mesh, trace
+from cfp.race.outcome import RaceOutcome
+from cfp.race.race import race
+from cfp.solution import Solution
+
+Pins = Mapping[str, PartitionSpec | NamedSharding]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analyzed:
+    """A step, traced and analysed.
+
+    Attributes:
+        step: over flat arguments.
+        mesh: the devices, which may only be described.
+        lowering: its module.
+        analysis: its blocks and segments.
+        seconds: how long tracing and analysing took.
+    """
+
+    step: FlatStep
+    mesh: Mesh | DescribedMesh
+    lowering: Lowering
+    analysis: Analysis
+    seconds: float
+
+
+def analyze_step(
+    step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
+) -> Analyzed:
+    """Traces and analyses a step.
+
+    Raises:
+        CfpError: it cannot be traced, or the pins do not fit.
+    """
+    started = time.perf_counter()
+    if not isinstance(mesh, DescribedMesh):
+        mesh = planning_mesh(mesh)
+    lowered_for = mesh.abstract if isinstance(mesh, DescribedMesh) else mesh
+    program, lowering = trace(step, lowered_for)
+    axes = tuple(mesh.shape.items())
+    analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
+    return Analyzed(
+        step=step,
+        mesh=mesh,
+        lowering=lowering,
+        analysis=analysis,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def decide(
+    context: PlanContext, analysis: Analysis, solution: Solution
+) -> tuple[Plan, RaceOutcome]:
+    """The race, and the plan of what has won it.
+
+    Raises:
+        MemoryBudgetError: nothing fits in memory.
+        DeviceError: nothing runs.
+    """
+    outcome = race(context, analysis, solution)
+    plan = compose_plan(
+        analysis,
+        context.mesh,
+        dict(context.environment),
+        outcome,
+        solution.problem,
+        BuildEnvironment.beside(context.store.build_path),
+    )
+    return common_plan(context.agreement, plan), outcome

@@ -1,0 +1,362 @@
+"""A plan for another program of the same segments: more layers, or another batch.
+
+The choices of each segment are carried over to segments that look like it: the same
+blocks, in the same order, by name (numbers aside) and by op, with the same sizes or
+one size scaled. What a plan file says in words is looked up among the strategies of
+the new program's blocks. Arguments that both programs have must come out sharded as
+they were. Nothing is compiled or measured: `cfp verify` does that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.layout import Choice, Storage, lay_out
+from cfp.analysis.segments import Segment
+from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.errors import PlanMismatch, compose
+from cfp.plan.compose import compose_plan
+from cfp.plan.describe import op_text, strategy_text
+from cfp.plan.parts import PlanRow, type_text
+from cfp.plan.plan import Plan
+from cfp.profiling.key import environment_parts
+from cfp.program.graft import aval
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.race.outcome import RaceOutcome
+from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate
+
+_NUMBER = re.compile(r"\d+")
+_SHAPE = re.compile(r"\[([\d,]*)\]")
+_OF_SIZE = re.compile(r" ?\(?of \d+\)|(?<=\d) of \d+(?=\))")
+_RECOMPUTED = ", recomputed"
+_TRY = "the segments that were planned, more of them or with another batch; or cfp plan"
+
+_Rows = tuple[PlanRow, ...]
+
+
+def adapt(
+    plan: Plan,
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Plan:
+    """The plan of one step, carried over to another of the same segments.
+
+    Args:
+        plan: of the other step.
+        fn: the step: more layers of the same kinds, or another batch size.
+        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s.
+        mesh: the devices, with the plan's axes; by default the plan's.
+        static_argnums, static_argnames, donate_argnums, donate_argnames: as for
+            :func:`cfp.plan`.
+
+    Returns:
+        A plan that nothing of was measured: its rung is "estimated".
+
+    Raises:
+        PlanMismatch: a segment or an argument does not match; the message names it.
+    """
+    if mesh is not None:
+        plan = plan.on(mesh)
+    if plan.mesh is None:
+        raise PlanMismatch(
+            "This plan has no devices yet. Pass mesh, or use plan.on(mesh)."
+        )
+    step = flatten_step(
+        fn,
+        args,
+        kwargs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    program, lowering = trace(step, plan.mesh)
+    analysis = analyze(program, tuple(plan.mesh.shape.items()))
+    return carry_over(plan, analysis, step, lowering.out_tree, plan.mesh)
+
+
+def carry_over(
+    plan: Plan, analysis: Analysis, step: FlatStep, out_tree: Any, mesh: Mesh
+) -> Plan:
+    """A plan for an analysed step; see :func:`adapt`.
+
+    Args:
+        plan: of another step.
+        analysis: of the step on the mesh.
+        step: the step.
+        out_tree: the structure of its results.
+        mesh: the devices, with the plan's axes.
+
+    Raises:
+        PlanMismatch: a segment or an argument does not match; the message names it.
+    """
+    mesh = planning_mesh(mesh)
+    if not plan.rows:
+        _refuse("The plan does not say what it does to each block.", "rows", "none")
+    pairs = _paired(plan, analysis)
+    if any(pair.scaled for pair in pairs):
+        _check_state(plan, analysis)
+    choice = _choice(plan, analysis, pairs)
+    kept = plan.constraints
+    is_bare = not kept.values and not kept.uses
+    winner = Candidate(
+        name=plan.winner,
+        choice=choice,
+        predicted_ms=_predicted_ms(plan, pairs),
+        level=ConstraintLevel.ARGUMENTS if is_bare else ConstraintLevel.EVERYTHING,
+        options=plan.options,
+    )
+    outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
+    environment = dict(environment_parts(list(mesh.devices.flat)))
+    made = compose_plan(analysis, mesh, environment, outcome)
+    return replace(made.bound_to(step, out_tree), rung="estimated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A segment of the new program, and the rows of the one that it takes after.
+
+    Attributes:
+        segment: the segment.
+        rows: of the other, block by block.
+        scaled: whether sizes differ.
+    """
+
+    segment: Segment
+    rows: _Rows
+    scaled: bool
+
+
+def _paired(plan: Plan, analysis: Analysis) -> list[_Pair]:
+    """For each segment the one of the plan that it takes after."""
+    old: dict[Any, list[_Rows]] = {}
+    for _, rows in groupby(plan.rows, key=lambda row: row.segment):
+        found = tuple(rows)
+        form = tuple((_form(row.name), _form_of_op(row.op)) for row in found)
+        old.setdefault(form, []).append(found)
+    new: dict[Any, list[Segment]] = {}
+    for segment in analysis.segments:
+        form = tuple(
+            (_form(name), _form_of_op(op)) for name, op in _blocks(analysis, segment)
+        )
+        if form not in old:
+            _refuse_segment(analysis, segment, old)
+        new.setdefault(form, []).append(segment)
+    missing = [rows for form, all_ in old.items() if form not in new for rows in all_]
+    if missing:
+        first = missing[0]
+        _refuse(
+            f"Segment {first[0].segment} of the plan is not in the step.",
+            f"a segment like {first[0].name}: {first[0].op}",
+            f"{len(analysis.segments)} segments, none of them like it",
+        )
+    ratios: dict[float, str] = {}
+    pairs = {}
+    for form, segments in new.items():
+        for i, segment in enumerate(segments):
+            rows = _after(old[form], i, len(segments))
+            here = {
+                ratio
+                for row, (_, op) in zip(rows, _blocks(analysis, segment), strict=True)
+                for ratio in _ratios(row.op, op)
+            }
+            ratios.update({ratio: rows[0].name for ratio in here})
+            pairs[segment.index] = _Pair(segment=segment, rows=rows, scaled=bool(here))
+    if len(ratios) > 1:
+        told = ", ".join(f"{ratio:g} times at {name}" for ratio, name in ratios.items())
+        _refuse("More than one size differs from the plan.", "one, the batch", told)
+    return [pairs[segment.index] for segment in analysis.segments]
+
+
+def _check_state(plan: Plan, analysis: Analysis) -> None:
+    """Refuses other sizes of what a step updates: another batch changes none."""
+    program = analysis.frame.program
+    types = dict(zip(plan.arg_names, plan.arg_types, strict=True))
+    for position in analysis.frame.group_of_arg:
+        name = program.arg_names[position]
+        found = type_text(aval(program, program.args[position]))
+        if types.get(name, found) != found:
+            _refuse(
+                f"The argument {name} has another size, and so have contractions.",
+                f"{name} as {types[name]}, if the batch differs",
+                found,
+            )
+
+
+def _after(old: Sequence[_Rows], i: int, count: int) -> _Rows:
+    """Which of some equal segments the i-th of as many new ones takes after.
+
+    The first as the first, the last as the last, and what is more as the middle.
+    """
+    half = len(old) // 2
+    if i < half:
+        return old[i]
+    behind = count - i
+    return old[-behind] if behind < len(old) - half else old[half]
+
+
+def _blocks(analysis: Analysis, segment: Segment) -> Iterator[tuple[str, str]]:
+    """Name and anchor of each block of a segment, as a plan's rows have them."""
+    program = analysis.frame.program
+    for b in segment.blocks:
+        block = analysis.frame.blocks[b]
+        yield block.name, op_text(program, program.ops[block.anchor])
+
+
+def _form(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _form_of_op(op: str) -> str:
+    """An op with its types, without sizes: ``dot f32[,] x f32[,] -> f32[,]``."""
+    return _SHAPE.sub(lambda found: f"[{',' * found[1].count(',')}]", op)
+
+
+def _ratios(old: str, new: str) -> set[float]:
+    """By how much the sizes of two ops of one form differ."""
+    sizes = [
+        [int(n) for shape in _SHAPE.findall(op) for n in shape.split(",") if n]
+        for op in (old, new)
+    ]
+    return {b / a for a, b in zip(*sizes, strict=True) if a != b}
+
+
+def _refuse_segment(
+    analysis: Analysis, segment: Segment, old: Mapping[Any, Sequence[_Rows]]
+) -> None:
+    """Says where the closest segment of a plan begins to differ."""
+    blocks = list(_blocks(analysis, segment))
+    best, same = "no segment at all", -1
+    for form in old:
+        pairs = zip(form, blocks, strict=False)
+        alike = [(_form(n), _form_of_op(op)) == known for known, (n, op) in pairs]
+        count = alike.index(False) if False in alike else len(alike)
+        if count > same:
+            same = count
+            rows = old[form][0]
+            best = (
+                f"{rows[count].name}: {rows[count].op}"
+                if count < len(rows)
+                else f"the end of a segment of {len(rows)} blocks"
+            )
+    at = min(same, len(blocks) - 1)
+    got = f"{blocks[at][0]}: {blocks[at][1]}"
+    if same == len(blocks):
+        got = f"a segment that ends after {len(blocks)} blocks, with {got}"
+    _refuse(f"Segment {segment.index} of the step is none of the plan.", best, got)
+
+
+def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
+    """The strategies and storage of all segments' models."""
+    frame = analysis.frame
+    usual = [_storage(row) for row in plan.rows]
+    modes = [mode for mode in usual if mode is not None]
+    common = max(set(modes), key=modes.count) if modes else Storage.USED
+    storage = [common] * len(frame.groups)
+    strategies: dict[int, Strategy] = {}
+    for pair in pairs:
+        for b, row in zip(pair.segment.blocks, pair.rows, strict=True):
+            strategies[b] = _strategy(analysis, b, row)
+        for group in pair.segment.groups:
+            storage[group] = _storage(pair.rows[0]) or common
+    remat = tuple(
+        p.segment.index for p in pairs if p.rows[0].storage.endswith(_RECOMPUTED)
+    )
+    blocks = tuple(strategies[b] for b in range(len(frame.blocks)))
+    choice = Choice(blocks, tuple(storage), remat)
+    return _as_planned(plan, analysis, choice)
+
+
+def _storage(row: PlanRow) -> Storage | None:
+    text = row.storage.removesuffix(_RECOMPUTED)
+    return Storage(text) if text in tuple(Storage) else None
+
+
+def _strategy(analysis: Analysis, block: int, row: PlanRow) -> Strategy:
+    """The strategy of a block that a plan's row describes."""
+    frame = analysis.frame
+    op = frame.program.ops[frame.blocks[block].anchor]
+    wanted = _OF_SIZE.sub("", row.sharded)
+    texts = {
+        strategy: strategy_text(frame, op, strategy)
+        for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh)
+    }
+    alike = [s for s, text in texts.items() if _OF_SIZE.sub("", text) == wanted]
+    exact = [s for s in alike if texts[s] == row.sharded]
+    found = exact if len(exact) == 1 else alike
+    if len(found) != 1:
+        _refuse(
+            f"The choice for {row.name} cannot be carried over.",
+            f"one strategy that shards {op_text(frame.program, op)} as {row.sharded}",
+            f"{len(found)} such strategies",
+        )
+    return found[0]
+
+
+def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
+    """A choice whose storage groups are kept as those of a plan's arguments.
+
+    Raises:
+        PlanMismatch: an argument that both programs have would be sharded otherwise.
+    """
+    frame = analysis.frame
+    planned = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
+    known = {
+        i: planned[name]
+        for i, name in enumerate(frame.program.arg_names)
+        if name in planned
+    }
+    count = len(frame.groups)
+    layouts = {
+        mode: lay_out(frame, replace(choice, storage=(mode,) * count))
+        for mode in Storage
+    }
+    storage = list(choice.storage)
+    for group in frame.groups:
+        common = [i for i in group.args if i in known]
+        for mode in dict.fromkeys((storage[group.index], *Storage)):
+            if all(layouts[mode].arg_spec(i) == known[i] for i in common):
+                storage[group.index] = mode
+                break
+    choice = replace(choice, storage=tuple(storage))
+    layout = lay_out(frame, choice)
+    for i, spec in known.items():
+        if layout.arg_spec(i) != spec:
+            _refuse(
+                f"The argument {frame.program.arg_names[i]} would be sharded otherwise "
+                "than planned.",
+                f"{spec}",
+                f"{layout.arg_spec(i)}",
+            )
+    return choice
+
+
+def _predicted_ms(plan: Plan, pairs: Sequence[_Pair]) -> float | None:
+    """The plan's step time with the segments that are more, or fewer; if known."""
+    took = plan.measured_ms if plan.measured_ms is not None else plan.predicted_ms
+    old = {row.segment: row.segment_ms for row in plan.rows}
+    new = [pair.rows[0].segment_ms for pair in pairs]
+    if took is None or any(pair.scaled for pair in pairs):
+        return None
+    if None in new or None in old.values():
+        return None
+    return took + sum(ms for ms in new if ms) - sum(ms for ms in old.values() if ms)
+
+
+def _refuse(summary: str, expected: str, got: str) -> None:
+    raise PlanMismatch(compose(summary, expected=expected, got=got, attempt=_TRY))

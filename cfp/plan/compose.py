@@ -1,0 +1,83 @@
+"""The plan of what a race has won."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import lay_out
+from cfp.devices.described import DescribedMesh
+from cfp.plan.describe import plan_rows, uneven_arguments, whole_ops
+from cfp.plan.parts import type_text
+from cfp.plan.plan import Plan
+from cfp.profiling.builder import BuildEnvironment
+from cfp.program.graft import aval
+from cfp.race.outcome import RaceOutcome
+from cfp.race.programs import programs_of
+from cfp.runtime.raced import Raced
+from cfp.search.measure import constraints_of
+from cfp.search.problem import Problem
+from cfp.solution import predicted_bytes
+
+
+def compose_plan(
+    analysis: Analysis,
+    mesh: Mesh | DescribedMesh,
+    environment: Mapping[str, str],
+    outcome: RaceOutcome,
+    problem: Problem | None = None,
+    tuned: BuildEnvironment | None = None,
+) -> Plan:
+    """The plan of what won.
+
+    Args:
+        analysis: of the program.
+        mesh: the devices, which may only be described.
+        environment: what the measurements depend on.
+        outcome: of the race.
+        problem: what was searched, or None.
+        tuned: where what was tuned is kept.
+    """
+    frame, winner, won = analysis.frame, outcome.winner, outcome.result
+    program = frame.program
+    layout = lay_out(frame, winner.choice)
+    timed = won is not None and won.record.ok
+    search: dict[str, Any] = dict(outcome.counts)
+    if program.erased_constraints:
+        search["constraints_left_out"] = program.erased_constraints
+    estimated = "strategies_estimated" in search
+    raced = None
+    if outcome.built is not None and isinstance(mesh, Mesh):
+        [one] = programs_of(analysis, [winner], ())
+        raced = Raced.of(program, mesh, one.job, outcome.built)
+    return Plan(
+        fingerprint=program.fingerprint,
+        mesh_axes=frame.mesh,
+        arg_names=program.arg_names,
+        arg_types=tuple(type_text(aval(program, v)) for v in program.args),
+        arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
+        output_specs=layout.output_specs(),
+        constraints=constraints_of(
+            frame, analysis.segments, winner.choice, winner.level
+        ),
+        donated=tuple(a is not None for a in program.alias),
+        winner=winner.name,
+        predicted_ms=winner.predicted_ms,
+        measured_ms=won.time_ms if won is not None and timed else None,
+        peak_bytes=outcome.peak_bytes,
+        options=dict(winner.options),
+        rows=plan_rows(analysis, winner.choice, problem),
+        uneven=uneven_arguments(layout),
+        whole=whole_ops(layout),
+        race=tuple(outcome.rows),
+        environment=environment,
+        search=search,
+        rung="measured" if timed or not estimated else "estimated",
+        predicted_bytes=predicted_bytes(analysis, problem, winner.choice),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        raced=raced,
+        tuned=tuned,
+    )

@@ -1,0 +1,263 @@
+"""Says in words what a choice does to each block of a program."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.flow import passes
+from cfp.analysis.layout import Choice, Frame, Layout, lay_out
+from cfp.analysis.specs import even_spec
+from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.plan.parts import PlanRow
+from cfp.program.graph import Op, Program
+from cfp.search.problem import Problem
+from cfp.search.transitions import transition
+from cfp.units import format_bytes
+
+_FUNCTION = re.compile(r"jit\((\w+)\)")
+_WORTH_NAMING = 0.01  # of the bytes that a program's ops make
+
+
+def plan_rows(
+    analysis: Analysis, choice: Choice, problem: Problem | None
+) -> tuple[PlanRow, ...]:
+    """One row for each block: what is sharded, and what must be communicated."""
+    frame = analysis.frame
+    layout = lay_out(frame, choice)
+    moved = block_collectives(analysis, layout)
+    rows = []
+    for segment in analysis.segments:
+        modes = [choice.storage[g] for g in segment.groups]
+        storage = str(max(set(modes), key=modes.count)) if modes else "-"
+        remat = segment.index in choice.remat
+        if remat:
+            storage += ", recomputed"
+        time_ms = _segment_ms(
+            problem, segment.kind, choice, list(segment.blocks), modes, remat
+        )
+        for b in segment.blocks:
+            block = frame.blocks[b]
+            op = frame.program.ops[block.anchor]
+            rows.append(
+                PlanRow(
+                    block=b,
+                    segment=segment.index,
+                    kind=segment.kind,
+                    name=block.name,
+                    op=op_text(frame.program, op),
+                    sharded=strategy_text(frame, op, choice.blocks[b]),
+                    storage=storage,
+                    collectives=_collective_text(moved[b]),
+                    segment_ms=time_ms,
+                )
+            )
+    return tuple(rows)
+
+
+def uneven_arguments(layout: Layout) -> tuple[str, ...]:
+    """Arguments that stay whole because of their size, such as ``x (7 over x=4)``.
+
+    What reads them has them sharded along axes that do not divide a dim. Values inside
+    of a program may be padded; its arguments may not.
+    """
+    program, sizes = layout.frame.program, layout.frame.mesh
+    found = []
+    for position, value in enumerate(program.args):
+        shape = program.values[value].shape
+        wanted = layout.read_spec(value)
+        if wanted is None or any(layout.arg_spec(position)):
+            continue
+        kept = even_spec(wanted, shape, sizes)
+        lost = [i for i, names in enumerate(wanted) if names != kept[i]]
+        if lost:
+            over = ",".join(f"{a}={n}" for a, n in sizes if a in wanted[lost[0]])
+            found.append(
+                f"{program.arg_names[position]} ({shape[lost[0]]} over {over})"
+            )
+    return tuple(found)
+
+
+def whole_ops(layout: Layout) -> tuple[str, ...]:
+    """What a plan has every device run in full: ``while at model.py:12 (26%)``.
+
+    Loops in which nothing is sharded, and ops without a sharding rule, from one percent
+    of the bytes that the program's ops make. Blocks have rows that tell.
+    """
+    program = layout.frame.program
+    made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
+    whole: set[int] = set()
+    found = Counter()
+    for op in reversed(program.ops):  # a loop stands behind its body
+        if op.id in whole or op.id in program.leaf_ops:
+            continue
+        if op.kind == "while" and _is_whole(layout, op):
+            whole.update(op.body)
+            found[_site(op)] += sum(made[i] for i in op.body)
+        elif op.rule is None and not (passes(op) or op.shardings):
+            found[_site(op)] += made[op.id]
+    return tuple(
+        f"{site} ({size / sum(made):.0%})"
+        for site, size in found.most_common()
+        if size >= _WORTH_NAMING * sum(made) > 0
+    )
+
+
+def _made_bytes(program: Program, op: Op) -> int:
+    return op.repeat * sum(program.values[v].size_bytes for v in op.results)
+
+
+def _is_whole(layout: Layout, loop: Op) -> bool:
+    """Whether nothing in a loop, nor what it carries, is sharded."""
+    program = layout.frame.program
+    for op in (loop, *(program.ops[i] for i in loop.body)):
+        specs = [layout.spec(v) for v in op.results]
+        specs += [layout.use_spec(op.id, i) for i in range(len(op.operands))]
+        if any(spec and any(spec) for spec in specs):
+            return False
+    return True
+
+
+def _site(op: Op) -> str:
+    """An op's kind, and where the user wrote it, or which function of JAX has it."""
+    if op.source:
+        return f"{op.kind} at {Path(op.source).name}"
+    return " in ".join([op.kind, *_FUNCTION.findall(op.scope)[-1:]])
+
+
+def _segment_ms(
+    problem: Problem | None,
+    kind: int,
+    choice: Choice,
+    blocks: list[int],
+    modes: list,
+    remat: bool,
+) -> float | None:
+    if problem is None:
+        return None
+    strategies = tuple(choice.blocks[b] for b in blocks)
+    for option in problem.options[kind]:
+        same_storage = not modes or option.candidate.storage in modes
+        same = option.candidate.strategies, option.candidate.remat
+        if same == (strategies, remat) and same_storage:
+            return option.time_ms
+    return None
+
+
+def op_text(program: Program, op: Op) -> str:
+    """An op with its shapes: ``dot_general f32[8,16] x f32[16,4] -> f32[8,4]``."""
+    operands = " x ".join(str(program.values[v]) for v in op.operands[:2])
+    return f"{op.kind} {operands} -> {program.values[op.results[0]]}"
+
+
+def strategy_text(frame: Frame, op: Op, strategy: Strategy) -> str:
+    """A strategy in words: ``x: rows (dim 0 of 8)``."""
+    rule = op.rule
+    assert rule is not None
+    parts = []
+    for (axis, _), choice in zip(frame.mesh, strategy, strict=True):
+        if choice.inner == NONE:
+            continue
+        factor = choice.inner
+        holders = [
+            i for i, dims in enumerate(rule.operands) if any(factor in d for d in dims)
+        ]
+        size = rule.sizes[factor]
+        if factor in rule.reduction:
+            text = f"contracted (of {size})"
+            if choice.exit != NONE:
+                text += f", scattered to dim {_result_dim(op, choice.exit)}"
+        else:
+            if len(op.operands) < 2 or len(holders) > 1:
+                role = "batch"
+            else:
+                role = "rows" if holders == [0] else "columns"
+            text = f"{role} (dim {_result_dim(op, factor)} of {size})"
+        parts.append(f"{axis}: {text}")
+    return "; ".join(parts) or "replicated"
+
+
+def _result_dim(op: Op, factor: int) -> int:
+    assert op.rule is not None
+    return next((d for d, dim in enumerate(op.rule.results[0]) if factor in dim), -1)
+
+
+def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
+    """For each block the collectives that a layout calls for: (kind -> bytes) sums.
+
+    As Shardy would place them; XLA may merge or replace some.
+    """
+    found = [Counter() for _ in analysis.frame.blocks]
+    for block, kind, axes, size in block_moves(analysis, layout):
+        found[block][kind, ",".join(axes)] += size
+    return found
+
+
+def block_moves(
+    analysis: Analysis, layout: Layout
+) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
+    """The collectives that a layout calls for, one by one.
+
+    Yields:
+        (block, kind, axes, bytes): bytes of a whole group's tensor.
+    """
+    frame = analysis.frame
+    program = frame.program
+    owner = dict(enumerate(frame.block_of))
+    for segment in analysis.segments:
+        for group in segment.groups:
+            for op_id in frame.groups[group].ops:
+                owner.setdefault(op_id, -1)
+                if owner[op_id] < 0:
+                    owner[op_id] = _group_block(frame, group, segment.start)
+    done: set[tuple] = set()
+    for op in program.ops:
+        partial = layout.unreduced(op)
+        for index, v in enumerate(op.results):
+            block = owner.get(op.id, -1)
+            natural = layout.natural_spec(op, index)
+            spec = layout.spec(v)
+            if block >= 0 and partial and natural is not None and spec is not None:
+                for move in _moves(frame, v, natural, partial, spec):
+                    yield block, *move
+        for index, v in enumerate(op.operands):
+            want, have = layout.use_spec(op.id, index), layout.spec(v)
+            block = owner.get(op.id, -1)
+            if want is None or have is None or want == have or block < 0:
+                continue
+            if (v, want) not in done:
+                done.add((v, want))
+                for move in _moves(frame, v, have, (), want):
+                    yield block, *move
+
+
+def _group_block(frame: Frame, group: int, default: int) -> int:
+    program = frame.program
+    for position in frame.groups[group].args:
+        for user, _ in program.users[program.args[position]]:
+            if frame.block_of[user] >= 0:
+                return frame.block_of[user]
+    return default
+
+
+def _moves(
+    frame: Frame, v: int, have: Spec, partial: tuple[str, ...], want: Spec
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    value = frame.program.values[v]
+    if value.shape:
+        steps = transition(value.size_bytes, have, partial, want, frame.mesh).steps
+        for kind, axes, size in steps:
+            yield kind, tuple(axes), int(size)
+
+
+def _collective_text(counter: Counter) -> str:
+    """``all-reduce x 4.00 MiB``; collectives below a kilobyte are left out."""
+    parts = [
+        f"{kind} {axes} {format_bytes(size)}"
+        for (kind, axes), size in sorted(counter.items(), key=lambda item: -item[1])
+        if size >= 1024
+    ]
+    return ", ".join(parts) or "-"

@@ -1,0 +1,178 @@
+"""The parts of a plan, and how those that are no records go to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+
+from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch
+from cfp.program.graft import Constraints
+from cfp.program.step import FlatStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One block of a plan, for people.
+
+    Attributes:
+        block: index of the block.
+        segment: index of its segment.
+        kind: the segment's kind.
+        name: the block's place in the user's model.
+        op: its anchor, with its shape.
+        sharded: which dims of the anchor go to which axes, in words.
+        storage: how the parameters of its segment are kept.
+        collectives: the collectives that follow, in words.
+        segment_ms: measured time of the block's whole segment; None if not measured.
+    """
+
+    block: int
+    segment: int
+    kind: int
+    name: str
+    op: str
+    sharded: str
+    storage: str
+    collectives: str
+    segment_ms: float | None
+
+
+def type_text(aval: Any) -> str:
+    """A leaf's type as text: ``float32[8,16]``."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) -> None:
+    """Refuses a step whose argument leaves are not those of a plan.
+
+    Args:
+        names, types: the plan's, leaf by leaf.
+        step: the step.
+
+    Raises:
+        PlanMismatch: they differ; the first few differences are named.
+    """
+    found = {
+        name: type_text(aval)
+        for name, aval in zip(step.arg_names, step.avals, strict=True)
+    }
+    planned = dict(zip(names, types, strict=True))
+    if found == planned and tuple(step.arg_names) == tuple(names):
+        return
+    lines = []
+    for name in sorted(planned.keys() | found.keys()):
+        have, want = found.get(name, "nothing"), planned.get(name, "nothing")
+        if have != want:
+            lines.append(f"  {name}: planned for {want}, got {have}")
+    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
+    raise PlanMismatch(
+        "The arguments do not fit the plan:\n"
+        + "\n".join(lines[:5])
+        + more
+        + "\nPass the arguments that were planned for, or plan again."
+    )
+
+
+def static_arguments(
+    known: tuple[int | str, ...] | None, step: FlatStep | None, args: Sequence[Any]
+) -> tuple[int | str, ...]:
+    """Which arguments are static, by position or name.
+
+    Args:
+        known: what a plan says of it, if it does.
+        step: the step that it was made with, if it is there.
+        args: of the step; what is no array among them, where nothing is known.
+    """
+    if known is not None:
+        return known
+    if step is not None:
+        return tuple(key for key, _ in step.static)
+    return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
+
+
+def _is_array_tree(arg: Any) -> bool:
+    kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)
+    return all(
+        isinstance(leaf, kinds) or hasattr(leaf, "__array__")
+        for leaf in tree_leaves(arg)
+    )
+
+
+def specs_like(
+    result: Any, names: Sequence[str], types: Sequence[str], specs: Sequence[Spec]
+) -> list[Spec]:
+    """The shardings of a plan's argument, or of several, for what looks like them.
+
+    Args:
+        result: shapes that look like an argument, or a tuple of such.
+        names, types, specs: the plan's arguments, leaf by leaf.
+
+    Raises:
+        PlanMismatch: it looks like none.
+    """
+    arguments: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[Spec]] = {}
+    for name, kind, spec in zip(names, types, specs, strict=True):
+        root, _, rest = name.partition("/")
+        arguments.setdefault(root, []).append((rest, kind))
+        found.setdefault(root, []).append(spec)
+    parts = result if isinstance(result, tuple | list) else ()
+    for wanted in ([result], parts):
+        left = dict(arguments)  # each argument stands for one part
+        roots = [_take(left, part) for part in wanted if tree_leaves(part)]
+        if roots and None not in roots:
+            return [spec for root in roots if root is not None for spec in found[root]]
+    leaves = _paths(result)
+    raise PlanMismatch(
+        "The initialisation's result does not look like any argument of the plan "
+        f"({', '.join(arguments)}), nor like several in a tuple: it has {len(leaves)} "
+        f"leaves, the first of them {leaves[:3]}."
+    )
+
+
+def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
+    """Takes the first argument that has a part's leaves out of some."""
+    leaves = _paths(part)
+    for root, wanted in arguments.items():
+        if wanted == leaves:
+            del arguments[root]
+            return root
+    return None
+
+
+def path_text(path: Any) -> str:
+    """A leaf's path in an argument as plans have it."""
+    return keystr(path, simple=True, separator="/")
+
+
+def _paths(tree: Any) -> list[tuple[str, str]]:
+    return [
+        (path_text(path), type_text(leaf))
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    ]
+
+
+def arguments_to_json(
+    names: Sequence[str],
+    types: Sequence[str],
+    specs: Sequence[Spec],
+    donated: Sequence[bool],
+) -> list[dict[str, Any]]:
+    """A plan's argument leaves as JSON."""
+    leaves = zip(names, types, specs, donated, strict=True)
+    return [{"path": n, "type": t, "spec": s, "donated": d} for n, t, s, d in leaves]
+
+
+def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
+    """Constraints as JSON, by sharding: plans name few shardings and many values."""
+    groups: dict[Spec, dict[str, Any]] = {}
+    for value, spec in sorted(constraints.values.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
+    for use, spec in sorted(constraints.uses.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
+    return [{"spec": spec, **members} for spec, members in groups.items()]

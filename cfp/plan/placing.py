@@ -1,0 +1,159 @@
+"""Arrays of the user's where a plan wants them: made there, or taken there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch, compose
+from cfp.plan.parts import path_text, specs_like
+from cfp.program.fixed import giving_arrays, released
+from cfp.program.graft import partition_spec
+from cfp.program.put import put
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A plan's argument leaves: paths, types and shardings, on a mesh."""
+
+    names: Sequence[str]
+    types: Sequence[str]
+    specs: Sequence[Spec]
+    mesh: Mesh
+
+    def sharding(self, spec: Spec, dims: int) -> NamedSharding:
+        """Of an array with some dims."""
+        return NamedSharding(self.mesh, partition_spec(spec, dims))
+
+
+def made(
+    arguments: Arguments,
+    init_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What an initialisation makes, in the shardings of the arguments it looks like.
+
+    Raises:
+        PlanMismatch: it looks like none.
+    """
+    arrays = giving_arrays(init_fn)
+    shape = jax.eval_shape(arrays, *args, **kwargs)
+    leaves, tree = tree_flatten(shape)
+    specs = specs_like(shape, arguments.names, arguments.types, arguments.specs)
+    shardings = [
+        arguments.sharding(spec, len(leaf.shape))
+        for spec, leaf in zip(specs, leaves, strict=True)
+    ]
+    jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
+    return released(jitted(*args, **kwargs))
+
+
+def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
+    """A batch of the host's on the devices, as one argument of the step has it.
+
+    Args:
+        arguments: the plan's.
+        batch: a pytree of arrays, as :meth:`cfp.Plan.place` takes it.
+        argument: which argument it is; by default the first with its leaves.
+
+    Raises:
+        PlanMismatch: it looks like no argument, or an array has another size.
+    """
+    leaves, tree = tree_flatten_with_path(batch)
+    paths = [path_text(path) for path, _ in leaves]
+    known: dict[str, dict[str, int]] = {}
+    for i, name in enumerate(arguments.names):
+        root, _, rest = name.partition("/")
+        known.setdefault(root, {})[rest] = i
+    roots = [root for root in known if argument in (None, root)]
+    fits = [root for root in roots if [*known[root]] == paths]
+    exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
+    if not fits:
+        raise PlanMismatch(
+            compose(
+                "The batch does not look like an argument of the plan.",
+                expected=f"the leaves of one of {', '.join(known)}",
+                got=f"{len(paths)} leaves, the first of them {paths[:3]}",
+                attempt="plan.place(batch, argument=NAME), with the tree that the step "
+                "takes there",
+            )
+        )
+    root = (exact or fits)[0]
+    found = [
+        _placed(arguments, i, leaf)
+        for i, (_, leaf) in zip(known[root].values(), leaves, strict=True)
+    ]
+    return tree_unflatten(tree, found)
+
+
+def _same_types(
+    arguments: Arguments, known: Mapping[str, int], leaves: Sequence[Any]
+) -> bool:
+    return all(
+        np.shape(leaf) in (shape, _part(arguments.sharding(spec, len(shape)), shape))
+        for (_, leaf), shape, spec in zip(
+            leaves,
+            (_shape(arguments.types[i]) for i in known.values()),
+            (arguments.specs[i] for i in known.values()),
+            strict=True,
+        )
+    )
+
+
+def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what a process passes: of what its own devices are to have."""
+    pieces = sharding.addressable_devices_indices_map(shape).values()
+    ranges = [
+        {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
+        for dim, size in enumerate(shape)
+    ]
+    return tuple(sum(end - start for start, end in found) for found in ranges)
+
+
+def _shape(type_text: str) -> tuple[int, ...]:
+    dims = type_text.partition("[")[2].removesuffix("]")
+    return tuple(int(size) for size in dims.split(",") if size)
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return f"{','.join(map(str, shape))}]"
+
+
+def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
+    """One array of the batch, or this process's part of it."""
+    dtype, shape = arguments.types[i].partition("[")[0], _shape(arguments.types[i])
+    sharding = arguments.sharding(arguments.specs[i], len(shape))
+    if isinstance(leaf, jax.Array):
+        if leaf.shape != shape:
+            raise _other_size(arguments, i, leaf)
+        return put(leaf, sharding)
+    part = np.asarray(leaf)
+    # What NumPy has in 64 bits JAX has in 32, unless it is told otherwise.
+    if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:
+        raise _other_size(arguments, i, part)
+    try:
+        return jax.make_array_from_process_local_data(
+            sharding, part.astype(dtype, copy=False), shape
+        )
+    except ValueError as error:
+        raise _other_size(arguments, i, part) from error
+
+
+def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
+    many = jax.process_count() > 1
+    return PlanMismatch(
+        compose(
+            f"The array for {arguments.names[i]} does not fit the plan.",
+            expected=arguments.types[i] + (", this process's part" if many else ""),
+            got=f"{leaf.dtype}[{_dims(leaf.shape)}",
+            attempt="a batch of the size that was planned, or plan again",
+        )
+    )

@@ -1,0 +1,400 @@
+"""Plans: what was decided, as plain data that can be saved, read and applied."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_structure, tree_unflatten
+
+from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch
+from cfp.export.module import python_module
+from cfp.export.sites import sites_of
+from cfp.page.page import page_html, small_html
+from cfp.plan.figures import Figures, figures_to_json
+from cfp.plan.file import FORMAT, plan_fields, read_json
+from cfp.plan.parts import (
+    PlanRow,
+    arguments_to_json,
+    check_arguments,
+    constraints_to_json,
+    static_arguments,
+    type_text,
+)
+from cfp.plan.placing import Arguments, made, placed
+from cfp.plan.sites import Sites, sites_to_json
+from cfp.plan.text import short_text
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compiler_options import refused_option
+from cfp.profiling.store import store_path
+from cfp.program.fixed import without_fixed
+from cfp.program.graft import Constraints, partition_spec
+from cfp.program.meaning import meaning
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import planning_mesh
+from cfp.race.outcome import RaceRow
+from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.raced import Raced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Shardings for a step on a mesh, and how they were found.
+
+    Attributes:
+        fingerprint: of the planned program's structure, without values of constants.
+        mesh_axes: names and sizes of the mesh's axes.
+        arg_names, arg_types: paths and types of the argument leaves.
+        arg_specs, output_specs: their shardings, and those of the results.
+        constraints: shardings of values inside, by the program's op numbers.
+        donated: which argument leaves the step may overwrite.
+        static: positions and keywords of the arguments that are no arrays.
+        winner: name of the finalist that won, such as "planned".
+        predicted_ms, predicted_bytes: step time and memory, or None.
+        measured_ms: step time measured on the whole program, or None.
+        peak_bytes: memory that the compiled program needs on each device, or None.
+        rows: the blocks.
+        uneven: arguments that stay whole because no axis divides them, with the size.
+        whole: what every device runs in full: loops, and ops without a sharding rule.
+        silenced: functions of the host that are not called while it is measured.
+        race: the finalists.
+        options: XLA compiler options that the plan was measured with.
+        environment: versions and devices that the plan was made for.
+        search: counts of the search: strategies measured, answered from the cache,
+            failed, and seconds of every pass; and how many sharding constraints of
+            the step's own were left out.
+        rung: what its numbers are from: "estimated", "one device" or "measured".
+        figures: the numbers that it was chosen by, for a report; None if there are
+            none.
+        sites: where in the step the constraints stand, of a plan that was loaded.
+        raced: the program that won, as the race compiled it; files have none.
+        tuned: where the race kept what it tuned; files have none, and use what is kept
+            in the user's cache directory.
+    """
+
+    fingerprint: str
+    mesh_axes: tuple[tuple[str, int], ...]
+    arg_names: tuple[str, ...]
+    arg_types: tuple[str, ...]
+    arg_specs: tuple[Spec, ...]
+    output_specs: tuple[Spec, ...]
+    constraints: Constraints
+    donated: tuple[bool, ...]
+    winner: str
+    predicted_ms: float | None
+    measured_ms: float | None
+    peak_bytes: int | None
+    rows: tuple[PlanRow, ...] = ()
+    uneven: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    silenced: tuple[str, ...] = ()
+    race: tuple[RaceRow, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    search: Mapping[str, float] = field(default_factory=dict)
+    static: tuple[int | str, ...] | None = None
+    rung: str = "measured"
+    predicted_bytes: int | None = None
+    figures: Figures | None = None
+    sites: Sites | None = field(default=None, compare=False)
+    mesh: Mesh | None = field(default=None, compare=False, repr=False)
+    step: FlatStep | None = field(default=None, compare=False, repr=False)
+    out_tree: Any = field(default=None, compare=False, repr=False)
+    raced: Raced | None = field(default=None, compare=False, repr=False)
+    tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return short_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the small form of the page of ``cfp report``."""
+        return small_html(self)
+
+    # -- shardings -----------------------------------------------------------
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """NamedShardings of the arguments: a tuple of pytrees, one per argument.
+
+        Raises:
+            PlanMismatch: the plan was loaded and has not seen the step's arguments;
+                see :meth:`bind`.
+        """
+        step = self._bound()
+        leaves = [
+            NamedSharding(self._on_mesh(), partition_spec(spec, len(aval.shape)))
+            for spec, aval in zip(self.arg_specs, step.avals, strict=True)
+        ]
+        return without_fixed(tree_unflatten(step.in_tree, leaves)[0])
+
+    @property
+    def out_shardings(self) -> Any:
+        """NamedShardings of the results: a pytree like the results."""
+        self._bound()
+        mesh = self._on_mesh()
+        leaves = [
+            NamedSharding(mesh, partition_spec(spec)) for spec in self.output_specs
+        ]
+        return without_fixed(tree_unflatten(self.out_tree, leaves))
+
+    def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+        """The plan with the pytrees of a step's arguments, as a loaded plan needs them.
+
+        Args:
+            fn: the step that was planned.
+            args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s like those planned for.
+
+        Raises:
+            PlanMismatch: the arguments are not those of the plan.
+        """
+        static = static_arguments(self.static, self.step, args)
+        step = flatten_step(
+            fn,
+            args,
+            kwargs,
+            static_argnums=[key for key in static if isinstance(key, int)],
+            static_argnames=[key for key in static if isinstance(key, str)],
+        )
+        check_arguments(self.arg_names, self.arg_types, step)
+        step = step.giving(self.donated)
+        return replace(self, step=step, out_tree=tree_structure(step.traced.out_info))
+
+    def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
+        """The plan with the step that it was made for.
+
+        Types are told as the step shows them: a PRNG key is a key, and not the
+        integers that it is in the program.
+        """
+        types = tuple(type_text(aval) for aval in step.avals)
+        static = tuple(key for key, _ in step.static)
+        step = step.giving(self.donated)
+        return replace(
+            self, step=step, out_tree=out_tree, arg_types=types, static=static
+        )
+
+    def _bound(self) -> FlatStep:
+        if self.step is None:
+            raise PlanMismatch(
+                "This plan was loaded from a file, which knows its arguments by path "
+                "but not their pytrees. Call plan = plan.bind(step, *args) first."
+            )
+        return self.step
+
+    def _on_mesh(self) -> Mesh:
+        if self.mesh is None:
+            raise PlanMismatch(
+                "This plan has no devices yet. Use Plan.load(path, mesh=mesh), or "
+                "plan.on(mesh)."
+            )
+        return self.mesh
+
+    # -- use -----------------------------------------------------------------
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The step under this plan: compiled at the first call.
+
+        Under a configuration of JAX that changes what the step means it is traced
+        again, and refused if another program comes of it.
+
+        Args:
+            fn: the step that was planned.
+
+        Returns:
+            A function with the step's arguments and results.
+        """
+        compiled: dict[Any, CompiledStep] = {}
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            now = meaning()
+            if now not in compiled:
+                compiled[now] = self.compile(fn, *args, **kwargs)
+            return compiled[now](*args, **kwargs)
+
+        step.__name__ = getattr(fn, "__name__", "step")
+        step.__doc__ = fn.__doc__
+        return step
+
+    def compile(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> CompiledStep:
+        """Compiles the step for these arguments (arrays or shapes).
+
+        Raises:
+            PlanMismatch: the step or its arguments are not those of the plan.
+        """
+        return self.bind(fn, *args, **kwargs).compile_bound()
+
+    def compile_bound(self) -> CompiledStep:
+        """Compiles the step that the plan was made for, or bound to, as it was traced.
+
+        Raises:
+            PlanMismatch: the plan was loaded, and is not bound to a step.
+        """
+        return compile_step(
+            self._bound(),
+            self._on_mesh(),
+            self.fingerprint,
+            self.arg_specs,
+            self.output_specs,
+            self.constraints,
+            self.options,
+            raced=self.raced,
+            environment=self.tuned or BuildEnvironment.beside(store_path(None)),
+        )
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs an initialisation so that its result is made in the plan's shardings.
+
+        Args:
+            init_fn: makes an argument of the step (its state), or several of them in
+                a tuple.
+            args, kwargs: its arguments.
+
+        Raises:
+            PlanMismatch: the result does not fit any argument of the plan.
+        """
+        return made(self._arguments(), init_fn, args, kwargs)
+
+    def place(self, batch: Any, argument: str | None = None) -> Any:
+        """Takes a batch from the host to the plan's shardings.
+
+        Args:
+            batch: a pytree of NumPy arrays, as an argument of the step has it. With
+                several processes each passes the part that its devices are to have.
+            argument: the argument's name; by default the first that looks like it.
+
+        Raises:
+            PlanMismatch: it looks like no argument, or has other sizes.
+        """
+        return placed(self._arguments(), batch, argument)
+
+    def _arguments(self) -> Arguments:
+        leaves = self.arg_names, self.arg_types, self.arg_specs
+        return Arguments(*leaves, self._on_mesh())
+
+    # -- files ---------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON.
+
+        Warns of compiler options that :meth:`load` will not follow by itself.
+        """
+        if (refused := refused_option(self.options)) is not None:
+            warnings.warn(
+                f"The plan has {refused}: to load it again, name its options in "
+                "Plan.load(path, allowed_options=[...]).",
+                stacklevel=2,
+            )
+        Path(path).write_text(self.to_json())
+
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as one page of HTML that needs no network and no scripts."""
+        Path(path).write_text(page_html(self), encoding="utf-8")
+
+    def export_python(self, path: str | Path) -> None:
+        """Writes a module that runs the step with plain JAX; see `cfp.export`."""
+        Path(path).write_text(python_module(self, self.found_sites), encoding="utf-8")
+
+    @cached_property
+    def found_sites(self) -> Sites | None:
+        """Where in the step the constraints stand; None if nothing says.
+
+        A plan that is bound to its step finds out by lowering that once more.
+        """
+        if self.sites is not None or self.step is None or self.mesh is None:
+            return self.sites
+        return sites_of(self.step, self.mesh, self.fingerprint, self.constraints)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        sites = self.found_sites
+        data = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "mesh_axes": self.mesh_axes,
+            "arguments": arguments_to_json(
+                self.arg_names, self.arg_types, self.arg_specs, self.donated
+            ),
+            "output_specs": self.output_specs,
+            "constraints": constraints_to_json(self.constraints),
+            "recompute": [asdict(one) for one in self.constraints.recompute],
+            "winner": self.winner,
+            "predicted_ms": self.predicted_ms,
+            "measured_ms": self.measured_ms,
+            "peak_bytes": self.peak_bytes,
+            "rung": self.rung,
+            "predicted_bytes": self.predicted_bytes,
+            "rows": [asdict(row) for row in self.rows],
+            "uneven": list(self.uneven),
+            "whole": list(self.whole),
+            "silenced": list(self.silenced),
+            "race": [asdict(row) for row in self.race],
+            "options": dict(self.options),
+            "environment": dict(self.environment),
+            # What was never found out is infinite, and JSON has no word for that.
+            "search": {k: v for k, v in self.search.items() if isfinite(v)},
+            "static": self.static,
+            "figures": self.figures and figures_to_json(self.figures),
+            "sites": sites and sites_to_json(sites),
+        }
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        allowed_options: Collection[str] = (),
+    ) -> Plan:
+        """Reads a saved plan, and checks every field of it.
+
+        Args:
+            path: the file.
+            mesh: the devices to run on; its axes must be those of the plan.
+            allowed_options: names of compiler options that the file may ask for beside
+                those that are known to be harmless. Some options write files, or
+                change results: name them only if you know where the plan comes from.
+
+        Raises:
+            PlanFileError: the file is no plan, damaged, or asks for anything else.
+            PlanMismatch: it is for another mesh.
+        """
+        return cls.from_json(
+            read_json(path), mesh=mesh, allowed_options=allowed_options
+        )
+
+    @classmethod
+    def from_json(
+        cls,
+        data: Any,
+        *,
+        mesh: Mesh | None = None,
+        allowed_options: Collection[str] = (),
+    ) -> Plan:
+        """A plan from parsed JSON; see :meth:`load`."""
+        plan = cls(**plan_fields(data, allowed_options))
+        return plan.on(mesh) if mesh is not None else plan
+
+    def on(self, mesh: Mesh) -> Plan:
+        """The plan on a mesh with the axes it was made for.
+
+        Raises:
+            PlanMismatch: the mesh has other axes.
+        """
+        mesh = planning_mesh(mesh)
+        axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
+        if axes != self.mesh_axes:
+            raise PlanMismatch(
+                f"The plan is for a mesh {dict(self.mesh_axes)}, got {dict(axes)}. "
+                "Make that mesh, or plan again for this one."
+            )
+        return replace(self, mesh=mesh, raced=None)

@@ -1,0 +1,258 @@
+"""A plan in a few lines, and what of its blocks and its race stands in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING
+
+from cfp.plan.parts import PlanRow
+from cfp.printable import merged_name, span_text
+from cfp.race.outcome import RaceRow
+from cfp.units import format_bytes
+
+if TYPE_CHECKING:
+    from cfp.plan.plan import Plan
+
+_SIZES = re.compile(r" \([^)]*\)")
+STORAGE_WORDS = {
+    "used": "as used",
+    "optimizer": "optimizer sharded",
+    "sharded": "sharded",
+}
+
+# What a short text has room for.
+_MOST_REPEATS = 4
+_MOST_NAMES = 4
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Segments that a table shows once.
+
+    Attributes:
+        first: index of the first segment.
+        period: how many segments make up one repeat.
+        count: how often they stand there, back to back.
+        rows: the blocks of each repeat, repeat by repeat.
+    """
+
+    first: int
+    period: int
+    count: int
+    rows: tuple[tuple[PlanRow, ...], ...]
+
+
+def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
+    """Finds segments that are alike and stand back to back.
+
+    Alike are segments of one kind whose blocks are sharded and stored alike.
+    """
+    segments = [tuple(found) for _, found in groupby(rows, key=lambda row: row.segment)]
+    marks = [tuple(_mark(row) for row in segment) for segment in segments]
+    repeats = []
+    at = 0
+    while at < len(segments):
+        period, count = _longest_repeat(marks, at)
+        parts = tuple(
+            tuple(row for s in segments[i : i + period] for row in s)
+            for i in range(at, at + period * count, period)
+        )
+        repeats.append(Repeat(segments[at][0].segment, period, count, parts))
+        at += period * count
+    return repeats
+
+
+def _mark(row: PlanRow) -> tuple:
+    return row.kind, row.op, row.sharded, row.storage
+
+
+def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
+    """(period, count) of the repeat that covers most from here on; (1, 1) if none."""
+    best = (1, 1)
+    for period in range(1, (len(marks) - at) // 2 + 1):
+        count = 1
+        unit = marks[at : at + period]
+        while marks[at + period * count : at + period * (count + 1)] == unit:
+            count += 1
+        if count > 1 and period * count > best[0] * best[1]:
+            best = (period, count)
+    return best
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The module that all blocks stand in, with its slash, or nothing."""
+    first = {name.partition("/")[0] for name in names}
+    if len(first) == 1 and all("/" in name for name in names):
+        return f"{first.pop()}/"
+    return ""
+
+
+def best_variants(plan: Plan) -> list[RaceRow]:
+    """Of each finalist its fastest variant, the fastest finalist first.
+
+    A variant's name is the finalist's, a comma, and in what it differs.
+    """
+    ranked = sorted(
+        plan.race,
+        key=lambda row: (row.name != plan.winner, *_place(row)),
+    )
+    found: dict[str, RaceRow] = {}
+    for row in ranked:
+        found.setdefault(row.name.partition(", ")[0], row)
+    return sorted(found.values(), key=_place)
+
+
+def _place(row: RaceRow) -> tuple[bool, float]:
+    """Who could not win, though there may be a time, comes last."""
+    return bool(row.note), row.time_ms or float("inf")
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a plan does not shard, or keep, or know, though a user may expect it."""
+    found = []
+    crossing = plan.environment.get("crosses_hosts")
+    if crossing:
+        found.append(f"goes from host to host: {crossing}")
+    if "adapted" in plan.search:
+        found.append(
+            "carried over from the plan of another program, and not measured: "
+            "cfp verify times it"
+        )
+    if "strategies_estimated" in plan.search and plan.rung != "estimated":
+        found.append(
+            "predictions are estimates, by which choices are made on virtual devices; "
+            "only the race was measured (--measure: more)"
+        )
+    ties = plan.search.get("ties", 0)
+    if ties:
+        found.append(
+            f"a tie: {ties:.0f} others were as fast within the spread of their "
+            "samples; the simplest of them is the plan"
+        )
+    if plan.uneven:
+        found.append(
+            f"whole, since the mesh does not divide it: {_few(plan.uneven, ', ')}"
+        )
+    if plan.whole:
+        found.append(
+            f"every device runs in full (of all bytes made): {_few(plan.whole, ', ')}"
+        )
+    if plan.silenced:
+        found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
+    count = plan.search.get("constraints_left_out", 0)
+    if count:
+        what = f"{count:.0f} of the step's own sharding constraints"
+        found.append(f"left out: {what}, since the plan decides")
+    return found
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one sentence."""
+    return "; ".join([_title(plan), *_figures(plan)])
+
+
+def _title(plan: Plan) -> str:
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
+    kind = plan.environment.get("device_kind", "")
+    text = f"Plan {plan.winner!r} for a mesh {mesh}" + (f" of {kind}" if kind else "")
+    described = plan.environment.get("described")
+    return f"{text}, as {described} is described" if described else text
+
+
+def _figures(plan: Plan) -> list[str]:
+    parts = []
+    if plan.measured_ms is not None:
+        parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
+    if plan.predicted_ms is not None:
+        how = "estimated" if plan.rung == "estimated" else "predicted"
+        parts.append(f"{plan.predicted_ms:.3f} ms {how}")
+    if plan.peak_bytes is not None:
+        parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
+    elif plan.predicted_bytes is not None and plan.rung == "estimated":
+        size = format_bytes(plan.predicted_bytes)
+        parts.append(f"{size} on each device, estimated")
+    return parts
+
+
+# ---------------------------------------------------------------------- a few lines
+
+
+def short_text(plan: Plan) -> str:
+    """What a person wants to know first, in a few lines."""
+    figures = "; ".join(_figures(plan)) or "neither predicted nor measured"
+    lines = [_title(plan), f"  {figures}", f"  chosen: {_chosen_text(plan)}"]
+    repeats = collapse(plan.rows)
+    prefix = common_prefix([row.name for row in plan.rows])
+    lines += [_repeat_text(repeat, prefix) for repeat in repeats[:_MOST_REPEATS]]
+    if len(repeats) > _MOST_REPEATS:
+        lines.append(f"  and {len(repeats) - _MOST_REPEATS} more runs of segments")
+    sharded = sum(any(spec) for spec in plan.arg_specs)
+    lines.append(f"  arguments: {sharded} of {len(plan.arg_specs)} are sharded")
+    lines += [f"  {remark}" for remark in remarks(plan)]
+    lines.append('  more: plan.save("plan.json"), then: cfp show plan.json')
+    wrap = TextWrapper(
+        width=_WIDTH,
+        subsequent_indent=" " * 4,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return "\n".join(wrap.fill(line) for line in lines)
+
+
+def _chosen_text(plan: Plan) -> str:
+    """How a plan came to be the one."""
+    able = (row for row in best_variants(plan) if not row.note)
+    ran = [row for row in able if row.time_ms is not None]
+    mine = {row.samples_ms for row in ran if row.name == plan.winner}
+    twins = [r.name for r in ran if r.name != plan.winner and r.samples_ms in mine]
+    same = f", the same program as {' and '.join(twins)}" if twins else ""
+    others = [row for row in ran if row.name not in (plan.winner, *twins)]
+    if others:
+        what = "the whole step"
+        against = ""
+        if "segments_raced" in plan.search:
+            # The plan's own time is of another run, that of the whole step.
+            what = f"{plan.search['segments_raced']:.0f} of its segments"
+            own = [row.time_ms for row in ran if row.name == plan.winner]
+            against = "".join(f", against {ms:.3f} ms there" for ms in own)
+        next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms{against}"
+        count = len(ran) - len(twins)
+        return f"the fastest of {count} raced on {what}{same}{next_one}"
+    if ran:
+        return f"timed on the whole step, by itself{same}"
+    if "adapted" in plan.search:
+        return "from the plan of another program"
+    if plan.predicted_ms is not None and plan.rung == "estimated":
+        return "by estimates; nothing was measured or compiled"
+    if plan.predicted_ms is not None:
+        return "by prediction, without a race"
+    return "by its name"
+
+
+def _repeat_text(repeat: Repeat, prefix: str) -> str:
+    """How the blocks of some segments are sharded, in short."""
+    modules: list[str] = []
+    ways: dict[str, list[str]] = {}
+    for twins in zip(*repeat.rows, strict=True):
+        path = merged_name([twin.name.removeprefix(prefix) for twin in twins])
+        module, _, inside = path.partition("/")
+        modules += [module] if inside else []
+        way = _SIZES.sub("", twins[0].sharded)
+        ways.setdefault(way, []).append(path.rpartition("/")[2])
+    where = f" ({_few(modules, ', ')})" if modules else ""
+    sharded = _few([f"{_few(names, ', ')} {way}" for way, names in ways.items()], "; ")
+    stored = [STORAGE_WORDS.get(r.storage, r.storage) for r in repeat.rows[0]]
+    numbers = span_text([row.segment for part in repeat.rows for row in part])
+    return f"  segment {numbers}{where}: {sharded}; parameters {_few(stored, ' or ')}"
+
+
+def _few(texts: Sequence[str], between: str) -> str:
+    """The first of some texts, each once, and how many more there are."""
+    texts = [*dict.fromkeys(texts)]
+    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return between.join(texts[:_MOST_NAMES]) + more

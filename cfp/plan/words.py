@@ -1,0 +1,130 @@
+"""Sentences and short texts about a plan that tables, lines and pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure
+from cfp.units import format_bytes
+
+if TYPE_CHECKING:
+    from cfp.plan.plan import Plan
+
+_NAME_WIDTH = 72
+
+
+def known_how(plan: Plan) -> str:
+    """How the times of strategies are known, in a word."""
+    return "estimated" if "strategies_estimated" in plan.search else "measured"
+
+
+def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
+    """Of which part of the step the times of the race are, if not of all of it.
+
+    Args:
+        search: what a plan says of how it was found.
+        measured_ms: the plan's own time, or None.
+    """
+    if "segments_raced" not in search:
+        return ""
+    raced, total = search["segments_raced"], search["segments"]
+    whole = "-" if measured_ms is None else f"{measured_ms:.1f} ms"
+    return (
+        f"Timed with {raced:.0f} of {total:.0f} segments (the winner), since others "
+        f"repeat these, and scaled to all.\nThe winner, timed whole: {whole}."
+    )
+
+
+def summary_line(plan: Plan) -> str:
+    """What was measured and how long each pass took; "" if nothing was."""
+    search = plan.search
+    parts = []
+    if "strategies_measured" in search:
+        counts = (
+            f"{search['strategies_measured']:.0f} strategies measured, "
+            f"{search.get('strategies_cached', 0):.0f} from the cache"
+        )
+        if search.get("strategies_failed"):
+            counts += f", {search['strategies_failed']:.0f} failed"
+        parts.append(counts)
+    seconds = [
+        f"{name.removesuffix('_seconds')} {value:.1f} s"
+        for name, value in search.items()
+        if name.endswith("_seconds")
+    ]
+    if seconds:
+        cached = ", from the cache" if search.get("race_cached") else ""
+        parts.append(", ".join(seconds) + cached)
+    return "; ".join(parts)
+
+
+def gap_text(gap: float) -> str:
+    """What measuring more could gain, as :mod:`cfp.search.guided` has it.
+
+    Bounds are estimated from what was measured: a candidate may be faster than its own.
+
+    Args:
+        gap: the share of the step's predicted time that a choice that was not measured
+            could save by its estimated bound; 1 if no plan was known to compare with.
+    """
+    if gap >= 1.0:
+        return "What measuring more could gain is not known."
+    if gap <= 0.0:
+        return "By estimated bounds nothing left to measure is faster (gap 0.0%)."
+    return (
+        f"By estimated bounds what was not measured could save {gap:.1%} of the step "
+        f"(gap {gap:.1%})."
+    )
+
+
+# --------------------------------------------------------------------------- figures
+
+
+def tensor_text(tensor: TensorFigure) -> str:
+    """A tensor with the axes behind the dims that they shard: ``f32[8/x,16]``."""
+    head, _, dims = tensor.type.rstrip("]").partition("[")
+    sizes = dims.split(",") if dims else []
+    parts = [
+        size + "".join(f"/{name}" for name in names)
+        for size, names in zip(sizes, tensor.spec, strict=False)
+    ]
+    return f"{head}[{','.join(parts)}]"
+
+
+def move_text(move: MoveFigure) -> str:
+    """A collective in short: ``2 x all-reduce over x, 64 KiB together, 0.12 ms``."""
+    times = f"{move.count} x " if move.count > 1 else ""
+    together = " together" if move.count > 1 else ""
+    took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
+    size = format_bytes(move.total_bytes)
+    return f"{times}{move.kind} over {','.join(move.axes)}, {size}{together}{took}"
+
+
+def runner_up(
+    options: Sequence[OptionFigures], taken: OptionFigures, budget_bytes: int | None
+) -> OptionFigures:
+    """The best option beside the one taken: one that fits, if any does."""
+    others = [option for option in options if option is not taken]
+    return min(
+        others,
+        key=lambda o: (
+            bool(too_large_text(o, budget_bytes)),
+            o.step_ms,
+            o.memory_bytes,
+        ),
+    )
+
+
+def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
+    """What to say behind an option that needs more memory than there is."""
+    over = budget_bytes is not None and option.memory_bytes > budget_bytes
+    return ", which does not fit" if over else ""
+
+
+def elided(name: str, width: int = _NAME_WIDTH) -> str:
+    """A name, without its middle if it is very long."""
+    if len(name) <= width:
+        return name
+    half = (width - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"

@@ -1,0 +1,87 @@
+"""The classic strategies, as choices for any program.
+
+None of them knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from cfp.analysis.blocks import Block
+from cfp.analysis.layout import Choice, Frame, Storage
+from cfp.analysis.strategies import NONE, AxisChoice, Strategy
+from cfp.presets.roles import ROLES, axis_walk
+
+# The classics that need no axis of their own: what every axis does, and the storage.
+CLASSICS = {
+    "data_parallel": ("data", Storage.USED),
+    "zero1": ("data", Storage.OPTIMIZER),
+    "fully_sharded": ("data", Storage.SHARDED),
+    "tensor_parallel": ("tensor", Storage.USED),
+    "tensor_sequence_parallel": ("sequence", Storage.USED),
+    "expert_parallel": ("expert", Storage.USED),
+}
+
+
+def presets(frame: Frame) -> dict[str, Choice]:
+    """Every classic that makes sense for a program on its mesh, by name.
+
+    Classics that come out equal to an earlier one (experts in a program without
+    any) are left out.
+    """
+    found: dict[str, Choice] = {}
+    for name, (role, storage) in CLASSICS.items():
+        roles = (role,) * len(frame.mesh)
+        _add(found, name, preset(frame, roles, storage))
+    if len(frame.mesh) > 1:
+        for roles in product(ROLES, repeat=len(frame.mesh)):
+            if len(set(roles)) == 1:
+                continue
+            for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
+                pairs = zip(frame.mesh, roles, strict=True)
+                name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
+                _add(found, name + suffix, preset(frame, roles, storage))
+    return found
+
+
+def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:
+    if choice not in found.values():
+        found[name] = choice
+
+
+def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
+    """The choice in which each mesh axis plays one role.
+
+    Args:
+        frame: the program on its mesh.
+        roles: one of :data:`cfp.presets.roles.ROLES` for each mesh axis.
+        storage: how every storage group is kept.
+    """
+    columns = []
+    for (_, size), role in zip(frame.mesh, roles, strict=True):
+        if (role, size) not in frame.walks:
+            frame.walks[role, size] = axis_walk(frame, role, size)
+        columns.append(frame.walks[role, size])
+    strategies = tuple(
+        _compatible(frame, block, tuple(column[block.index] for column in columns))
+        for block in frame.blocks
+    )
+    return Choice(strategies, (storage,) * len(frame.groups))
+
+
+def _compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
+    """Drops the later of two axes that do not split a factor together."""
+    rule = frame.program.ops[block.anchor].rule
+    assert rule is not None
+    split: dict[int, int] = {}
+    kept = []
+    for (_, size), choice in zip(frame.mesh, strategy, strict=True):
+        factors = {f for f in (choice.inner, choice.exit) if f != NONE}
+        if not all(rule.splits(f, split.get(f, 1) * size) for f in factors):
+            kept.append(AxisChoice())
+            continue
+        for f in factors:
+            split[f] = split.get(f, 1) * size
+        kept.append(choice)
+    return tuple(kept)

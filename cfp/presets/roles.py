@@ -1,0 +1,353 @@
+"""What a mesh axis does in every block of a program when it plays one role.
+
+None of the roles knows a model. An axis walks through the ops in program order, and
+takes down which dims it has sharded so far:
+
+``data``
+    Shards what came from the batch (:func:`cfp.presets.batch.data_arguments`), followed
+    through the program by the ops' own factors, and what ops combine with rows of the
+    batch, such as what a net makes of times that the step draws. A contraction that
+    sums over the batch is split along it. Where the dim that it
+    sharded ends, it goes on with what is left of the batch: with the rows of a part
+    where the batch is cut into parts, with what was picked where rows are picked from
+    it, and with the next dim of the arguments of which a loop takes one slice after
+    another, if more of the contractions are split then.
+``tensor``
+    Shards weights: a contraction with a weight is split along the weight's own
+    factor (by columns) unless its input arrives sharded along the contracted
+    factor, which is then split (by rows, with a reduction at the exit); other
+    contractions go along with their inputs. Megatron-LM, arXiv 1909.08053.
+``sequence``
+    The same, but reductions scatter to the second dim of the activations instead of
+    replicating them. Megatron's sequence parallelism, arXiv 2205.05198.
+``expert``
+    ``data``, except where weights have a batch factor of their own (one matrix per
+    expert), which is then sharded. GShard, arXiv 2006.16668.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flops import op_flops
+from cfp.analysis.layout import Frame
+from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
+from cfp.presets.batch import data_arguments, made_of_parameters
+from cfp.program.graph import Op
+from cfp.program.rules import Rule
+
+ROLES = ("data", "tensor", "sequence", "expert")
+
+# Dims that an axis shards, or factors, by rank: of those that an op can split, the
+# axis takes one of the lowest rank. Only what came from the batch has ranks over 0.
+Ranks = Mapping[int, int]
+_NOTHING: Ranks = {}
+
+
+def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
+    """What an axis of that size does in each block when it plays a role."""
+    if role not in ROLES:
+        raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
+    if role in ("tensor", "sequence"):
+        return _Walk(frame, role, axis_size, {}).choices
+    program = frame.program
+    ranks = data_arguments(frame)
+    shapes = {p: program.values[program.args[p]].shape for p in ranks}
+    first = dict.fromkeys(ranks, 0)
+    best: list[AxisChoice] = []
+    most_flops = -1
+    while True:
+        walk = _settled(
+            frame,
+            role,
+            axis_size,
+            {program.args[p]: {first[p]: rank} for p, rank in ranks.items()},
+        )
+        # A loop that takes rows of the batch may be all of the step, or little of it.
+        if (flops := walk.shared_flops()) > most_flops:
+            best, most_flops = walk.choices, flops
+        taken = {
+            p: dim + 1
+            for p, dim in first.items()
+            if shapes[p][dim] in walk.taken and dim + 1 < len(shapes[p])
+        }
+        if not taken:
+            return best
+        first |= taken
+
+
+def _settled(
+    frame: Frame, role: str, axis_size: int, marks: Mapping[int, Ranks]
+) -> _Walk:
+    """The walk that knows what an iteration hands to the next, and what joins later."""
+    known: Mapping[int, Ranks] = {}
+    while True:
+        walk = _Walk(frame, role, axis_size, _together(marks, known))
+        found = _together(known, walk.entering(), walk.joining())
+        # Marks are only added, and ranks only fall: there is an end.
+        if found == known:
+            return walk
+        known = found
+
+
+def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
+    """All marks, each dim with its lowest rank."""
+    found: dict[int, dict[int, int]] = {}
+    for marks in many:
+        for value, ranks in marks.items():
+            mine = found.setdefault(value, {})
+            for d, rank in ranks.items():
+                mine[d] = min(rank, mine.get(d, rank))
+    return dict(found)
+
+
+class _Walk:
+    """One axis's way through a program: which dims it has sharded so far.
+
+    Attributes:
+        choices: what it does in each block.
+        marked: for each value its dims that carry the axis.
+        taken: sizes of marked dims of which loops take one slice after another, and
+            nothing that is marked stays.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        role: str,
+        axis_size: int,
+        marks: Mapping[int, Ranks],
+    ) -> None:
+        self.frame = frame
+        self.program = frame.program
+        self.role = role
+        self.follows_batch = role in ("data", "expert")
+        self.size = axis_size
+        self.marked: dict[int, Ranks] = {**marks}
+        self.taken: set[int] = set()
+        self.weight = made_of_parameters(frame)
+        self.choices = self._run()
+
+    def shared_flops(self) -> int:
+        """Of the blocks' anchors the floating-point operations that are split."""
+        anchors = (self.program.ops[block.anchor] for block in self.frame.blocks)
+        return sum(
+            op_flops(self.program, op)
+            for op, choice in zip(anchors, self.choices, strict=True)
+            if choice.inner != NONE and is_contraction(op)
+        )
+
+    def _run(self) -> list[AxisChoice]:
+        program = self.program
+        choices = [AxisChoice()] * len(self.frame.blocks)
+        anchors = {b.anchor: b.index for b in self.frame.blocks}
+        for op in program.ops:
+            for v in (*op.entries, *op.operands):
+                self._follow_entry(v)
+            if op.id in anchors:
+                choice = self._choose(op)
+                choices[anchors[op.id]] = choice
+                self._mark_result(op, choice)
+            elif op.has_regions:
+                for result, value in zip(op.results, op.yields, strict=False):
+                    self.marked[result] = self._marks(value)
+            elif op.rule is not None:
+                self._mark(op, op.rule, self._carried(op, op.rule))
+            elif self.follows_batch:
+                self._mark_by_place(op)
+        return choices
+
+    def entering(self) -> dict[int, Ranks]:
+        """What enters each iteration, be it from before the loop or the last one."""
+        found = {}
+        for op in self.program.ops:
+            if op.kind == "while":
+                regions = len(op.entries) // max(len(op.yields), 1)
+                for e, v in zip(op.entries, op.yields * regions, strict=True):
+                    before, last = self._marks(e), self._marks(v)
+                    if before or last:
+                        found[e] = {
+                            d: min(m[d] for m in (before, last) if d in m)
+                            for d in {*before, *last}
+                        }
+        return found
+
+    def joining(self) -> dict[int, Ranks]:
+        """What blocks compute without the batch, and ops combine with rows of it."""
+        program = self.program
+        computed = self._computed()
+        found: dict[int, Ranks] = {}
+        for op in reversed(program.ops):
+            results = [found.get(r) or self._marks(r) for r in op.results]
+            if op.has_regions:
+                for index, value in enumerate(op.yields):
+                    marks = results[index % len(results)]
+                    if value in computed and marks and not self._marks(value):
+                        found[value] = marks
+            if op.rule is None or not computed.intersection(op.results):
+                continue
+            rows = {
+                op.rule.major(dims[d])
+                for marks, dims in zip(results, op.rule.results, strict=False)
+                for d, rank in marks.items()
+                if rank == 0
+            } - {None}
+            for v, dims in zip(op.operands, op.rule.operands, strict=False):
+                majors = map(op.rule.major, dims)
+                marks = {d: 0 for d, factor in enumerate(majors) if factor in rows}
+                while marks and v >= 0 and not self._marks(v):
+                    found[v] = marks
+                    v = program.values[v].origin
+        return found
+
+    def _computed(self) -> set[int]:
+        """Values that blocks' anchors make, and what follows from them."""
+        anchors = {block.anchor for block in self.frame.blocks}
+        values = self.program.values
+        found: set[int] = set()
+        for op in self.program.ops:
+            reads = {*op.operands, *op.yields}
+            reads |= {values[v].origin for v in reads}
+            if op.id in anchors or found & reads:
+                found.update(op.results)
+        return found
+
+    def _marks(self, value: int) -> Ranks:
+        return self.marked.get(value, _NOTHING)
+
+    def _follow_entry(self, value: int) -> None:
+        origin = self.program.values[value].origin
+        if origin >= 0 and value not in self.marked:
+            self.marked[value] = self._marks(origin)
+
+    def _carried(self, op: Op, rule: Rule) -> Ranks:
+        """The factors that an op's results can have of its marked operands."""
+        found: dict[int, int] = {}
+        for i in range(len(rule.operands)):
+            for f, rank in self._arriving(op, rule, i).items():
+                if f not in rule.reduction:
+                    found[f] = min(rank, found.get(f, rank))
+                elif self.follows_batch and op.kind == "gather":
+                    # Rows picked from the batch are one, too.
+                    own = {f for dim in rule.operands[0] for f in dim}
+                    picked = {f for dim in rule.results[0] for f in dim} - own
+                    found |= {f: found.get(f, rank) for f in picked}
+        if self.follows_batch:
+            return found
+        return {f: rank for f, rank in found.items() if f not in rule.fixed}
+
+    def _summed(self, op: Op, rule: Rule) -> Ranks:
+        """The factors of the batch that a contraction sums over: both sides have it.
+
+        What only one side has is a feature, as of single rows that a loop goes over.
+        """
+        if not is_contraction(op):
+            return _NOTHING
+        left, right = (self._arriving(op, rule, i) for i in (0, 1))
+        shared = left.keys() & right.keys() & set(rule.reduction)
+        return {f: min(left[f], right[f]) for f in shared}
+
+    def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
+        """Factors of an operand's dims that carry the axis, with their ranks."""
+        dims = rule.operands[index]
+        found: dict[int, int] = {}
+        for d, rank in self._marks(op.operands[index]).items():
+            if d < len(dims):
+                factors = [f for f in dims[d] if rule.sizes[f] > 1]
+                if not self.follows_batch:
+                    factors = factors[:1]
+                found |= {f: rank + i for i, f in enumerate(factors)}
+        return found
+
+    def _mark(self, op: Op, rule: Rule, carried: Ranks) -> None:
+        for result, dims in zip(op.results, rule.results, strict=False):
+            found: dict[int, int] = {}
+            for d, dim in enumerate(dims):
+                factors = dim if self.follows_batch else (rule.major(dim),)
+                ranks = [carried[f] for f in factors if f is not None and f in carried]
+                if ranks and self.program.values[result].shape[d] > 1:
+                    found[d] = min(ranks)
+            if not self.follows_batch:
+                found = {d: 0 for d in sorted(found)[:1]}
+            if found:
+                self.marked[result] = found
+            elif carried and op.kind == "dynamic_slice" and op.parent >= 0:
+                marks = self._marks(op.operands[0])
+                shape = self.program.values[op.operands[0]].shape
+                self.taken |= {shape[d] for d in marks}
+
+    def _mark_by_place(self, op: Op) -> None:
+        """Of an op without a rule a result's dims are those at the same place."""
+        values = self.program.values
+        for v in op.operands:
+            for result in op.results:
+                pairs = zip(values[v].shape, values[result].shape, strict=False)
+                same = {d for d, (a, b) in enumerate(pairs) if a == b > 1}
+                found = {d: rank for d, rank in self._marks(v).items() if d in same}
+                if found:
+                    self.marked.setdefault(result, found)
+
+    def _mark_result(self, op: Op, choice: AxisChoice) -> None:
+        rule = op.rule
+        assert rule is not None
+        outer = choice.inner if choice.exit == NONE else choice.exit
+        carried = self._carried(op, rule) if self.follows_batch else _NOTHING
+        if outer in carried or outer == NONE:
+            self._mark(op, rule, carried)
+        else:
+            self._mark(op, rule, {outer: 0})
+
+    def _choose(self, op: Op) -> AxisChoice:
+        rule = op.rule
+        assert rule is not None
+        allowed = axis_choices(rule, self.size)
+        wish = self._wish(op, rule)
+        return next((c for c in wish if c in allowed), AxisChoice())
+
+    def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
+        """What the role would have this block do, best first."""
+        in_result = [f for f in map(rule.major, rule.results[0]) if f is not None]
+        weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
+        own = {
+            i: {rule.major(dim) for dim in dims} - {None}
+            for i, dims in enumerate(rule.operands)
+        }
+        if self.role == "expert":
+            shared = [
+                f
+                for f in in_result
+                if weights and all(f in own[i] for i in range(min(2, len(own))))
+            ]
+            if shared:
+                return [AxisChoice(f) for f in shared]
+        if self.follows_batch:
+            carried = self._carried(op, rule)
+            found = {f: carried[f] for f in in_result if f in carried}
+            found = found or self._summed(op, rule)
+            return [AxisChoice(f) for f in sorted(found, key=lambda f: found[f])]
+        arriving = [
+            f
+            for i in range(len(rule.operands))
+            if i not in weights
+            for f in self._arriving(op, rule, i)
+        ]
+        contracted = [f for f in arriving if f in rule.reduction]
+        if contracted:
+            return self._reduced(rule, contracted[0], in_result)
+        if not weights or len(weights) == len(rule.operands):
+            return [AxisChoice(f) for f in in_result if f in arriving]
+        if op.kind == "gather":
+            table = [f for f in sorted(rule.reduction) if f in own[0]]
+            return [c for f in table for c in self._reduced(rule, f, in_result)]
+        others = set().union(*(own[i] for i in own if i not in weights))
+        columns = [f for f in in_result if f not in others]
+        return [AxisChoice(f) for f in columns]
+
+    def _reduced(
+        self, rule: Rule, factor: int, in_result: list[int]
+    ) -> list[AxisChoice]:
+        plain = AxisChoice(factor)
+        if self.role == "sequence" and len(in_result) > 1:
+            return [AxisChoice(factor, in_result[1]), plain]
+        return [plain]

@@ -1,0 +1,231 @@
+"""Runs a step under a plan's shardings, or plainly on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves, tree_unflatten
+
+from cfp.analysis.strategies import Spec
+from cfp.errors import PlanMismatch
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compiled import compile_right
+from cfp.program.callbacks import Alarm
+from cfp.program.dispatch import Dispatch, Look
+from cfp.program.fixed import has_fixed, released, without_fixed
+from cfp.program.graft import Constraints, constrain, partition_spec
+from cfp.program.misfit import misfit, uneven
+from cfp.program.replace import erase_unread
+from cfp.program.step import FlatStep
+from cfp.program.trace import lower_step, read_lowering
+from cfp.program.widen import widened
+from cfp.runtime.raced import Raced
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step, compiled under a plan, that is called like the function it came from.
+
+    Attributes:
+        step: the user's function and the structure of its arguments.
+        compiled: the compiled program over flat arguments and results; if it is a
+            race's, those that it reads, in its own order.
+        in_shardings, out_shardings: one for each leaf.
+        out_tree: the structure of the results.
+        narrow: of a step that was to compute in float32, what still computes in less.
+        double: whether such a step computes in float64 throughout.
+        alarm: has what functions of the host raise, if the step calls any.
+        raced: what runs, if a race has compiled it.
+    """
+
+    step: FlatStep
+    compiled: jax.stages.Compiled
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    out_tree: Any
+    narrow: tuple[str, ...] = ()
+    double: bool = False
+    alarm: Alarm | None = None
+    raced: Raced | None = None
+
+    @cached_property
+    def dispatch(self) -> Dispatch:
+        """Looks at the arguments of calls, and places them."""
+        return Dispatch(self.step, self.in_shardings)
+
+    @cached_property
+    def _has_fixed(self) -> bool:
+        return has_fixed(tree_unflatten(self.out_tree, list(self.out_shardings)))
+
+    def __repr__(self) -> str:
+        name = getattr(self.step.fn, "__name__", "a step")
+        return (
+            f"CompiledStep of {name}: {len(self.in_shardings)} arguments, "
+            f"{len(self.out_shardings)} results"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; arguments go to their shardings where they are elsewhere.
+
+        A step that calls functions of the host is waited for, and raises what they
+        raised.
+        """
+        leaves = self.step.leaves_of(args, kwargs)
+        if leaves is not None:
+            look = self.dispatch.look(leaves)
+            if self.dispatch.has_leaves(look):
+                return self.run(look)
+        return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
+
+    def run(self, look: Look) -> Any:
+        """Runs the step on flat arguments that were looked at."""
+        placed = self.dispatch.place(look)
+        run = self.compiled if self.raced is None else self.raced
+        results = run(*placed.leaves)
+        self.dispatch.remember(placed, results)
+        made = tree_unflatten(self.out_tree, results)
+        if self.alarm is not None:
+            jax.block_until_ready(made)
+            jax.effects_barrier()
+            if (error := self.alarm.take()) is not None:
+                raise error
+        return released(made) if self._has_fixed else made
+
+    def arg_shardings(self) -> tuple[Any, ...]:
+        """The arguments' shardings as a pytree like the dynamic arguments."""
+        args, _ = tree_unflatten(self.step.in_tree, list(self.in_shardings))
+        return without_fixed(args)
+
+    def result_shardings(self) -> Any:
+        """The results' shardings as a pytree like the results."""
+        return without_fixed(tree_unflatten(self.out_tree, list(self.out_shardings)))
+
+    def as_text(self) -> str:
+        """The compiled program as HLO, which tells its collectives."""
+        return self.compiled.as_text() or ""
+
+
+def compile_step(
+    step: FlatStep,
+    mesh: Mesh,
+    fingerprint: str | None,
+    arg_specs: Sequence[Spec],
+    output_specs: Sequence[Spec],
+    constraints: Constraints,
+    options: Mapping[str, str] | None = None,
+    *,
+    wide: bool = False,
+    raced: Raced | None = None,
+    environment: BuildEnvironment | None = None,
+) -> CompiledStep:
+    """Lowers a step under shardings, inserts the constraints, and compiles it.
+
+    Args:
+        step: the step and its arguments.
+        mesh: the devices.
+        fingerprint: of the structure of the program that the constraints were made
+            for; None where there are none.
+        arg_specs, output_specs: a sharding for each leaf.
+        constraints: what the partitioner is told about values inside.
+        options: XLA compiler options.
+        wide: compute in float32 what the step computes in less, with precise matrix
+            products; arguments and results are float32, too.
+        raced: what a race compiled: used if it is the same program, under the same
+            shardings and options, and does all that the step does.
+        environment: has what the race's compiles tuned, so that the same kernels run.
+
+    Raises:
+        PlanMismatch: the step's program is not the one that was planned.
+        CompilerError: the compiler made another program of it.
+    """
+    ins = tuple(
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(arg_specs, step.avals, strict=True)
+    )
+    results = _results(step)
+    if len(results) != len(output_specs):
+        raise PlanMismatch(
+            f"The plan is for {len(output_specs)} results, the step has {len(results)}."
+        )
+    for kind, avals, specs in (
+        ("argument", step.avals, arg_specs),
+        ("result", results, output_specs),
+    ):
+        _check_even(kind, mesh, avals, specs)
+    outs = tuple(
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(output_specs, results, strict=True)
+    )
+    lowering = lower_step(step, ins, list(outs))
+    program = read_lowering(step, lowering)
+    if fingerprint is not None and program.fingerprint != fingerprint:
+        raise PlanMismatch(
+            "The step's program is not the one that was planned: the function's ops, "
+            "the shapes or dtypes of its arguments, how often its loops run, JAX's "
+            "configuration (enable_x64, default_matmul_precision, ...), or the "
+            "versions of jax, jaxlib or cfp have changed. Other values of constants, "
+            "such as a learning rate, are no obstacle. Plan again."
+        )
+    if raced is not None and not wide and not lowering.calls_host:
+        if raced.does(step, program, ins, outs, constraints, options or {}):
+            where = (ins, outs, lowering.out_tree)
+            return CompiledStep(step, raced.compiled, *where, raced=raced)
+    if (found := misfit(program, mesh, constraints)) is not None:
+        raise PlanMismatch(
+            f"The plan's constraints do not fit the step's program: {found}. The file "
+            "that it came from is damaged. Plan again."
+        )
+    constrain(lowering.module, program, mesh, constraints)
+    if constraints.replaced:
+        erase_unread(lowering.module)
+    narrow: tuple[str, ...] = ()
+    double = False
+    if wide:
+        found = widened(step, lowering, ins, outs)
+        step, lowering, narrow = found.step, found.lowering, found.narrow
+        double = found.double
+    platform = mesh.devices.flat[0].platform
+    environment = environment or BuildEnvironment()
+    environment.prepare(platform)
+    how = {**environment.options(platform), **(options or {})}
+    compiled, _ = compile_right(lowering.lowered, how)
+    alarm = lowering.alarm if lowering.calls_host else None
+    return CompiledStep(
+        step, compiled, ins, outs, lowering.out_tree, narrow, double, alarm
+    )
+
+
+def _check_even(
+    kind: str, mesh: Mesh, avals: Sequence[Any], specs: Sequence[Spec]
+) -> None:
+    """Refuses shardings of arguments or results that JAX could not lay out.
+
+    Raises:
+        PlanMismatch: one has other dims than the array, or does not divide it.
+    """
+    for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
+        # Inside of a program keys of random numbers have dims that JAX does not show.
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        shown = spec[: len(aval.shape)] if is_key else spec
+        if uneven(aval.shape, mesh, shown):
+            raise PlanMismatch(
+                f"The plan shards {kind} {i}, {aval.dtype}{[*aval.shape]}, as {spec} "
+                f"on a mesh {dict(mesh.shape)}, which does not divide it. The plan is "
+                "for another step, or damaged. Plan again."
+            )
+
+
+def _results(step: FlatStep) -> list[Any]:
+    return tree_leaves(step.traced.out_info)
+
+
+def run_on_one_device(fn: Callable[..., Any], args: Sequence[Any], device: Any) -> Any:
+    """Runs a step, plainly jitted, on one device."""
+    local = jax.device_put(tuple(args), device)
+    return jax.jit(fn)(*local)

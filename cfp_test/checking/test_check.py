@@ -1,0 +1,366 @@
+"""The check passes plans that are right and fails those that are not, in any precision.
+
+A fault is put into the step that the plan's side runs; what it computes then is what
+devices compute that lack a sum, or take another one's part.
+"""
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from cfp import api
+from cfp.checking.check import (
+    DOUBLE_TOLERANCE,
+    FULL_TOLERANCE,
+    Check,
+    Comparison,
+    Sizes,
+    both_sides,
+    compile_alone,
+)
+from cfp.checking.difference import Difference
+from cfp.checking.trial import Trial, run_trial
+from cfp.context import PlannerSettings
+from cfp.program.step import flatten_step
+from cfp.race.limit import MEMORY_SHARE
+from cfp.runtime import execute
+from cfp.targets import Target, model_target
+from cfp_test.checking import make_mesh
+from cfp_test.models.tiny import TINY
+
+DTYPES = ["bfloat16", "float32"]
+PRESETS = ["data_parallel", "fully_sharded", "tensor_parallel"]
+OPTIMIZERS = {
+    "adamw": optax.adamw(3e-4),
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-4),
+    "adafactor": optax.adafactor(1e-3),
+}
+FAULTS = ["half batch", "scaled", "lost sum", "wrong part", "stale part", "dropout"]
+BATCH, SEQ, WIDTH, VOCAB = 8, 16, 32, 64
+
+
+def make_step(dtype, optimizer, fault=None):
+    """A layer of attention with dropout: what right and wrong plans compute of it."""
+
+    def attention(p, x):
+        # Softmax does not see the key's bias: its gradient is zero but for rounding.
+        keys = x @ p["key"] + p["key_bias"]
+        mixed = jax.nn.softmax(x @ p["query"] @ keys.mT / WIDTH**0.5) @ x
+        if fault == "lost sum":
+            return mixed[..., : WIDTH // 2] @ p["out"][: WIDTH // 2]
+        return mixed @ p["out"]
+
+    def loss_fn(params, batch):
+        p = jax.tree.map(lambda v: v.astype(dtype), params)
+        x = p["embed"][batch["tokens"]]
+        kept = jax.random.bernoulli(jax.random.key(3), 0.8, x.shape)
+        if fault == "dropout":
+            first = jnp.arange(BATCH)[:, None, None] < BATCH // 2
+            kept = jnp.where(first, kept, jnp.roll(kept, 1, axis=0))
+        x = jnp.where(kept, x + attention(p, x), 0) * p["scale"] + p["bias"]
+        logits = (x @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["labels"]
+        ).mean()
+
+    def step(state, batch):
+        if fault == "half batch":
+            batch = jax.tree.map(lambda v: jnp.tile(v[: BATCH // 2], (2, 1)), batch)
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        if fault == "scaled":
+            grads = jax.tree.map(lambda g: 2 * g, grads)
+        if fault == "wrong part":
+            grads = jax.tree.map(lambda g: jnp.roll(g, len(g) // 2, axis=0), grads)
+        updates, opt_state = OPTIMIZERS[optimizer].update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        if fault == "stale part":
+            new = jax.tree.map(
+                lambda n, old: old.at[: len(old) // 2].set(n[: len(n) // 2]),
+                new,
+                params,
+            )
+        return (new, opt_state), {"loss": loss}
+
+    return step
+
+
+def make_args(optimizer):
+    """A state and a batch."""
+
+    def init(key):
+        keys = iter(jax.random.split(key, 7))
+        square = (WIDTH, WIDTH)
+        params = {
+            "embed": jax.random.normal(next(keys), (VOCAB, WIDTH)),
+            "query": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "key": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "key_bias": jnp.zeros(WIDTH),
+            "out": jax.random.normal(next(keys), square) / WIDTH**0.5,
+            "scale": jnp.ones(WIDTH),
+            "bias": jnp.zeros(WIDTH),
+            "head": jax.random.normal(next(keys), (WIDTH, VOCAB)) / WIDTH**0.5,
+        }
+        batch = {
+            name: jax.random.randint(next(keys), (BATCH, SEQ), 0, VOCAB)
+            for name in ("tokens", "labels")
+        }
+        return (params, OPTIMIZERS[optimizer].init(params)), batch
+
+    return jax.jit(init)(jax.random.key(0))
+
+
+# ------------------------------------------------------------------- right plans pass
+
+
+def trial_of(target: Target, preset: str, devices: int, folder) -> Trial:
+    """Two steps under a preset, checked."""
+    plan = api.plan(
+        target.step,
+        *target.args,
+        mesh=make_mesh((("x", devices),)),
+        donate_argnums=target.donate,
+        preset=preset,
+        cache_dir=folder,
+        settings=PlannerSettings(race=False),
+    )
+    return run_trial(plan, target, steps=2, check=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_alone_passes(dtype, tmp_path):
+    args = make_args("adamw")
+    target = Target(
+        name="attention",
+        step=make_step(dtype, "adamw"),
+        args=args,
+        donate=(0,),
+        make_args=lambda shardings, _: tuple(map(jax.device_put, args, shardings)),
+    )
+    trial = trial_of(target, "data_parallel", 4, tmp_path)
+    assert trial.tolerance == FULL_TOLERANCE
+    assert trial.failures == []
+    far = {
+        d.path for d in trial.steps[0].comparison.differences if d.relative_l2 > 1e-4
+    }
+    # What one device is not sure of itself: this leaf, and its moments.
+    assert far and all(path.endswith("/key_bias") for path in far)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(
+    "preset", ["data_parallel", "fully_sharded", "tensor_parallel"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", TINY)
+def test_right_plans_pass(model, dtype, preset, devices, tmp_path):
+    options = {**TINY[model], "dtype": dtype, "learning_rate": 3e-4}
+    trial = trial_of(model_target(model, options), preset, devices, tmp_path)
+    assert trial.tolerance == FULL_TOLERANCE
+    assert trial.failures == []
+
+
+# ---------------------------------------------------------------- wrong plans do not
+
+
+@functools.cache
+def compiled(dtype, optimizer, fault=None):
+    """The step for one device, as a check compiles it."""
+    step = flatten_step(make_step(dtype, optimizer, fault), make_args(optimizer))
+    return compile_alone(step, jax.devices()[0])
+
+
+def shares(dtype, optimizer, fault):
+    """How far off each leaf is after a step, in terms of what it may be."""
+    check = Check(compiled(dtype, optimizer, fault), compiled(dtype, optimizer), {0: 0})
+    check.start(make_args(optimizer))
+    found = check.step()
+    failed = {d.path for d in found.failures(check.tolerance)}
+    allowed = {
+        d.path: d.relative_l2 / found.allowed(d.path, check.tolerance)
+        for d in found.differences
+    }
+    noise = {d.path for d in found.undecided(check.tolerance)}
+    assert all(path.endswith("/key_bias") for path in noise)
+    assert failed == {path for path, share in allowed.items() if share > 1} - noise
+    return allowed
+
+
+# Where faults show: in parameters, and in the first kind of optimizer state.
+STATE = {"adamw": "1/0/mu", "momentum": "1/0/trace", "lion": "1/0/mu"}
+
+
+COMPUTED = [
+    ("bfloat16", "adamw"),
+    ("bfloat16", "sgd"),
+    ("float32", "adamw"),
+    pytest.param("float32", "sgd", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "momentum", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "lion", marks=pytest.mark.nightly),
+    pytest.param("bfloat16", "adafactor", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("dtype", "optimizer"), COMPUTED)
+def test_wrong_plans_fail(dtype, optimizer, fault):
+    found = shares(dtype, optimizer, fault)
+    assert max(found.values()) > 1000
+    signal = [name for name in found if not name.endswith("/key_bias")]
+    of_params = [found[name] for name in signal if name.startswith("0/0/")]
+    if fault == "scaled" and optimizer in ("adamw", "lion", "adafactor"):
+        assert max(of_params) < 100  # They divide it out, from the parameters.
+    else:
+        assert min(of_params) > 5
+    if fault != "stale part" and optimizer in STATE:
+        state = [found[name] for name in signal if "0/" + STATE[optimizer] in name]
+        assert len(state) == 7
+        assert min(state) > 100
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), COMPUTED)
+def test_what_is_right_is_not_off(dtype, optimizer):
+    assert max(shares(dtype, optimizer, None).values()) == 0
+
+
+# ------------------------------------------------------------- what is never allowed
+
+
+def compared(distance, noise, sizes=None):
+    return Comparison(
+        differences=(Difference("w", distance),),
+        rounding={"w": noise},
+        changes={"w": 1.0},
+        sizes={"w": sizes} if sizes else {},
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.1, 0.5, 3.0, float("inf")])
+@pytest.mark.parametrize("tolerance", [1e-5, 1.0, 1e9])
+def test_a_leaf_of_zeros_never_passes(noise, tolerance):
+    zeros = compared(1.0, noise, Sizes(0.0, 0.9, 1.1))
+    assert zeros.allowed("w", tolerance) < 1
+    assert len(zeros.failures(tolerance)) == 1
+
+
+def test_ten_times_the_rounding_passes_and_no_more():
+    assert compared(0.0099, 1e-3).failures(1e-5) == []
+    assert len(compared(0.0101, 1e-3).failures(1e-5)) == 1
+
+
+def test_where_rounding_decides_the_size_is_compared():
+    noise = compared(1.4, 1.4, Sizes(1.1, 0.9, 1.0))
+    assert noise.failures(1e-5) == []
+    assert [d.path for d in noise.undecided(1e-5)] == ["w"]
+    for size in (0.0, 0.005, 200.0):
+        assert len(compared(1.4, 1.4, Sizes(size, 0.9, 1.0)).failures(1e-5)) == 1
+    # What is not compared with anything is not known to be alike.
+    assert len(compared(1.4, 1.4).failures(1e-5)) == 1
+
+
+def test_a_step_in_float64_is_compared_in_float64():
+    """What is computed in float32 somewhere is off by 1e-8, and found."""
+
+    def make(fault):
+        def step(w, x):
+            y = jnp.tanh(x @ w)
+            return w - 0.1 * (y.astype(jnp.float32).astype(y.dtype) if fault else y)
+
+        return step
+
+    with jax.enable_x64(True):
+        w, x = (jax.random.normal(jax.random.key(i), (8, 8)) for i in range(2))
+        assert w.dtype == jnp.float64
+        device = jax.devices()[0]
+        right, wrong = (
+            compile_alone(flatten_step(make(fault), (w, x)), device)
+            for fault in (False, True)
+        )
+        assert right.double and not wrong.double
+        check = Check(right, right, {0: None})
+        check.start((w, x))
+        assert check.tolerance == DOUBLE_TOLERANCE
+        assert check.step().failures(check.tolerance) == []
+        other = Check(wrong, right, {0: None})
+        other.start((w, x))
+        found = other.step()
+        assert 1e-10 < found.differences[0].relative_l2 < 1e-6
+        assert found.failures(check.tolerance) != []
+
+
+def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
+    """Those with which it runs, the memory limit among them."""
+    args = make_args("sgd")
+    plan = api.plan(
+        make_step("float32", "sgd"),
+        *args,
+        mesh=make_mesh((("x", 4),)),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    options = {MEMORY_SHARE: "40", "xla_backend_optimization_level": "0"}
+    asked = []
+
+    def compile_with(lowered, options):
+        asked.append(dict(options))
+        return lowered.compile(), ""
+
+    monkeypatch.setattr(execute, "compile_right", compile_with)
+    both_sides(replace(plan, options=options))
+    assert asked == [options, {}]
+
+
+class Alone:
+    """One device, on which rounding does as much as it is told, call by call."""
+
+    def __init__(self, noise):
+        self.step = SimpleNamespace(static=())
+        self.out_shardings = [jax.sharding.SingleDeviceSharding(jax.devices()[0])]
+        self.noise = noise
+        self.calls = 0
+
+    def __call__(self, x):
+        off = self.noise[self.calls]
+        self.calls += 1
+        return {"bias": jnp.array([1.0 + off, 0.0])}
+
+
+class Planned:
+    """A plan's step, whose result is off by so much."""
+
+    narrow = ()
+    double = False
+
+    def __init__(self, off):
+        self.off = off
+
+    def __call__(self, x):
+        return {"bias": jnp.array([1.0 + self.off, 0.0])}
+
+
+@pytest.mark.parametrize(("off", "passes"), [(1.1e-4, True), (1.5e-3, False)])
+def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
+    """As of a bias that one gradient near zero decides: 3 of 16 tries say nothing."""
+    alone = Alone([0.0] + [6.7e-6] * 3 + [3e-5] * 13)
+    check = Check(Planned(off), alone, {})
+    check.start([jnp.ones(())])
+    found = check.step()
+    assert alone.calls == 17
+    assert (found.failures(check.tolerance) == []) == passes
+
+
+def test_what_passes_is_not_looked_at_more_closely():
+    alone = Alone([0.0] + [6.7e-6] * 3)
+    check = Check(Planned(2e-5), alone, {})
+    check.start([jnp.ones(())])
+    assert check.step().failures(check.tolerance) == []
+    assert alone.calls == 4

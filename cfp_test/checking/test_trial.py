@@ -1,0 +1,117 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cfp.checking.check import Comparison
+from cfp.checking.difference import Difference, compare
+from cfp.checking.trial import StepResult, Trial
+
+
+def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
+    """Steps of (difference from one device, what rounding does, what a step does)."""
+    return Trial(
+        steps=tuple(
+            StepResult(
+                time_ms=float(i + 1),
+                metrics={"accuracy": 0.5, "train/loss": 2.0},
+                comparison=Comparison(
+                    differences=(Difference("w", off), Difference("b", 0.0)),
+                    rounding={"w": rounding, "b": 0.0},
+                    changes={"w": sum(change), "b": 0.0},
+                ),
+            )
+            for i, (off, rounding, *change) in enumerate(steps)
+        ),
+        tolerance=tolerance,
+        checked=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("off", "rounding", "change", "fails"),
+    [
+        (0.0, 0.0, 0.0, False),
+        (9e-6, 0.0, 0.0, False),
+        (2e-5, 0.0, 0.0, True),
+        (2e-5, 1e-6, 0.0, True),
+        (2e-5, 1e-5, 0.0, False),  # Rounding explains it.
+        (math.inf, 1e-5, 0.0, True),
+        (math.inf, math.inf, 0.0, True),
+        (math.nan, 1.0, 0.0, True),
+        (0.5, 1.0, 0.0, False),  # Nothing but noise in that leaf, whoever computes it.
+        (9e-6, 0.0, 1.0, False),
+        (9e-6, 0.0, 1e-3, False),
+        (9e-6, 0.0, 1e-4, True),  # A tenth of what the step does is missing.
+        (9e-6, 1e-6, 1e-4, False),
+    ],
+)
+def test_what_fails_a_check(off, rounding, change, fails):
+    found = trial((0.0, 0.0), (off, rounding, change)).failures
+    assert [number for number, _ in found] == ([1] if fails else [])
+
+
+def test_summaries():
+    found = trial((1e-7, 0.0), (3e-7, 0.0), (2e-7, 0.0))
+    assert found.largest == Difference("w", 3e-7)
+    assert found.median_ms == 2.5  # Without the first step.
+    assert found.steps[0].loss == 2.0
+    assert trial((0.0, 0.0)).median_ms == 1.0
+
+
+def test_infinities_must_agree_and_hide_nothing():
+    expected = {"a": np.array([-np.inf, 1.0, 2.0])}
+    [same] = compare({"a": np.array([-np.inf, 1.0, 2.0])}, expected)
+    assert same.relative_l2 == 0.0
+    [off] = compare({"a": np.array([-np.inf, 1.0, 4.0])}, expected)
+    assert 0.5 < off.relative_l2 < 1.0
+    [gone] = compare({"a": np.array([0.0, 1.0, 2.0])}, expected)
+    assert gone.relative_l2 == math.inf
+
+
+def test_squares_that_no_float_holds_are_compared():
+    expected = {"large": np.full(7, 3e30, np.float32), "small": np.full(7, 3e-30, "f4")}
+    found = {
+        "large": np.full(7, 3.3e30, np.float32),
+        "small": np.full(7, 3.6e-30, "f4"),
+    }
+    assert {d.path: d.relative_l2 for d in compare(found, expected)} == {
+        "large": pytest.approx(0.1, rel=1e-5),
+        "small": pytest.approx(0.2, rel=1e-5),
+    }
+
+
+def test_norms_that_no_float_holds_are_compared():
+    expected, found = np.full(16, 3e38, np.float32), np.full(16, 1.5e38, np.float32)
+    [distance] = compare(found, expected)
+    assert distance.relative_l2 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4", "bfloat16"])
+def test_narrow_types_are_compared(dtype):
+    [distance] = compare(jnp.full(3, 3, dtype), jnp.full(3, 2, dtype))
+    assert distance.relative_l2 == pytest.approx(0.5)
+
+
+def test_keys_and_integers_and_bits_are_compared():
+    def result(seed, flag):
+        key = jax.random.key(seed)
+        return {
+            "key": key,
+            "count": jnp.arange(3) + seed,
+            "flag": jnp.array([flag]),
+            "few bits": (jnp.arange(3) + seed).astype(jnp.int4),
+            "float of few": (jnp.arange(3.0) + seed).astype(jnp.float8_e4m3fn),
+            "complex": 1j * jnp.arange(3.0) + seed,
+        }
+
+    same = compare(result(1, True), result(1, True))
+    assert [d.relative_l2 for d in same] == [0.0] * 6
+    assert all(d.relative_l2 > 0.1 for d in compare(result(1, True), result(2, False)))
+
+
+def test_only_what_has_the_same_shape_is_compared():
+    with pytest.raises(ValueError, match=r"w is \(2,\), and \(1,\) expected"):
+        compare({"w": np.ones(2)}, {"w": np.ones(1)})

@@ -1,0 +1,84 @@
+"""What is measured for budgets of all sizes, and when that ends."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.context import PlannerSettings
+from cfp.passes import budgets
+from cfp.profiling.runner import profile
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp_test.program.test_recompute import stack_step
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+
+
+@pytest.fixture(scope="module")
+def analysis(mesh):
+    step, args = stack_step()
+    program, _ = trace(flatten_step(step, args, {}), mesh)
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture
+def measured(analysis, mesh, folder, monkeypatch):
+    """Measures under a budget of seconds, of which one is over with each round.
+
+    Tells the labels of each round, and what in the end may be chosen of what is
+    computed again, as (kind, candidate).
+    """
+
+    def go(seconds):
+        # With such a tolerance the search asks for nothing: all calls see the same.
+        rounds = []
+        clock = itertools.count()
+
+        def asked(program, mesh, jobs, store, **options):
+            rounds.append([job.label for job in jobs])
+            return profile(program, mesh, jobs, store, **options)
+
+        monkeypatch.setattr(budgets, "_ROUND", 2)
+        monkeypatch.setattr(budgets, "profile", asked)
+        monkeypatch.setattr(
+            budgets, "time", SimpleNamespace(monotonic=lambda: next(clock))
+        )
+        settings = PlannerSettings(
+            per_kind=3, in_context=False, tolerance=1.0, seconds=seconds
+        )
+        problem = budgets.measure_all_budgets(analysis, mesh, folder, settings)
+        again = {
+            (kind, option.candidate.key)
+            for kind, options in enumerate(problem.options)
+            for option in options
+            if option.candidate.remat
+        }
+        return rounds, again
+
+    return go
+
+
+def test_what_is_computed_again_is_measured_until_time_is_over(measured):
+    none, nothing = measured(0.0)
+    assert (none, nothing) == ([], set())
+    one, two = measured(1.0)
+    assert len(one) == 1 and len(two) == 2
+    rounds, every = measured(float("inf"))
+    assert rounds[0] == one[0] and len(rounds) > 2
+    # The fastest of each kind come first.
+    numbers = [int(label.split()[1]) for labels in rounds for label in labels]
+    assert numbers == sorted(numbers) and numbers[-1] == 3
+    assert two < every and len(every) == len(numbers)
+    # What is known counts, however late it is.
+    assert measured(0.0) == ([], every)

@@ -1,0 +1,121 @@
+"""Batches of the host's, where a plan wants them."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import cfp
+from cfp_test.checking import make_mesh
+from cfp_test.cli_runner import ROOT
+from cfp_test.waiting import GUARD_SECONDS
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    def step(w, batch, scale):
+        return (w * scale - 0.1 * (batch["x"] @ w - batch["y"]).mean()), batch["n"]
+
+    batch = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 4)), "n": jnp.ones(8, int)}
+    return cfp.plan(
+        step,
+        jnp.ones((4, 4)),
+        batch,
+        jnp.ones(()),
+        mesh=make_mesh((("x", 4),)),
+        preset="data_parallel",
+        pins={"batch/*": PartitionSpec("x")},
+        settings=cfp.PlannerSettings(race=False),
+        cache_dir=tmp_path_factory.mktemp("cache"),
+    )
+
+
+def host_batch():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(8, 4)).astype(np.float32),
+        "y": rng.normal(size=(8, 4)),  # in 64 bits, as NumPy has it
+        "n": np.arange(8),
+    }
+
+
+def test_a_batch_goes_where_the_plan_has_it(plan):
+    batch = host_batch()
+    found = plan.place(batch)
+    assert {name: a.sharding for name, a in found.items()} == plan.in_shardings[1]
+    assert not found["x"].sharding.is_fully_replicated
+    assert found["y"].dtype == jnp.float32
+    assert found["n"].dtype == jnp.int32
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, batch[name].astype(array.dtype))
+    again = plan.place(found)
+    assert all(again[name].sharding == a.sharding for name, a in found.items())
+
+
+def test_an_argument_is_known_by_its_shape_or_name(plan):
+    assert plan.place(np.float32(2)).shape == ()
+    assert plan.place(np.ones((4, 4), np.float32)).sharding == plan.in_shardings[0]
+    placed = plan.place(np.float32(2), argument="scale")
+    assert placed.sharding == plan.in_shardings[2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "argument", "reason"),
+    [
+        ({"x": np.ones((8, 4))}, None, "does not look like an argument"),
+        (np.ones(3), "batch", "does not look like an argument"),
+        (np.ones(3, np.float32), None, r"expected: float32\[4,4\]"),
+        (np.ones((4, 4), int), "w", r"got: int64\[4,4\]"),
+        (jnp.ones(3), None, r"got: float32\[3\]"),
+        ({**host_batch(), "x": np.ones((6, 4))}, None, r"float32\[8,4\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(plan, batch, argument, reason):
+    with pytest.raises(cfp.PlanMismatch, match=reason):
+        plan.place(batch, argument)
+
+
+PROCESS = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
+from cfp.plan.placing import Arguments, placed
+mesh = jax.make_mesh((4,), ("x",))
+types, specs = ("float32[8]", "float32[3]"), ((("x",),), ((),))
+known = Arguments(("batch", "w"), types, specs, mesh)
+me = jax.process_index()
+batch = placed(known, np.arange(4, dtype=np.float32) + 4 * me, "batch")
+w = placed(known, np.ones(3, np.float32), "w")
+mine = sorted(float(n) for shard in batch.addressable_shards for n in shard.data)
+print(batch.shape, mine, w.shape, float(jax.jit(lambda b: (b * b).sum())(batch)))
+"""
+
+
+def test_each_process_passes_its_part():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    flags = "--xla_force_host_platform_device_count=2"
+    where = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    where["PYTHONPATH"] = str(ROOT)
+    address = f"127.0.0.1:{port}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(me), address],
+            env=where,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me in range(2)
+    ]
+    ended = [one.communicate(timeout=GUARD_SECONDS) for one in started]
+    parts = ["[0.0, 1.0, 2.0, 3.0]", "[4.0, 5.0, 6.0, 7.0]"]
+    for (out, err), part in zip(ended, parts, strict=True):
+        assert out.splitlines()[-1] == f"(8,) {part} (3,) 140.0", err

@@ -1,0 +1,198 @@
+"""What plans and other records look like where a person prints them."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.plan.parts import PlanRow
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.report.tables import plan_text
+from cfp_test.report.test_tables import RACE, layers, make_plan, row
+
+
+@pytest.mark.smoke
+def test_a_plan_prints_in_a_few_lines():
+    plan = replace(
+        make_plan(layers([0, 0, 0, 0]), RACE), arg_specs=((("x",), ()), ((), ()))
+    )
+    assert repr(plan) == str(plan)
+    assert repr(plan).splitlines() == [
+        "Plan 'planned' for a mesh x=4 of abacus",
+        "  10.250 ms per step, measured; 9.500 ms predicted; 3.00 MiB on each device",
+        "  chosen: the fastest of 3 raced on the whole step; next, data_parallel: "
+        "12.250 ms",
+        "  segment 0: embedding replicated; parameters sharded",
+        "  segment 1-4 (layer_0-3): mlp x: columns; parameters sharded",
+        "  segment 5: head replicated; parameters sharded",
+        "  arguments: 1 of 2 are sharded",
+        '  more: plan.save("plan.json"), then: cfp show plan.json',
+    ]
+
+
+def test_times_of_an_abridged_race_are_not_set_beside_those_of_whole_steps():
+    counts = {"segments": 6.0, "segments_raced": 4.0}
+    plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)
+    told = re.sub(r"\s+", " ", repr(plan))
+    own = next(row.time_ms for row in RACE if row.name == "planned")
+    assert (
+        "the fastest of 3 raced on 4 of its segments; next, data_parallel: "
+        f"12.250 ms, against {own:.3f} ms there"
+    ) in told
+
+
+def wide_row(segment: int, place: int) -> PlanRow:
+    """Of segments that are all different, with many blocks and ways to shard them."""
+    sharded = f"x: rows (dim {place} of 8), y: contracted (of 64), scattered to {place}"
+    return row(segment, segment, f"Net/layer/part_{place}/up", sharded=sharded)
+
+
+def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
+    rows = [wide_row(segment, place) for segment in range(50) for place in range(30)]
+    lines = repr(make_plan(rows, RACE)).splitlines()
+    assert len(lines) < 30
+    assert max(map(len, lines)) <= 100
+    assert "  and 46 more runs of segments" in lines
+    assert "and 26 more; parameters sharded" in " ".join(map(str.strip, lines))
+
+
+@pytest.mark.parametrize(
+    ("race", "predicted_ms", "chosen"),
+    [
+        (RACE[1:2], 9.5, "timed on the whole step, by itself"),
+        ([RACE[1], RACE[3]], 9.5, "timed on the whole step, by itself"),
+        (
+            [RACE[1], replace(RACE[1], name="zero3")],
+            9.5,
+            "timed on the whole step, by itself, the same program as zero3",
+        ),
+        (
+            [*RACE, replace(RACE[1], name="zero3")],
+            9.5,
+            "the fastest of 3 raced on the whole step, the same program as zero3; "
+            "next,",
+        ),
+        ([], 9.5, "by prediction, without a race"),
+        ([], None, "by its name"),
+    ],
+)
+def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
+    plan = replace(make_plan([], race), predicted_ms=predicted_ms)
+    [line] = [line for line in repr(plan).splitlines() if line.startswith("  chosen")]
+    assert line.startswith(f"  chosen: {chosen}")
+
+
+@pytest.mark.explained("Left out: the step's own sharding constraints")
+def test_a_plan_says_which_wishes_it_does_not_keep():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
+    wanted = jax.NamedSharding(mesh, jax.P(None, "x"))
+
+    def step(w, x):
+        return jax.lax.with_sharding_constraint(x @ w, wanted).sum()
+
+    given, settings = jnp.ones((8, 8)), cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    plan = cfp.plan(step, given, given, **how)
+    told = "eft out: 1 of the step's own sharding constraints, since the plan decides"
+    assert told in repr(plan)
+    assert told in plan_text(plan)
+    assert "left out" not in repr(replace(plan, search={}))
+
+
+def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def step(w, x, y):
+        return (x @ w).sum(), y @ w
+
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    args = jnp.ones((8, 8)), jnp.ones((7, 8)), jnp.ones((6, 8))
+    plan = cfp.plan(step, *args, **how)
+    assert plan.uneven == ("x (7 over x=2)",)
+    told = "hole, since the mesh does not divide it: x (7 over x=2)"
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
+        assert told in repr(one)
+        assert told in plan_text(one)
+
+
+def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
+    """A loop over a batch of one, an op without a rule; not what is sharded."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def step(w, x):
+        def body(h, row):
+            return jnp.tanh(h @ w + row), h
+
+        return jax.lax.scan(body, x[0], x)[1].sum(), jax.lax.top_k(x @ w, 2)
+
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    plan = cfp.plan(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
+    sites = [re.sub(r"\d+", "#", one) for one in plan.whole]
+    assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
+        assert f"in full (of all bytes made): {plan.whole[0]}" in repr(one)
+        assert plan.whole[0] in plan_text(one)
+
+    def even(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
+
+    assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).whole
+
+
+def test_plans_are_still_equal_by_what_they_hold():
+    plan = make_plan(layers([0, 0]), RACE)
+    assert plan == make_plan(layers([0, 0]), RACE)
+    other = replace(plan, fingerprint="1")
+    assert repr(other) == repr(plan)
+    assert other != plan
+
+
+def test_the_fastest_of_variants_prints_as_a_list_and_its_plan():
+    plan = make_plan(layers([0, 0]), RACE)
+    fastest = cfp.Fastest(
+        name="line",
+        plan=plan,
+        outcomes=(
+            cfp.Outcome(name="line", plan=plan, step_ms=10.25, seconds=3.0),
+            cfp.Outcome(name="flat", seconds=1.0, note="interrupted"),
+        ),
+        basis=cfp.Basis.RACED,
+    )
+    assert repr(fastest).splitlines() == [
+        "Fastest of 2 variants, raced: line",
+        "  line: 10.250 ms per step",
+        "  flat: interrupted",
+        *repr(plan).splitlines(),
+    ]
+
+
+def test_what_else_a_user_holds_prints_in_a_line(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    settings = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+
+    def scaled(w, x):
+        return jnp.sum(x @ w)
+
+    args = (jnp.ones((16, 16)), jnp.ones((8, 16)))
+    step = cfp.parallelize(scaled, mesh=mesh, cache_dir=tmp_path, settings=settings)
+    assert repr(step) == "ParallelStep of scaled: it is planned at its first call"
+    step(*args)
+    assert repr(step) == f"ParallelStep of scaled: {step.plan}"
+    compiled = step.plan.compile(scaled, *args)
+    assert repr(compiled) == "CompiledStep of scaled: 2 arguments, 1 results"
+    variant = cfp.Variant(name="line", fn=scaled, args=args, mesh=mesh)
+    assert "name='line'" in repr(variant) and "1., 1." not in repr(variant)
+    program, _ = trace(flatten_step(scaled, args, {}), mesh)
+    assert repr(analyze(program, (("x", 4),))) == (
+        "Analysis of 1 blocks in 1 segments of 1 kinds, on a mesh {'x': 4}"
+    )

@@ -1,0 +1,339 @@
+"""Where a batch goes: what data parallelism shards in each contraction."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.strategies import describe
+from cfp.context import PlannerSettings
+from cfp.presets.batch import data_arguments
+from cfp.presets.roles import axis_walk
+from cfp.profiling.hlo import collectives_in
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.checking import make_mesh
+from cfp_test.programs.common import integers, normal, squares, training
+
+SIZES = (("x", 4),)
+WEIGHTS = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}
+
+
+def frame_of(fn, args):
+    program, _ = trace(flatten_step(fn, args, {}), make_mesh(SIZES))
+    return build_frame(program, SIZES)
+
+
+def sharded(step, role="data"):
+    """For each contraction the dims of result and operands that are split."""
+    frame = frame_of(*step)
+    found = []
+    for block, choice in zip(frame.blocks, axis_walk(frame, role, 4), strict=True):
+        op = frame.program.ops[block.anchor]
+        if is_contraction(op):
+            found.append(describe(op, frame.mesh, (choice,)).partition(" @")[0])
+    return found
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def in_parts(take):
+    """Gradients summed over four parts of eight rows."""
+
+    def train_step(p, x):
+        def add(i, total):
+            grads = jax.grad(lambda p: squares(net(p, take(x, i))))(p)
+            return jax.tree.map(jnp.add, total, grads)
+
+        total = jax.lax.fori_loop(0, 4, add, jax.tree.map(jnp.zeros_like, p))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    return train_step
+
+
+ROWS = ["SR = SR x RR", "SR = SR x RR"]
+
+
+@pytest.mark.parametrize(
+    ("take", "shape"),
+    [
+        (lambda x, i: jax.lax.dynamic_slice_in_dim(x, 8 * i, 8), (32, 16)),
+        (lambda x, i: x.reshape(4, 8, 16)[i], (32, 16)),
+        (lambda x, i: x.reshape(8, 4, 16)[:, i], (32, 16)),
+        (lambda x, i: x[i], (4, 8, 16)),
+    ],
+    ids=["slices", "reshaped", "every fourth", "stacked"],
+)
+def test_rows_of_every_part_of_a_batch(take, shape):
+    assert sharded((in_parts(take), (WEIGHTS, normal(2, *shape)))) == ROWS
+
+
+def test_parts_of_a_batch_run_on_all_devices(tmp_path):
+    def train_step(p, x):
+        def add(total, x):
+            grads = jax.grad(lambda p: squares(net(p, x)))(p)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        total = jax.tree.map(jnp.zeros_like, p)
+        total, _ = jax.lax.scan(add, total, x.reshape(4, 8, 16))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    args = WEIGHTS, normal(2, 32, 16)
+    plan = cfp.plan(
+        train_step,
+        *args,
+        mesh=make_mesh(SIZES),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    planned = plan.compile(train_step, *args)
+    # Two of the eight rows of a part on each device, forward and back.
+    dots = re.findall(r"(f32\[[\d,]+\])\S* dot\(", planned.as_text())
+    assert "f32[2,32]" in dots
+    assert "f32[8,32]" not in dots
+    differences = cfp.compare(planned(*args), jax.jit(train_step)(*args))
+    assert max(d.relative_l2 for d in differences) < 1e-5
+
+
+def test_a_loop_over_rows_beside_the_net():
+    """The net's products stay split along the rows, which the loop takes one by one."""
+
+    def loss(p, x):
+        by_row = jax.lax.map(lambda row: jnp.tanh(row @ p["a"]).sum(), x)
+        return squares(net(p, x)) + by_row.mean()
+
+    step = training(loss, WEIGHTS, normal(2, 32, 16))
+    assert sharded(step) == ["R = R x RR", *ROWS]
+
+
+def test_sequences_of_a_recurrent_net_whose_first_dim_is_time():
+    params = {"x": normal(0, 8, 16), "h": normal(1, 16, 16), "y": normal(2, 16, 8)}
+
+    def loss(p, batch):
+        def cell(h, x):
+            h = jnp.tanh(x + h @ p["h"])
+            return h, h
+
+        _, hidden = jax.lax.scan(cell, jnp.zeros((8, 16)), batch["x"] @ p["x"])
+        return squares(hidden @ p["y"], batch["y"])
+
+    batch = {"x": normal(3, 12, 8, 8), "y": normal(4, 12, 8, 8)}
+    step = training(loss, params, batch)
+    assert sharded(step) == ["RSR = RSR x RR", "SR = SR x RR", "RSR = RSR x RR"]
+
+
+def test_a_loop_that_turns_what_it_carries():
+    def loss(p, x):
+        return squares(jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ p).T, x))
+
+    step = training(loss, normal(0, 16, 16), normal(1, 16, 16))
+    assert sharded(step) == ["SR = SR x RR"]
+
+
+def test_gradients_of_depthwise_kernels_are_made_of_rows():
+    def loss(p, x):
+        dims = ("NWC", "WIO", "NWC")
+        return squares(
+            jax.lax.conv_general_dilated(
+                x, p, (1,), "SAME", dimension_numbers=dims, feature_group_count=16
+            )
+        )
+
+    step = training(loss, normal(0, 3, 1, 16), normal(1, 8, 12, 16))
+    assert sharded(step) == ["SRR = SRR x RRR"]
+
+
+def test_rows_that_are_picked_or_sorted():
+    def loss(p, batch):
+        y = net(p, batch["x"][jax.random.permutation(batch["key"], 32)])
+        top, _ = jax.lax.top_k(y, 8)
+        return squares(jnp.sort(top, axis=0) @ p["c"])
+
+    batch = {"x": normal(3, 32, 16), "key": jax.random.key(0)}
+    step = training(loss, {**WEIGHTS, "c": normal(4, 8, 16)}, batch)
+    assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_what_is_combined_with_a_batch_is_one():
+    """Times are drawn in the step; queries that are learned, copied for each row."""
+    params = {**WEIGHTS, "time": normal(2, 16, 32), "shift": normal(3, 32, 16)}
+    params |= {"learned": normal(4, 4, 16), "query": normal(5, 16, 16)}
+
+    def loss(p, batch):
+        time = jax.random.uniform(batch["key"], (8, 1)) * jnp.arange(1.0, 17.0)
+        shift = jnp.tanh(time @ p["time"]) @ p["shift"]
+        x = net(p, batch["x"] + shift[:, None])
+        learned = jnp.broadcast_to(p["learned"], (8, 4, 16)) @ p["query"]
+        return squares(jnp.einsum("bqd,bkd->bqk", learned, x))
+
+    step = training(loss, params, {"x": normal(6, 8, 4, 16), "key": jax.random.key(0)})
+    wide = "SRR = SRR x RR"
+    scores = "SRR = SRR x SRR"
+    assert sorted(sharded(step)) == sorted([*ROWS, wide, wide, wide, scores])
+
+
+def test_a_batch_joins_what_a_loop_over_layers_is_told():
+    layers = {"w": normal(0, 3, 16, 16), "shift": normal(1, 3, 32, 16)}
+
+    def loss(p, batch):
+        time = jax.random.uniform(batch["key"], (8, 16)) @ p["time"]
+
+        def layer(x, w):
+            return jnp.tanh(x @ w["w"] + (time @ w["shift"])[:, None]), None
+
+        return squares(jax.lax.scan(layer, batch["x"], p["layers"])[0])
+
+    batch = {"x": normal(2, 8, 4, 16), "key": jax.random.key(0)}
+    step = training(loss, {"time": normal(3, 16, 32), "layers": layers}, batch)
+    assert sorted(sharded(step)) == sorted([*ROWS, "SRR = SRR x RR"])
+
+
+def test_weights_of_what_is_drawn_from_a_key_alone():
+    """Noise is no weight, though its key is no batch."""
+
+    def loss(p, key):
+        return squares(net(p, jax.random.normal(key, (32, 16))))
+
+    step = training(loss, WEIGHTS, jax.random.key(0, impl="rbg"))
+    assert sharded(step, "tensor") == ["RS = RR x RS", "RR = RS x SR"]
+
+
+def test_a_batch_whose_leaves_have_several_sizes():
+    def loss(p, graph):
+        x = jnp.tanh(graph["nodes"] @ p["a"])
+        messages = x[graph["edges"][:, 0]] @ p["b"]
+        return squares(jax.ops.segment_sum(messages, graph["edges"][:, 1], 12))
+
+    graph = {"nodes": normal(3, 12, 16), "edges": integers(4, 12, 24, 2)}
+    step = training(loss, WEIGHTS, graph)
+    assert sharded(step) == ROWS
+
+
+def test_what_is_no_batch():
+    """Weights that are not trained; positions beside tokens come second."""
+
+    def train_step(p, base, batch):
+        def loss(p):
+            x = base["embed"][batch["tokens"]] + base["places"][batch["places"]]
+            return squares(net(p, x @ base["w"]))
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    base = {
+        "embed": normal(3, 64, 8),
+        "places": normal(4, 6, 8),
+        "w": normal(5, 8, 16),
+    }
+    batch = {"places": jnp.arange(6), "tokens": integers(6, 64, 8, 6)}
+    batch["mask"] = jnp.ones((8, 6))
+    frame = frame_of(train_step, (WEIGHTS, base, batch))
+    names = frame.program.arg_names
+    found = {names[p]: rank for p, rank in data_arguments(frame).items()}
+    assert found == {"batch/mask": 0, "batch/places": 1, "batch/tokens": 0}
+
+
+def test_data_that_are_handed_back_are_a_batch():
+    """And weights that are, because nobody trains them, are none."""
+    frozen = {"table": normal(3, 64, 16), "layer": [normal(4, 16, 16), normal(5, 16)]}
+
+    def train_step(p, x, y, table, layer):
+        def loss(p):
+            made = net(p, x) @ table.T @ table
+            return squares(jnp.tanh(made @ layer[0] + layer[1]), y)
+
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+        return new, {"x": x}, x, table, layer
+
+    args = WEIGHTS, normal(2, 8, 16), normal(6, 8, 16), *frozen.values()
+    frame = frame_of(train_step, args)
+    names = frame.program.arg_names
+    found = {names[p]: rank for p, rank in data_arguments(frame).items()}
+    assert found == {"x": 0, "y": 0}
+    assert sharded((train_step, args))[:2] == ROWS
+
+
+def test_data_alone_that_are_handed_back_are_a_batch():
+    def train_step(p, x):
+        new = jax.tree.map(
+            lambda p, g: p - 0.1 * g, p, jax.grad(lambda p: squares(net(p, x)))(p)
+        )
+        return new, x
+
+    assert sharded((train_step, (WEIGHTS, normal(2, 8, 16))))[:2] == ROWS
+
+
+def test_predictions_beside_what_they_are_of():
+    """An evaluation: nothing is state, and its data are a result."""
+
+    def evaluate(p, x):
+        return net(p, x), x
+
+    assert sharded((evaluate, (WEIGHTS, normal(2, 8, 16)))) == ROWS
+
+
+def test_what_a_search_carries_is_its_batch():
+    """Nothing but the state has rows: the texts so far, and what is known of each."""
+    params = {**WEIGHTS, "embed": normal(2, 64, 16), "head": normal(3, 16, 64)}
+
+    def search(p, state, place):
+        known = net(p, state["known"] + p["embed"][state["texts"][:, :, 0]])
+        scores = state["scores"][:, :, None] + jax.nn.log_softmax(known @ p["head"])
+        scores, best = jax.lax.top_k(scores.reshape(8, -1), 4)
+        beam, token = best // 64, best % 64
+        texts = jnp.take_along_axis(state["texts"], beam[:, :, None], 1)
+        known = jnp.take_along_axis(known, beam[:, :, None], 1)
+        texts = jax.lax.dynamic_update_index_in_dim(texts, token, place, 2)
+        return {"known": known, "texts": texts, "scores": scores}, place + 1
+
+    state = {"known": normal(4, 8, 4, 16), "scores": normal(5, 8, 4)}
+    state["texts"] = integers(6, 64, 8, 4, 12)
+    step = search, (params, state, jnp.int32(1))
+    assert sharded(step) == ["SRR = SRR x RR"] * 3
+
+
+def test_rows_that_a_net_adds_to_are_a_batch():
+    """Its result looks like a new value of its input, which is no state for that."""
+
+    def serve(p, x):
+        return x + net(p, x)
+
+    assert sharded((serve, (WEIGHTS, normal(2, 8, 16)))) == ROWS
+
+
+def test_sums_over_the_batch_are_shared():
+    """Covariances of activations, and per-example gradients that are clipped."""
+
+    def train_step(state, x):
+        p, covariance = state
+        hidden = jnp.tanh(x @ p["a"])
+
+        def clipped(row):
+            grad = jax.grad(lambda p: squares(net(p, row)))(p)
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grad.values()))
+            return jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grad)
+
+        grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(clipped)(x))
+        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+        return p, 0.9 * covariance + hidden.T @ hidden
+
+    mesh = make_mesh(SIZES)
+    args = (WEIGHTS, jnp.eye(32)), normal(2, 8, 16)
+    how = {"mesh": mesh, "preset": "data_parallel"}
+    plan = cfp.plan(train_step, *args, **how, settings=PlannerSettings(race=False))
+    planned = plan.compile(train_step, *args)
+    kinds = {found.kind for found in collectives_in(planned.as_text())}
+    assert kinds == {"all-reduce"}
+    for got, want in zip(
+        jax.tree.leaves(planned(*args)),
+        jax.tree.leaves(jax.jit(train_step)(*args)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

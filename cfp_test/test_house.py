@@ -62,6 +62,8 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ("program/meaning.py", "jax._src.config.trace_context"),
     # The client of jax.distributed, which carries what processes say to each other.
     ("program/channel.py", "jax._src.distributed"),
+    # Public, whatever its name: the end of a process whose devices wait for ever.
+    ("profiling/conversation.py", "._exit"),
 }
 
 MAX_LINES = 400

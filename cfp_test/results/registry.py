@@ -21,6 +21,7 @@ from cfp_test.results import (
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
     curves_page,
+    export_times,
     hostile_files,
     house,
     planning_ahead,
@@ -165,6 +166,12 @@ PAGES: tuple[Page, ...] = (
         name="doctor_202611",
         sources=("doctor_202611.json",),
         figures=_doctor,
+        has_text=False,
+    ),
+    Page(
+        name="export_h200_202611",
+        sources=("export_h200_202611.json",),
+        figures=export_times.figures,
         has_text=False,
     ),
     _with_noted("full_models_h200x2_202611", building.full_models),

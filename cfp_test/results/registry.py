@@ -16,6 +16,7 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    several,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
@@ -249,4 +250,6 @@ PAGES: tuple[Page, ...] = (
     _page("programs_cpu_202611", checked.programs),
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
+    _page("several_cpu_202611", several.processes),
+    _page("slow_link_cpu_202611", several.slow_link),
 )

@@ -120,4 +120,4 @@ def test_what_the_package_imports_is_declared():
     assert {"jax", "numpy", "rich"} <= foreign
     assert foreign <= declared
     # PuLP loads the solver by its name, and bounds are loaded when they are needed.
-    assert {"highspy", "scipy"} <= declared
+    assert {"highspy", "markupsafe"} <= declared

@@ -17,6 +17,7 @@ from cfp.errors import CfpError
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
@@ -68,6 +69,9 @@ class PlannerSettings:
             before a moment, which a process that is started again keeps to.
         limits: what counts as hung.
         progress: told of every event, a :class:`Progress` or a line of text.
+        ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
+            which starts one here; see docs/cluster.md.
+        place: where programs are compiled, and records kept besides, if not only here.
 
     Raises:
         CfpError: fewer than two repeats, no strategy to measure, or a tolerance that is
@@ -89,6 +93,8 @@ class PlannerSettings:
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+    ray: str | None = None
+    place: Place | None = None
 
     def __post_init__(self):
         if self.repeats is not None and self.repeats < 2:
@@ -172,6 +178,7 @@ class PlanContext:
             retry_failures=self.settings.retry_failures,
             limits=self.settings.limits,
             progress=self.settings.progress,
+            place=self.settings.place,
         )
 
     @property
@@ -262,7 +269,8 @@ def open_context(
             limits_memory=defaults.limits_memory,
             reserve_bytes=defaults.reserve_bytes,
         )
-    with ProfileStore(store_path(cache_dir)) as store:
+    copy = settings.place.keep if settings.place is not None else None
+    with ProfileStore(store_path(cache_dir), copy=copy) as store:
         yield PlanContext(
             mesh=mesh,
             store=store,

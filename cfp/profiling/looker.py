@@ -85,6 +85,7 @@ class Looker:
                 retry_failures=how.retry_failures,
                 progress=how.progress,
                 limits=how.limits,
+                place=how.place,
             ).records
         except KeyboardInterrupt:
             if self._asked == 1:

@@ -31,6 +31,7 @@ from cfp.profiling.drift import reference_task
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import run_tasks
+from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -109,6 +110,7 @@ def profile(
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
     reference: Task | None = None,
+    place: Place | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -128,6 +130,7 @@ def profile(
       limits: what counts as hung.
       reference: what runs in between to see how fast the devices are. By default a
         small program; nothing on CPUs, whose virtual devices have no clocks.
+      place: where jobs are compiled, if not here; then that disturbs no run.
 
     Returns:
       A record for each key, failures included.
@@ -138,12 +141,13 @@ def profile(
     timing = timing or TimingOptions()
     environment = environment or BuildEnvironment.beside(store.path)
     platform = mesh.devices.flat[0].platform
+    there = place if place is not None and place.compiles_for(platform) else None
     runner = _Runner(program, mesh, timing)
     tasks = [
         Task(
             key=job.key,
             label=job.label,
-            build=partial(_build, program, mesh, job, environment),
+            build=partial(_build, program, mesh, job, environment, there),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
             after=job.after,
@@ -156,8 +160,8 @@ def profile(
         return run_tasks(
             tasks,
             store,
-            threads=threads or default_threads(platform),
-            overlap=overlaps(platform) if overlap is None else overlap,
+            threads=threads or (there.at_once if there else default_threads(platform)),
+            overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
             retry_failures=retry_failures,
             progress=progress,
             agreement=Agreement.of(mesh),
@@ -236,9 +240,13 @@ def execute(
 
 
 def _build(
-    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
+    program: Program,
+    mesh: Mesh,
+    job: Job,
+    environment: BuildEnvironment,
+    place: Place | None,
 ) -> Built | ProfileRecord:
-    outcome = build(program, mesh, job, environment)
+    outcome = build(program, mesh, job, environment, place)
     if isinstance(outcome, Built):
         # Here, in the thread, and not while the devices wait. What goes wrong will
         # go wrong again, and be recorded, when the inputs are made.

@@ -30,8 +30,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from cfp_test.scripts.rows import commit
 from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.scripts.rows import commit
 
 KINDS = ("builder", "runner", "node", "driver")
 DEVICES = 2

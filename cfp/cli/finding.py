@@ -26,7 +26,7 @@ from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
 from cfp.cluster.ray.steps import alone
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path

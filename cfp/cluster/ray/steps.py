@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
 from cfp.context import PlannerSettings
 from cfp.errors import DeviceError, compose
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
 

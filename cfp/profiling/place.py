@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -29,8 +29,8 @@ class Executable:
     """
 
     data: bytes
-    in_tree: jax.tree_util.PyTreeDef
-    out_tree: jax.tree_util.PyTreeDef
+    in_tree: Any
+    out_tree: Any
     text: str
 
     def load(self, mesh: Mesh) -> jax.stages.Compiled:
@@ -45,7 +45,7 @@ class Executable:
         except jax.errors.JaxRuntimeError as error:
             raise WrongPlace(f"it cannot be loaded: {error}") from error
 
-    def _load(self, devices: list[jax.Device]) -> jax.stages.Compiled:
+    def _load(self, devices: list[Any]) -> jax.stages.Compiled:
         return deserialize_and_load(
             self.data,
             self.in_tree,
@@ -66,7 +66,7 @@ class RefusedElsewhere(Exception):
     def __init__(self, kind: str, message: str, status: Status):
         super().__init__(message)
         self.kind = kind
-        self.status = status
+        self.status: Status = status
 
 
 class Place(Protocol):

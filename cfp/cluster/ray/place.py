@@ -91,7 +91,7 @@ class RayPlace:
             WrongPlace: the cluster cannot do it.
         """
         try:
-            made = ray.get(self._task.remote(parcel, dict(options)))
+            made: Any = ray.get(self._task.remote(parcel, dict(options)))
         except WorkerCrashedError as error:
             tries = BUILD_RETRIES + 1
             reason = f"the process that compiled it died {tries} times"

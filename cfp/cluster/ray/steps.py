@@ -88,7 +88,15 @@ def plan_step(
 
 def alone(plan: Plan) -> Plan:
     """A plan as a file would have it: without step, devices and programs."""
-    return replace(plan, mesh=None, step=None, out_tree=None, raced=None, tuned=None)
+    return replace(
+        plan,
+        sites=plan.found_sites,
+        mesh=None,
+        step=None,
+        out_tree=None,
+        raced=None,
+        tuned=None,
+    )
 
 
 def _plan_there(

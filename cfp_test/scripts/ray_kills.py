@@ -421,6 +421,7 @@ def main() -> None:
         "PYTHONPATH": root,
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "300",
         # Workers do not stand back for others: no nodes are lost for being slow.
         "RAY_worker_niceness": "0",
         "XLA_FLAGS": QUICK_FLAGS,

@@ -104,11 +104,7 @@ def profile(
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
-<<<<<<< HEAD
-    reference: Task | None = None,
     place: Place | None = None,
-=======
->>>>>>> main
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -126,12 +122,7 @@ def profile(
       environment: the compiler's directories; by default one for autotuning next
         to the store.
       limits: what counts as hung.
-<<<<<<< HEAD
-      reference: what runs in between to see how fast the devices are. By default a
-        small program; nothing on CPUs, whose virtual devices have no clocks.
       place: where jobs are compiled, if not here; then that disturbs no run.
-=======
->>>>>>> main
 
     Returns:
       A record for each key, failures included.

@@ -98,9 +98,10 @@ def copied(process: subprocess.Popen[bytes], label: str) -> Iterator[None]:
     assert out is not None, "it writes to a pipe"
 
     def copy() -> None:
-        for line in out:
-            sys.stdout.write(f"{label}{line.decode(errors='replace')}")
-            sys.stdout.flush()
+        with out:
+            for line in out:
+                sys.stdout.write(f"{label}{line.decode(errors='replace')}")
+                sys.stdout.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

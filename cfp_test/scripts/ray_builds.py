@@ -4,7 +4,7 @@
 
 Every build is another program: a layer of another width. The processor time of the
 processes of all builders is added up: on a machine with fewer cores than workers, wall
-time says nothing about a cluster. What a cluster of idle nodes would take at least is the
+time says nothing about a cluster. What a cluster of idle nodes takes at least is the
 largest of any worker; starting and importing JAX is in it, once for each worker.
 """
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,21 @@ DEVICES = 2
 WORKERS = (1, 2, 4)
 
 
-def compile_noted(log: str, parcel: Any, options: Any) -> Any:
+def noting(log: str) -> Any:
     """What a builder does; and what its process has used of processors by then."""
-    from cfp.cluster.ray.place import compile_there
 
-    made = compile_there(parcel, options)
-    digest = hashlib.sha256(parcel.module).hexdigest()
-    line = f"{os.getpid()} {time.process_time():.4f} {digest}\n"
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, line.encode())
-    os.close(file)
-    return made
+    def compile_noted(parcel: Any, options: Any) -> Any:
+        from cfp.cluster.ray.place import compile_there
+
+        made = compile_there(parcel, options)
+        digest = hashlib.sha256(parcel.module).hexdigest()
+        line = f"{os.getpid()} {time.process_time():.4f} {digest}\n"
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, line.encode())
+        os.close(file)
+        return made
+
+    return compile_noted
 
 
 def parcels(count: int) -> list[Any]:
@@ -80,8 +82,10 @@ def parcels(count: int) -> list[Any]:
 
 def measured(workers: int, count: int, log: Path) -> dict[str, Any]:
     """One row."""
+    import jax
     import ray
 
+    jax.devices()
     from cfp.cluster.ray import place as places
     from cfp.cluster.ray.place import RayPlace
 
@@ -89,10 +93,8 @@ def measured(workers: int, count: int, log: Path) -> dict[str, Any]:
     try:
         todo = parcels(count)
         place = RayPlace(keeper=None)
-        places.compile_there, usual = (
-            partial(compile_noted, str(log)),
-            places.compile_there,
-        )
+        usual = places.compile_there
+        places.compile_there = noting(str(log))
         started = time.monotonic()
         try:
             with ThreadPoolExecutor(place.at_once) as pool:

@@ -35,8 +35,8 @@ def kills(data: Mapping[str, Any]) -> str:
         "cfp_test.scripts.ray_kills`. [JSON](ray_kills_cpu_202611.json)",
         "",
         f"{len(good)} of {len(disturbed)} disturbed plannings gave the undisturbed "
-        f"plan and a store with the same keys; {again} programs were run again that were "
-        f"stored. **{data['wanted']} of each kind were wanted**: the runs were ended "
+        f"plan and a store with the same keys; {again} programs were run again that "
+        f"were stored. **{data['wanted']} of each kind were wanted**: the runs were ended "
         "early, since the machine was needed.",
         "",
         "| killed | trials | of | after events | same plan | same keys | stored, run "

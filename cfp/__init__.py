@@ -124,6 +124,10 @@ class _Package(ModuleType):
             return
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A step that is sent to another process may name cfp.
+        return import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 

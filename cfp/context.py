@@ -20,6 +20,7 @@ from cfp.profiling.conversation import together
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
@@ -66,6 +67,9 @@ class PlannerSettings:
             before a moment, which a process that is started again keeps to.
         limits: what counts as hung.
         progress: told of every event, a :class:`Progress` or a line of text.
+        ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
+            which starts one here; see docs/cluster.md.
+        place: where programs are compiled, and records kept besides, if not only here.
 
     Raises:
         CfpError: fewer than two repeats, or no strategy to measure.
@@ -85,6 +89,8 @@ class PlannerSettings:
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+    ray: str | None = None
+    place: Place | None = None
 
     def __post_init__(self):
         if self.repeats is not None and self.repeats < 2:
@@ -173,6 +179,7 @@ class PlanContext:
             retry_failures=self.settings.retry_failures,
             limits=self.settings.limits,
             progress=self.settings.progress,
+            place=self.settings.place,
         )
 
     @property
@@ -284,7 +291,7 @@ def _opened(
             {
                 "mesh": f"{dict(mesh.shape)} of {[d.id for d in mesh.devices.flat]}",
                 "memory budget": str(budget_bytes),
-                "settings": repr(replace(settings, progress=None)),
+                "settings": repr(replace(settings, progress=None, place=None)),
             }
         )
     defaults = defaults_of(dict(environment)["platform"])
@@ -297,7 +304,12 @@ def _opened(
             limits_memory=defaults.limits_memory,
             reserve_bytes=defaults.reserve_bytes,
         )
-    with open_store(store_path(cache_dir), agreement) as store:
+    place, path = settings.place, store_path(cache_dir)
+    with (
+        open_store(path, agreement)
+        if place is None
+        else ProfileStore(path, copy=place.keep)
+    ) as store:
         yield PlanContext(
             mesh=mesh,
             store=store,

@@ -57,7 +57,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     """
     given = ctx.params
     counts = _counts(given["microbatches"])
-    shapes, every = _shapes(given)
+    shapes, every = shapes_of(given)
     cluster = _cluster(given)
     platform.select("cpu" if cluster else given["platform"], shapes[0])
     o.leave_printing_to_process_0()
@@ -130,7 +130,7 @@ def _counts(text: str | None) -> list[int | None]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _shapes(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
+def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     """Meshes that were asked for, and whether all others of their devices are, too."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:

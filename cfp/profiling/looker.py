@@ -84,6 +84,7 @@ class Looker:
                 retry_failures=how.retry_failures,
                 progress=how.progress,
                 limits=how.limits,
+                place=how.place,
             ).records
         except KeyboardInterrupt:
             # Of several processes the others would go on.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.profiling.marks import Limits
+from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
 
 
@@ -19,11 +20,13 @@ class MeasureOptions:
             a moment.
         limits: what counts as hung.
         progress: told what is being done.
+        place: where programs are compiled, if not here.
     """
 
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+    place: Place | None = None
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

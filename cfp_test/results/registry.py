@@ -13,6 +13,7 @@ from cfp_test.results import (
     building,
     checked,
     doctor,
+    on_ray,
     operators,
     planning,
     ranges,
@@ -75,6 +76,10 @@ def _same_plans(data: dict[str, Any]) -> Figures:
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
+
+
+def _ray_kills(data: dict[str, Any]) -> Figures:
+    return {"page": on_ray.kills(data)}
 
 
 def _planning_ahead(data: dict[str, Any]) -> Figures:
@@ -210,6 +215,12 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
+    Page(
+        name="ray_kills_cpu_202611",
+        sources=("ray_kills_cpu_202611.json",),
+        figures=_ray_kills,
+        has_text=False,
+    ),
     Page(
         name="planning_ahead_cpu_202611",
         sources=("planning_ahead_cpu_202611.json",),

@@ -55,6 +55,8 @@ class RaceRow:
             program ran without some of its repeats, this and the times are scaled by
             the prediction to the whole of it.
         note: why it did not run, or "".
+        rung: what `predicted_ms` and, where nothing was timed, `peak_bytes` are from,
+            as of a plan.
     """
 
     name: str
@@ -63,6 +65,7 @@ class RaceRow:
     time_ms: float | None
     peak_bytes: int
     note: str = ""
+    rung: str = "measured"
 
 
 def type_text(aval: Any) -> str:

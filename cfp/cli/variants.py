@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Annotated, Any
 
 import typer
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
-from cfp.devices.described import Cluster, cluster_of, mesh_of
+from cfp.devices import mock
+from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
@@ -58,7 +59,11 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     counts = _counts(given["microbatches"])
     shapes, every = _shapes(given)
     cluster = _cluster(given)
-    platform.select("cpu" if cluster else given["platform"], shapes[0])
+    plays = cluster is not None and _plays(cluster, given)
+    if cluster is None or not plays:
+        platform.select("cpu" if cluster else given["platform"], shapes[0])
+    else:  # Before a target asks for a device.
+        mock.play_one_of(cluster.count)
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(
@@ -69,7 +74,13 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         )
         for n in counts
     ]
-    make = partial(mesh_of, cluster) if cluster else platform.make_mesh
+
+    def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
+        if cluster is None:
+            return platform.make_mesh(axes)
+        described = mesh_of(cluster, axes)
+        return described.on_one_device() if plays else described
+
     meshes = [make(shape) for shape in shapes]
     if every:
         known = [tuple(mesh.shape.items()) for mesh in meshes]
@@ -104,6 +115,12 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
                 )
             )
     return cluster_of(text)
+
+
+def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
+    """Whether a GPU of this machine is to play one of a cluster's."""
+    whole = cluster.count > 1 and not given.get("no_race")
+    return whole and mock.can_play(cluster.kind.device_kind)
 
 
 def _name(axes: platform.Axes, count: int | None) -> str:

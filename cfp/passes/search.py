@@ -37,7 +37,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     problem, named = problems[0], dict(profiles.presets)
     interrupted = profiles.interrupted
     compiled = compiles(context, interrupted)
-    if profiles.found.estimated and context.races:
+    if profiles.found.estimated and context.races and context.stand_in is None:
         named = _fastest(analysis, named, problem)
     found: dict[Choice, float] = {}
     tight, plans = profiles.found.tight, context.plans

@@ -221,7 +221,9 @@ class _Builds:
         if not self._jobs:
             return
         there = {d for d, names in self._names.items() if self._built.keys() & {*names}}
-        environment = BuildEnvironment.beside(store.path)
+        environment = replace(
+            BuildEnvironment.beside(store.path), always=options.compiler_options
+        )
         platform = self._mesh.devices.flat[0].platform
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()

@@ -28,6 +28,7 @@ from cfp.race.outcome import (
     TOO_FAR,
     TOO_LARGE,
     RaceOutcome,
+    as_predicted,
     left_out,
     not_run,
     race_row,
@@ -57,11 +58,13 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     run = Run(context, analysis, solution)
     candidates = candidates_of(context, analysis, solution)
-    if context.described is not None:
+    if context.described is not None and not context.races:
         rows = tuple(not_run(candidates))
         return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
     if context.races and not solution.interrupted:
-        return _truncated_race(run, candidates) or _whole_race(run, candidates)
+        raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
+        described = context.described
+        return as_predicted(raced, described.rung) if described else raced
     if context.memory is not None:
         return _first_that_fits(run, candidates)
     return RaceOutcome(winner=solution.best, counts=solution.counts)

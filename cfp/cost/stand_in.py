@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh
 
-from cfp.cost.schedule import schedule_of
+from cfp.cost.schedule import Schedule, schedule_of
 from cfp.cost.step_time import Constants, step_time
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.hlo_text import modules_in
@@ -93,6 +93,23 @@ def parts_of(attributes: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A program's whole step, as it was predicted.
+
+    Attributes:
+        label: what progress calls the program.
+        record: its samples are predictions.
+        alone_ms: what its computation took by itself; empty if it did not run.
+        schedule: what it computes and sends, in order.
+    """
+
+    label: str
+    record: ProfileRecord
+    alone_ms: tuple[float, ...] = ()
+    schedule: Schedule | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
     """Times programs for devices that are not all here; a `MeasureOptions.run`.
 
@@ -112,7 +129,7 @@ class StandIn:
     place: Parts | None
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     constants: Constants = field(default_factory=Constants)
-    known: dict[str, ProfileRecord] = field(default_factory=dict, repr=False)
+    known: dict[str, Predicted] = field(default_factory=dict, repr=False)
     timed: list[str] = field(default_factory=list, repr=False)
 
     def __call__(
@@ -121,24 +138,32 @@ class StandIn:
         """The record of a whole step, whose samples are predictions."""
         if built.key.digest not in self.known:
             self.known[built.key.digest] = self._predicted(built, job, program, mesh)
-        return self.known[built.key.digest]
+        return self.known[built.key.digest].record
 
     def _predicted(
         self, built: Built, job: Job, program: Program, mesh: Mesh
-    ) -> ProfileRecord:
+    ) -> Predicted:
         text = built.compiled.as_text() or ""
-        schedule = schedule_of(text).merged()
         alone: Sequence[float | None] = [None]
-        seconds = 0.0
+        timed_ms, seconds = (), 0.0
         if self.place is not None:
-            record = self._alone(built, job, program, mesh, text)
-            if not record.ok:
-                return built.record(record.status, reason=record.reason)
-            alone, seconds = record.samples_ms, record.run_seconds
-        how = {"rates": self.rates, "constants": self.constants}
-        steps = [step_time(schedule, computation_ms=ms, **how) for ms in alone]
-        samples = [step.total_ms for step in steps]
-        return built.record("ok", samples_ms=samples, run_seconds=seconds)
+            found = self._alone(built, job, program, mesh, text)
+            if not found.ok:
+                failed = built.record(found.status, reason=found.reason)
+                return Predicted(label=job.label, record=failed)
+            alone = timed_ms = found.samples_ms
+            seconds = found.run_seconds
+        schedule = schedule_of(text).merged()
+        samples_ms = [
+            step_time(
+                schedule, self.rates, computation_ms=ms, constants=self.constants
+            ).total_ms
+            for ms in alone
+        ]
+        record = built.record("ok", samples_ms=samples_ms, run_seconds=seconds)
+        return Predicted(
+            label=job.label, record=record, alone_ms=timed_ms, schedule=schedule
+        )
 
     def _alone(
         self, built: Built, job: Job, program: Program, mesh: Mesh, text: str

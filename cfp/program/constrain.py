@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cfp.program import shardy
 from cfp.program.graph import Program, Spec
 from cfp.program.recompute import Recompute, recompute
+from cfp.program.replace import Replacement, replace_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class Constraints:
         uses: how an op reads an operand where that differs, by (op id, operand
             index); indices behind the operands count into ``op.yields``.
         recompute: what is computed again in the backward pass.
+        replaced: what is computed by other functions.
     """
 
     values: Mapping[int, Spec]
     uses: Mapping[tuple[int, int], Spec]
     recompute: tuple[Recompute, ...] = ()
+    replaced: tuple[Replacement, ...] = ()
 
 
 def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
@@ -47,22 +50,30 @@ def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
 
 def constrain(
     module: ir.Module, program: Program, mesh: Mesh, constraints: Constraints
-) -> None:
+) -> dict[int, ir.Value]:
     """Inserts sharding constraints into a normalised module, in place.
+
+    Then rematerializes and replaces what is to be; what is not read any more stays.
 
     Args:
         module: a module with the program's ops.
         program: the program as it was read.
         mesh: the mesh that the specs' axes belong to.
         constraints: what to insert.
+
+    Returns:
+        What stands for values that other functions compute, by id.
     """
     function = shardy.main_function(module)
     ops = shardy.program_ops(function)
     if len(ops) != len(program.ops):
         raise AssertionError("the module does not have the program's ops")
     with module.context, ir.Location.unknown():
-        _Inserter(module, function, ops, program, mesh).insert(constraints)
+        inserter = _Inserter(module, function, ops, program, mesh)
+        inserter.insert(constraints)
         recompute(function, ops, constraints.recompute)
+        where = (module, ops, program, mesh, inserter.mesh_name)
+        return replace_ops(*where, constraints.replaced)
 
 
 class _Inserter:
@@ -76,7 +87,7 @@ class _Inserter:
     ) -> None:
         self._program = program
         self._ops = ops
-        self._mesh_name = _mesh_symbol(module, mesh)
+        self.mesh_name = _mesh_symbol(module, mesh)
         self._attributes: dict[Spec, ir.Attribute] = {}
         self._values = self._map_values(function)
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
@@ -141,7 +152,7 @@ class _Inserter:
             dims = ", ".join(
                 "{" + ", ".join(f'"{name}"' for name in names) + "}" for names in spec
             )
-            text = f"#sdy.sharding<@{self._mesh_name}, [{dims}]>"
+            text = f"#sdy.sharding<@{self.mesh_name}, [{dims}]>"
             self._attributes[spec] = ir.Attribute.parse(text)
         return self._attributes[spec]
 

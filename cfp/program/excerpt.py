@@ -52,6 +52,11 @@ class Excerpt:
                 )
                 for one in constraints.recompute
             ),
+            tuple(
+                found
+                for one in constraints.replaced
+                if (found := one.translated(self.values, self.ops)) is not None
+            ),
         )
 
 

@@ -7,23 +7,25 @@ of several processes work as for any jitted function.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
+from cfp.program.dtypes import numpy_dtype
 from cfp.program.excerpt import Excerpt, excerpt
 from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part
 from cfp.program.recompute import tag_of
+from cfp.program.replace import erase_unread
 
 __all__ = [
     "Constraints",
@@ -71,8 +73,11 @@ def lower_part(
     cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
-        constrain(source, cut.program, mesh, cut.translated(constraints))
-        _transplant(module, source, cut.program, cut.part)
+        told = cut.translated(constraints)
+        stands = constrain(source, cut.program, mesh, told)
+        _transplant(module, source, cut.program, cut.part, stands)
+        if told.replaced:
+            erase_unread(module)
         for function in shardy.functions(module.operation):
             _silence_callbacks(function)
         module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
@@ -118,43 +123,23 @@ def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
 
 
-_DTYPES = {
-    "i1": "bool",
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "complex<f32>": "complex64",
-    "complex<f64>": "complex128",
-}
-
-
-def numpy_dtype(element: str) -> np.dtype:
-    """The dtype of an MLIR element type."""
-    if element in _DTYPES:
-        return jnp.dtype(_DTYPES[element])
-    if element[:2] in ("f8", "f4"):
-        return jnp.dtype(f"float{element[1]}_{element[2:].lower()}")
-    if element.startswith("ui"):
-        return jnp.dtype(f"uint{element[2:]}")
-    if element.startswith("i"):
-        return jnp.dtype(f"int{element[1:]}")
-    raise ValueError(f"no numpy dtype for {element!r}")
-
-
 def _transplant(
-    target: ir.Module, source: ir.Module, program: Program, part: Part
+    target: ir.Module,
+    source: ir.Module,
+    program: Program,
+    part: Part,
+    stands: Mapping[int, ir.Value] = MappingProxyType({}),
 ) -> None:
     """Replaces the body of the target's main function by the part's ops.
 
     The source has its constraints already: each of them follows the op whose result
-    it constrains, and goes along with it.
+    it constrains, and goes along with it. What was replaced stands for its values.
     """
     function = shardy.main_function(target)
     block = function.regions[0].blocks[0]
     origin = shardy.main_function(source).regions[0].blocks[0]
     mapping: dict[ir.Value, ir.Value] = {}
-    by_id = _values_by_id(origin, program)
+    by_id = {**_values_by_id(origin, program), **stands}
     alike: dict[ir.Value, list[ir.Value]] = {}
     for value_id, other in part.instead:
         alike.setdefault(by_id[other], []).append(by_id[value_id])

@@ -254,6 +254,9 @@ def _key(
     for one in told.recompute:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         told_digest.update(repr((VERSION, again)).encode())
+    for one in told.replaced:
+        if (local_one := one.translated(local, local_op)) is not None:
+            told_digest.update(repr(local_one).encode())
     given = dict(zip(frame.program.args, frame.program.given, strict=False))
     decided = [
         (local[v], given[v].hex())

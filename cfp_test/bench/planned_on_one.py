@@ -107,9 +107,9 @@ def planned(cell: Cell, folder: Path, on_cpu: bool) -> dict[str, Any]:
     """One plan by this process, which plays one of the cell's devices."""
     from cfp import described
     from cfp.context import PlannerSettings, open_context
+    from cfp.passes.pipeline import analyze_step, decide
     from cfp.passes.profile import profile
     from cfp.passes.search import search
-    from cfp.pipeline import analyze_step, decide
     from cfp.program.step import flatten_step
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve

@@ -21,10 +21,11 @@ from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.misfit import misfit, uneven
+from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
-from cfp.race.raced import Raced
+from cfp.runtime.raced import Raced
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ def compile_step(
             "that it came from is damaged. Plan again."
         )
     constrain(lowering.module, program, mesh, constraints)
+    if constraints.replaced:
+        erase_unread(lowering.module)
     narrow: tuple[str, ...] = ()
     double = False
     if wide:

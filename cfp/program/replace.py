@@ -1,0 +1,339 @@
+"""Puts other functions in the place of what computes some of a program's values.
+
+A :class:`Replacement` names values of a program by what reads and makes them, and has
+functions that compute the same. JAX lowers these (with `jax.shard_map` over the mesh
+where they are to run on each device by themselves), and their ops, calls, and manual
+computations take the place of what computed the values before, which nothing reads any
+more. How to use it, say for ``y = f(x, w)`` with its backward pass:
+
+1. Find the ops in a `Program` (numbers of ops and values), and make sure that nothing
+   else reads what is to go: what is not named in ``makes`` and is still read stays.
+2. Write :class:`Functions`: a frozen dataclass, so that it is hashable and its ``repr``
+   tells what it computes; measurements are remembered by that ``repr``. Have the
+   library's version in it, if results or times depend on one. ``stages(mesh)`` gives a
+   function for each stage.
+3. Put a `Replacement` with its stages and these functions into `Constraints.replaced`.
+   `constrain` does the rest, in whole programs and in parts cut out of them.
+
+A stage reads *uses*, (op id, operand index): it takes what that op takes there, behind
+its sharding constraints, and rematerialized where that is. It makes values, which come
+first among its function's results. All other results are handed on to the next stage,
+behind what that reads: residuals of a forward stage. A backward stage that stands in
+another loop than the forward stage gets none: it is a replacement of its own, which
+computes the forward pass again.
+
+All that a stage reads has to be made before the first op that makes one of its values
+(`is_in_order`), in the same loop body or at the top level.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol
+
+import jax
+from jax.extend.mlir import ir
+from jax.sharding import Mesh
+
+from cfp.program import shardy
+from cfp.program.dtypes import numpy_dtype
+from cfp.program.graph import Program
+from cfp.program.recompute import TAG, tag_of
+
+_SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")
+_CONSTRAINT = "sdy.sharding_constraint"
+_STAY = ("custom_call", "send", "recv", "outfeed", "infeed")
+
+Function = Callable[..., Sequence[jax.Array]]
+
+
+class Functions(Protocol):
+    """What computes the stages of a replacement; hashable."""
+
+    def stages(self, mesh: Mesh) -> Sequence[Function]:
+        """A function for each stage, of arrays, that returns a sequence of arrays.
+
+        Args:
+            mesh: all devices; arrays have their whole shapes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one function takes and makes.
+
+    Attributes:
+        reads: (op id, operand index) pairs.
+        makes: ids of values.
+    """
+
+    reads: tuple[tuple[int, int], ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Functions in the place of ops.
+
+    Attributes:
+        name: what is replaced, such as "attention".
+        op: id of an op that tells it from others of that name.
+        stages: what the functions take and make, in the program's order.
+        functions: what computes it.
+    """
+
+    name: str
+    op: int
+    stages: tuple[Stage, ...]
+    functions: Functions = field(hash=False)
+
+    def translated(
+        self, values: Mapping[int, int], ops: Mapping[int, int]
+    ) -> Replacement | None:
+        """The same with other numbers; None if some of it has none."""
+        used = {op for stage in self.stages for op, _ in stage.reads} | {self.op}
+        made = {v for stage in self.stages for v in stage.makes}
+        if not used <= ops.keys() or not made <= values.keys():
+            return None
+        stages = tuple(
+            Stage(
+                tuple((ops[op], index) for op, index in stage.reads),
+                tuple(values[v] for v in stage.makes),
+            )
+            for stage in self.stages
+        )
+        return replace(self, op=ops[self.op], stages=stages)
+
+
+def is_in_order(program: Program, stage: Stage) -> bool:
+    """Whether all that a stage reads is there before the first of what it makes.
+
+    And whether all of it is in one body.
+    """
+    makers = [program.values[v].producer for v in stage.makes]
+    if not makers or min(makers) < 0:
+        return False
+    first = min(makers)
+    parents = {program.ops[op].parent for op in makers}
+    parents |= {program.ops[op].parent for op, _ in stage.reads}
+    read = (program.ops[op].operands[index] for op, index in stage.reads)
+    return len(parents) == 1 and all(program.values[v].producer < first for v in read)
+
+
+def replace_ops(
+    module: ir.Module,
+    ops: Sequence[ir.Operation],
+    program: Program,
+    mesh: Mesh,
+    mesh_name: str,
+    wanted: Sequence[Replacement],
+) -> dict[int, ir.Value]:
+    """Puts functions in the place of ops, in place.
+
+    The ops stay, so that what numbers them finds all; `erase_unread` takes them away.
+
+    Args:
+        module: a module with the program's ops, its constraints, and what is
+            rematerialized.
+        ops: the program's ops, by id.
+        program: the program.
+        mesh: the devices.
+        mesh_name: the symbol of the mesh in the module.
+        wanted: what to replace.
+
+    Returns:
+        What now stands for values of the program, by id.
+    """
+    if not wanted:
+        return {}
+    found: dict[int, ir.Value] = {}
+    replacer = _Replacer(module, ops, program, mesh, mesh_name)
+    for one in wanted:
+        found.update(replacer.run(one))
+    return found
+
+
+class _Replacer:
+    def __init__(
+        self,
+        module: ir.Module,
+        ops: Sequence[ir.Operation],
+        program: Program,
+        mesh: Mesh,
+        mesh_name: str,
+    ) -> None:
+        self._module = module
+        self._program = program
+        self._mesh = mesh
+        self._mesh_name = mesh_name
+        self._original = dict(enumerate(ops))
+        self._clones = _clones(module)
+
+    def run(self, one: Replacement) -> dict[int, ir.Value]:
+        """Replaces what one replacement names; returns what stands for its values."""
+        stands: dict[int, ir.Value] = {}
+        kept: list[ir.Value] = []
+        for number, stage in enumerate(one.stages):
+            # What is rematerialized comes last: its residuals are those to be read.
+            before, instances = kept, [self._original]
+            makers = [self._program.values[v].producer for v in stage.makes]
+            if all(
+                op in self._clones for op in (*makers, *(o for o, _ in stage.reads))
+            ):
+                instances.append(self._clones)
+            for instance in instances:
+                results = self._put(one, number, instance, before)
+                for v, result in zip(stage.makes, results, strict=False):
+                    self._made(instance, v).replace_all_uses_with(result)
+                    if instance is self._original:
+                        stands[v] = result
+                kept = results[len(stage.makes) :]
+        return stands
+
+    def _made(self, instance: Mapping[int, ir.Operation], v: int) -> ir.Value:
+        maker = self._program.values[v].producer
+        place = self._program.ops[maker].results.index(v)
+        return instance[maker].results[place]
+
+    def _put(
+        self,
+        one: Replacement,
+        number: int,
+        instance: Mapping[int, ir.Operation],
+        kept: Sequence[ir.Value],
+    ) -> list[ir.Value]:
+        """Puts a stage's ops before the first op that they stand for."""
+        stage = one.stages[number]
+        reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
+        types = tuple(str(value.type) for value in reads)
+        text = _lowered(one.functions, number, types, self._mesh)
+        first = min(self._program.values[v].producer for v in stage.makes)
+        source = ir.Module.parse(_renamed(text, self._mesh_name))
+        self._add_functions(source)
+        mapping: dict[ir.Value, ir.Value] = dict(
+            zip(_main(source).arguments, reads, strict=True)
+        )
+        *body, last = [op.operation for op in _main(source).operations]
+        tag = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), first)
+        with ir.InsertionPoint(instance[first]):
+            for op in body:
+                clone = op.clone()
+                clone.attributes[TAG] = tag
+                _rewire(clone, mapping)
+                mapping.update(zip(op.results, clone.results, strict=True))
+        results = [mapping[value] for value in last.operands]
+        for v, result in zip(stage.makes, results, strict=False):
+            old = self._made(instance, v).type
+            if result.type != old:
+                raise AssertionError(f"{one.name} gives {result.type} for {old}")
+        return results
+
+    def _add_functions(self, source: ir.Module) -> None:
+        known = {_symbol(op.operation) for op in self._module.body.operations}
+        with ir.InsertionPoint(self._module.body):
+            for opview in source.body.operations:
+                symbol = _symbol(opview.operation)
+                is_helper = opview.operation.name == "func.func" and symbol != "main"
+                if is_helper and symbol not in known:
+                    opview.operation.clone()
+
+
+def _clones(module: ir.Module) -> dict[int, ir.Operation]:
+    """What is rematerialized, by the ids of the ops that it is a clone of."""
+    found: dict[int, ir.Operation] = {}
+    for opview in shardy.main_function(module).regions[0].blocks[0].operations:
+        op = opview.operation
+        number = tag_of(op)
+        skipped = (_CONSTRAINT, "stablehlo.optimization_barrier")
+        if number is not None and op.name not in skipped:
+            found[number] = op
+    return found
+
+
+def _main(module: ir.Module) -> ir.Block:
+    return shardy.main_function(module).regions[0].blocks[0]
+
+
+def _symbol(op: ir.Operation) -> str:
+    return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def _rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:
+    for index, operand in enumerate(op.operands):
+        if operand in mapping:
+            op.operands[index] = mapping[operand]
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                _rewire(inner.operation, mapping)
+
+
+# ------------------------------------------------------------------- what JAX lowers
+
+
+@lru_cache(maxsize=256)
+def _lowered(
+    functions: Functions, number: int, types: tuple[str, ...], mesh: Mesh
+) -> str:
+    """The module of a stage's function, as text, its mesh called ``cfp_mesh``.
+
+    Functions that it calls have names that no other module's have.
+    """
+    function = functions.stages(mesh)[number]
+    platform = mesh.devices.flat[0].platform
+    traced = jax.jit(function, keep_unused=True).trace(*map(_aval, types))
+    lowered = traced.lower(
+        lowering_platforms=("cuda" if platform == "gpu" else platform,)
+    )
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    text = str(module)
+    names: dict[str, str] = {}
+    prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
+    for opview in module.body.operations:
+        op = opview.operation
+        if op.name == "sdy.mesh":
+            names[_symbol(op)] = "cfp_mesh"
+        elif op.name == "func.func" and _symbol(op) != "main":
+            names[_symbol(op)] = f"cfp_{prefix}_{_symbol(op)}"
+    return _with_names(text, names)
+
+
+def _renamed(text: str, mesh_name: str) -> str:
+    return _with_names(text, {"cfp_mesh": mesh_name})
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    def written(match: re.Match[str]) -> str:
+        name = match[1].strip('"')
+        return f'@"{names[name]}"' if name in names else match[0]
+
+    return _SYMBOL.sub(written, text)
+
+
+def _aval(text: str) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a printed tensor type, such as ``tensor<2x8xf32>``."""
+    match = _TENSOR.fullmatch(text)
+    if match is None:
+        raise AssertionError(f"no function takes {text}")
+    dims = tuple(int(size) for size in match[1].split("x")[:-1])
+    return jax.ShapeDtypeStruct(dims, numpy_dtype(match[2]))
+
+
+# ------------------------------------------------------------------- what is left over
+
+
+def erase_unread(module: ir.Module) -> None:
+    """Takes away ops of the program whose results nothing reads, loops excepted."""
+    for op in reversed(shardy.program_ops(shardy.main_function(module))):
+        is_pure = op.name.startswith(("stablehlo.", "chlo.", _CONSTRAINT))
+        if not is_pure or op.name.endswith(_STAY) or op.name in shardy.REGION_OPS:
+            continue
+        if not any(list(result.uses) for result in op.results):
+            op.erase()

@@ -79,6 +79,8 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         if cluster is None:
             return platform.make_mesh(axes)
         described = mesh_of(cluster, axes)
+        if given.get("compiled"):
+            return described.by_compiler()
         return described.on_one_device() if plays else described
 
     meshes = [make(shape) for shape in shapes]
@@ -103,6 +105,10 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     """What --for describes, if it was given."""
     text = given.get("described")
     if text is None:
+        if given.get("compiled"):
+            raise CfpError(
+                "--compile is for devices that are described: give --for CLUSTER, too."
+            )
         return None
     for option in ("platform", "devices", "measure"):
         if given.get(option):
@@ -119,8 +125,8 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
     """Whether a GPU of this machine is to play one of a cluster's."""
-    whole = cluster.count > 1 and not given.get("no_race")
-    return whole and mock.can_play(cluster.kind.device_kind)
+    rung_0 = given.get("no_race") or given.get("compiled")
+    return cluster.count > 1 and not rung_0 and mock.can_play(cluster.kind.device_kind)
 
 
 def _name(axes: platform.Axes, count: int | None) -> str:

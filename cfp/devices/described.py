@@ -23,6 +23,7 @@ from cfp.devices import mock
 from cfp.devices.device_kind import (
     DeviceKind,
     Number,
+    compiler_target,
     count_of,
     kind,
     kind_from,
@@ -107,6 +108,20 @@ class DescribedMesh:
                 )
             )
         return replace(self, stand_in=mesh, runs=True)
+
+    def by_compiler(self) -> DescribedMesh:
+        """The same mesh, for which programs are compiled, and run nowhere.
+
+        Plans for it are of compiled programs: their memory is what the compiler says,
+        and their steps are predicted from their schedules and the described rates. It
+        takes JAX's CUDA plugin, and no GPU.
+
+        Raises:
+            DeviceError: there is no such compiler here.
+            TargetError: the compiler has no description of the kind.
+        """
+        target = compiler_target(self.cluster.kind.name)
+        return replace(self, stand_in=mock.compiling_mesh(self.axes, target))
 
     @property
     def rung(self) -> str:

@@ -15,11 +15,13 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from cfp.errors import DeviceError, MeshError, compose
@@ -102,3 +104,31 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
             )
         )
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
+
+
+def compiling_mesh(axes: tuple[tuple[str, int], ...], target: str) -> Mesh:
+    """A mesh of devices that programs are compiled for, of which none is here.
+
+    Args:
+        axes: names and sizes.
+        target: what the compiler has to know of a device, as XLA reads it.
+
+    Raises:
+        DeviceError: JAX's CUDA plugin, which has the compiler, is not installed.
+    """
+    if cuda_plugin() is None:
+        raise DeviceError(
+            compose(
+                "Nothing here compiles for GPUs.",
+                expected="JAX's CUDA plugin and nvcc, of JAX's own version; no GPU",
+                got="neither of jax-cuda12-plugin and jax-cuda13-plugin",
+                attempt='install "cfp[cuda]", or plan without --compile',
+            )
+        )
+    names, sizes = zip(*axes, strict=True)
+    # One process has them all: no other is waited for.
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=target, topology=f"1x1x{prod(sizes)}"
+    )
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(np.array(found.devices).reshape(sizes), names, axis_types=types)

@@ -369,9 +369,8 @@ def _row(value: Any, where: str) -> PlanRow:
 
 
 def _race_row(value: Any, where: str) -> RaceRow:
-    names = ("name", "predicted_ms", "samples_ms", "time_ms", "peak_bytes", "note")
-    data = {"rung": "measured", **_object(value, where)}
-    data = _object(data, where, (*names, "rung"))
+    names = "name predicted_ms samples_ms time_ms peak_bytes note rung".split()
+    data = _object({"rung": "measured", **_object(value, where)}, where, names)
     samples = []
     for sample in _list(data["samples_ms"], f"{where}.samples_ms"):
         time_ms = _time(sample, f"{where}.samples_ms")

@@ -7,7 +7,8 @@ On a machine with one H200. `chosen`: GPT and MoE for 4 H200, over NVLink and wi
 peer-to-peer access. `ladder`: LLaMA-2-7B, a 70B of the same shape, GPT and MoE for 8,
 64 and 1,024 H200. Each number of devices is planned for in a process of its own. Rows
 are appended to ``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached
-within the seconds is left out. On a CPU virtual devices stand in, to try it out.
+within the seconds is left out. On a CPU virtual devices stand in, to try it out; or, with
+``--compiled``, nothing runs, and JAX's CUDA plugin compiles for H200 that are not here.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def description(cluster: str, folder: Path) -> str:
     return p2p_off(folder)
 
 
-def planned(cell: Cell, folder: Path, on_cpu: bool) -> dict[str, Any]:
+def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """One plan by this process, which plays one of the cell's devices."""
     from cfp import described
     from cfp.context import PlannerSettings, open_context
@@ -116,8 +117,14 @@ def planned(cell: Cell, folder: Path, on_cpu: bool) -> dict[str, Any]:
     from cfp_test.bench.one_as_n_data import schedule_to_json
 
     seconds = _CHOSEN_SECONDS if cell.part == "chosen" else _LADDER_SECONDS
+    seconds = options.seconds if options.compiled else seconds
+    folder = options.out
     mesh = described(description(cell.cluster, folder))
-    mesh = stand_in(mesh) if on_cpu else mesh.on_one_device()
+    if options.compiled:
+        mesh = mesh.by_compiler()
+    else:
+        on_cpu = options.platform == "cpu"
+        mesh = stand_in(mesh) if on_cpu else mesh.on_one_device()
     marks = [time.perf_counter()]
     words = cell.target.split()
     target = resolve(words[0], words[1:])
@@ -131,7 +138,7 @@ def planned(cell: Cell, folder: Path, on_cpu: bool) -> dict[str, Any]:
     analysis = analyzed.analysis
     marks.append(time.perf_counter())
     settings = PlannerSettings(seconds=seconds, progress=tell)
-    if cell.part == "ladder":  # As with --quick.
+    if cell.part == "ladder" or options.compiled:  # As with --quick.
         settings = replace(
             settings,
             plans=1,
@@ -208,17 +215,17 @@ def child(options: argparse.Namespace) -> None:
     from cfp import platform
 
     wanted = [Cell(**data) for data in json.loads(options.child)]
-    on_cpu = options.platform == "cpu"
-    if on_cpu:
+    if options.platform == "cpu" or options.compiled:
         platform.select("cpu", (("x", wanted[0].devices),))
     for cell in wanted:
         left = options.end - time.time()
         if left < 15:
             break
-        faulthandler.dump_traceback_later(min(left, _ROW_SECONDS), exit=True)
+        longest = left if options.compiled else min(left, _ROW_SECONDS)
+        faulthandler.dump_traceback_later(longest, exit=True)
         print(f"{cell.name} for {cell.cluster}", flush=True)
         try:
-            row = planned(cell, options.out, on_cpu)
+            row = planned(cell, options)
         except Exception as error:  # A row of its own, and the others go on.
             told = "".join(traceback.format_exception(error))
             row = {**asdict(cell), "failure": str(error), "told": told[-3000:]}
@@ -240,6 +247,7 @@ def main() -> None:
     parser.add_argument("--parts", default="chosen,ladder")
     parser.add_argument("--platform", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -258,6 +266,7 @@ def main() -> None:
         words = [sys.executable, "-m", "cfp_test.bench.planned_on_one"]
         words += ["--child", told, "--end", str(end), "--out", str(options.out)]
         words += ["--platform", options.platform] if options.platform else []
+        words += ["--compiled"] if options.compiled else []
         subprocess.run(words, check=False, env=dict(os.environ))
         done = len(rows(options.out)) - before
         # What was being planned when the process ended is not tried again.

@@ -310,10 +310,10 @@ def _stand_in(
         place=here if mesh.runs else None,
         compiler_options=mock.OPTIONS if mesh.runs else UNTUNED,
     )
-    links = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
+    told = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
     names = {name for name, _ in environment}
     more = [part for part in here if part[0] not in names]
-    return found, (*environment, *more, ("rung", mesh.rung), ("links", links))
+    return found, (*environment, *more, ("rung", mesh.rung), ("described_rates", told))
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

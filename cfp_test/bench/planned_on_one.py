@@ -7,8 +7,8 @@ On a machine with one H200. `chosen`: GPT and MoE for 4 H200, over NVLink and wi
 peer-to-peer access. `ladder`: LLaMA-2-7B, a 70B of the same shape, GPT and MoE for 8,
 64 and 1,024 H200. Each number of devices is planned for in a process of its own. Rows
 are appended to ``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached
-within the seconds is left out. On a CPU virtual devices stand in, to try it out; or, with
-``--compiled``, nothing runs, and JAX's CUDA plugin compiles for H200 that are not here.
+within the seconds is left out. On a CPU virtual devices stand in, to try it out; or,
+with ``--compiled``, JAX's CUDA plugin compiles for H200 that are not here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIZES = {8: "8xh200", 64: "8x8xh200", 1024: "128x8xh200"}
 # Of one row, after which the next is begun; and from where on what is left of it is
 # predicted from truncated programs.
 _ROW_SECONDS = 150
-_CHOSEN_SECONDS = 100
+_CHOSEN_SECONDS = 60
 _LADDER_SECONDS = 20
 
 

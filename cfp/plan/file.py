@@ -24,7 +24,7 @@ from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 
 FORMAT = 3
 

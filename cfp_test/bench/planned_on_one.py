@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--parts", default="chosen,ladder")
     parser.add_argument("--platform", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--sizes", help="of the ladder, such as 64,1024")
     parser.add_argument("--compiled", action="store_true", help="without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
@@ -259,6 +260,9 @@ def main() -> None:
     known = [[row[name] for name in ("target", "cluster")] for row in rows(options.out)]
     wanted = cells(options.parts.split(","), options.tiny)
     wanted = [one for one in wanted if [one.target, one.cluster] not in known]
+    if options.sizes:
+        sizes = set(map(int, options.sizes.split(",")))
+        wanted = [one for one in wanted if one.devices in sizes]
     while wanted and time.time() < end:
         now = [one for one in wanted if one.devices == wanted[0].devices]
         before = len(rows(options.out))

@@ -122,7 +122,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     mesh = described(description(cell.cluster, folder))
     if options.compiled:
         mesh = mesh.by_compiler()
-    else:
+    elif not options.estimated:
         on_cpu = options.platform == "cpu"
         mesh = stand_in(mesh) if on_cpu else mesh.on_one_device()
     marks = [time.perf_counter()]
@@ -150,7 +150,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
         plan, outcome = decide(context, analysis, solution)
         marks.append(time.perf_counter())
-        assert context.stand_in is not None
+        made = context.stand_in
         programs = [
             {
                 "name": one.label,
@@ -166,13 +166,14 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
                     else {}
                 ),
             }
-            for one in context.stand_in.known.values()
+            for one in (made.known.values() if made else ())
         ]
-        timed = len(context.stand_in.timed)
+        timed = len(made.timed) if made else 0
+        here = context.devices.devices.flat[0].device_kind if made else "none"
     parts = ("analyze", "estimate_and_search", "compile_and_run")
     row = {
         **asdict(cell),
-        "device": str(context.devices.devices.flat[0].device_kind),
+        "device": str(here),
         "seconds": {
             name: round(b - a, 2)
             for name, a, b in zip(parts, marks[:-1], marks[1:], strict=True)
@@ -215,7 +216,7 @@ def child(options: argparse.Namespace) -> None:
     from cfp import platform
 
     wanted = [Cell(**data) for data in json.loads(options.child)]
-    if options.platform == "cpu" or options.compiled:
+    if options.platform == "cpu" or options.compiled or options.estimated:
         platform.select("cpu", (("x", wanted[0].devices),))
     for cell in wanted:
         left = options.end - time.time()
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--parts", default="chosen,ladder")
     parser.add_argument("--platform", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--estimated", action="store_true", help="nothing compiles")
     parser.add_argument("--sizes", help="of the ladder, such as 64,1024")
     parser.add_argument("--compiled", action="store_true", help="without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -271,6 +273,7 @@ def main() -> None:
         words += ["--child", told, "--end", str(end), "--out", str(options.out)]
         words += ["--platform", options.platform] if options.platform else []
         words += ["--compiled"] if options.compiled else []
+        words += ["--estimated"] if options.estimated else []
         subprocess.run(words, check=False, env=dict(os.environ))
         done = len(rows(options.out)) - before
         # What was being planned when the process ended is not tried again.

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
+from cfp.cli import options as o
 from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
@@ -64,6 +65,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         platform.select("cpu" if cluster else given["platform"], shapes[0])
     else:  # Before a target asks for a device.
         mock.play_one_of(cluster.count)
+    o.leave_printing_to_process_0()
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(

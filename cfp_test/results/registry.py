@@ -21,14 +21,17 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    several,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
     curves_page,
+    export_times,
     hostile_files,
     house,
     planning_ahead,
     prediction_page,
+    same_plans,
 )
 
 
@@ -69,6 +72,10 @@ def _hostile(data: dict[str, Any]) -> Figures:
 
 def _house(data: dict[str, Any]) -> Figures:
     return {"page": house.page(data)}
+
+
+def _same_plans(data: dict[str, Any]) -> Figures:
+    return {"page": same_plans.page(data)}
 
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
@@ -175,6 +182,12 @@ PAGES: tuple[Page, ...] = (
         figures=_doctor,
         has_text=False,
     ),
+    Page(
+        name="export_h200_202611",
+        sources=("export_h200_202611.json",),
+        figures=export_times.figures,
+        has_text=False,
+    ),
     _with_noted("full_models_h200x2_202611", building.full_models),
     _page("gpt4_h200x4_202611", _plans, *_GPT4),
     _page("gpt_h200x4_202611", _plans, *_GPT),
@@ -189,6 +202,12 @@ PAGES: tuple[Page, ...] = (
         name="house_202611",
         sources=("house_202611.json",),
         figures=_house,
+        has_text=False,
+    ),
+    Page(
+        name="same_plans_cpu_202611",
+        sources=("same_plans_cpu_202611.json",),
+        figures=_same_plans,
         has_text=False,
     ),
     _page("moe_h200x4_202611", checked.moe),
@@ -241,4 +260,6 @@ PAGES: tuple[Page, ...] = (
     _page("programs_cpu_202611", checked.programs),
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
+    _page("several_cpu_202611", several.processes),
+    _page("slow_link_cpu_202611", several.slow_link),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from cfp.cost.stand_in import UNTUNED, StandIn
+from cfp.devices import mock
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.profiling.common_store import open_store
@@ -24,7 +27,13 @@ from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
-from cfp.settings import ConstraintLevel, PlatformDefaults, defaults_of
+from cfp.settings import (
+    PLANS_BY_ESTIMATE,
+    REACH_BY_ESTIMATE,
+    ConstraintLevel,
+    PlatformDefaults,
+    defaults_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +149,8 @@ class PlanContext:
         memory: the budget that was asked for; None if none was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
+        stand_in: what predicts whole steps of programs that are compiled for devices
+            which are only described; None where none is, or the devices are there.
     """
 
     mesh: Mesh | DescribedMesh
@@ -150,6 +161,7 @@ class PlanContext:
     memory: MemoryBudget | None = None
     device_bytes: int | None = None
     end: float = math.inf
+    stand_in: StandIn | None = None
 
     @property
     def described(self) -> DescribedMesh | None:
@@ -158,9 +170,15 @@ class PlanContext:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh, whose devices are there."""
-        assert isinstance(self.mesh, Mesh), "it is described, and not there"
-        return self.mesh
+        """The mesh that programs are compiled for, and run on if that is possible."""
+        mesh = self.mesh.stand_in if isinstance(self.mesh, DescribedMesh) else self.mesh
+        assert mesh is not None, "it is described, and nothing is compiled for it"
+        return mesh
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs can be compiled for the devices, which may not be there."""
+        return self.described is None or self.stand_in is not None
 
     @property
     def is_alone(self) -> bool:
@@ -180,6 +198,8 @@ class PlanContext:
             limits=self.settings.limits,
             progress=self.settings.progress,
             place=self.settings.place,
+            compiler_options=self.stand_in.compiler_options if self.stand_in else {},
+            run=self.stand_in,
         )
 
     @property
@@ -193,14 +213,13 @@ class PlanContext:
     def races(self) -> bool:
         """Whether whole programs are timed, unless the user interrupts before that."""
         settings = self.settings
-        return (
-            self.described is None and settings.race and settings.measure is not False
-        )
+        return self.compiles and settings.race and settings.measure is not False
 
     @property
     def plans(self) -> int:
         """How many of the best plans by each way to predict take part in the race."""
-        return self.settings.plans or self.defaults.plans
+        usual = PLANS_BY_ESTIMATE if self.stand_in else self.defaults.plans
+        return self.settings.plans or usual
 
     @property
     def levels(self) -> tuple[ConstraintLevel, ...]:
@@ -210,7 +229,7 @@ class PlanContext:
     @property
     def reach(self) -> Mapping[ConstraintLevel, float]:
         """How many times as long as the best a candidate may take, to be raced."""
-        asked = self.settings.reach
+        asked = self.settings.reach or (REACH_BY_ESTIMATE if self.stand_in else None)
         return dict.fromkeys(ConstraintLevel, asked) if asked else self.defaults.reach
 
     @property
@@ -310,6 +329,7 @@ def _opened(
         if place is None
         else ProfileStore(path, copy=place.keep)
     ) as store:
+        stand_in, environment = _stand_in(mesh, store, environment)
         yield PlanContext(
             mesh=mesh,
             store=store,
@@ -319,7 +339,28 @@ def _opened(
             memory=memory,
             device_bytes=device_bytes,
             end=time.monotonic() + settings.seconds,
+            stand_in=stand_in,
         )
+
+
+def _stand_in(
+    mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
+) -> tuple[StandIn | None, Parts]:
+    """What predicts whole steps of described devices, and what that depends on."""
+    if not isinstance(mesh, DescribedMesh) or mesh.stand_in is None:
+        return None, environment
+    here = environment_parts(list(mesh.stand_in.devices.flat))
+    rates = mesh.rates
+    found = StandIn(
+        rates=rates,
+        store=store,
+        place=here if mesh.runs else None,
+        compiler_options=mock.OPTIONS if mesh.runs else UNTUNED,
+    )
+    told = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
+    names = {name for name, _ in environment}
+    more = [part for part in here if part[0] not in names]
+    return found, (*environment, *more, ("rung", mesh.rung), ("described_rates", told))
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -52,6 +52,7 @@ def plan(
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     described: o.For = None,
+    compiled: o.Compile = False,
     mesh_shapes: MeshShapes = None,
     microbatches: Microbatches = None,
     platform: o.Platform = None,
@@ -80,7 +81,8 @@ def plan(
 
     Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
 
-    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8
+    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8. With one
+    GPU of the kind its own computation is timed; without, choices are by estimates.
     """
     given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
     parse_bytes(memory_budget)

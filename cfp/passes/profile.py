@@ -124,7 +124,7 @@ def _measured_rates(context: PlanContext) -> Rates:
 
 def compiles(context: PlanContext, interrupted: bool = False) -> bool:
     """Whether a plan is compiled before it is the answer."""
-    if context.described is not None:
+    if not context.compiles:
         return False
     return (context.races and not interrupted) or context.memory is not None
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -112,10 +112,12 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
+      always: compiler options of every build, whatever the platform.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
+    always: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -134,10 +136,11 @@ class BuildEnvironment:
         return self.autotune_dir / "learnt"
 
     def options(self, platform: str) -> dict[str, str]:
-        """Compiler options for a platform; none where there is nothing to keep."""
+        """Compiler options for a platform: where to keep what was tuned, if at all."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
-            return {}
-        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+            return dict(self.always)
+        kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+        return {**kept, **self.always}
 
     @contextlib.contextmanager
     def compilation_cache(self, platform: str) -> Iterator[None]:
@@ -163,7 +166,7 @@ class BuildEnvironment:
 
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""
-        if self.autotune_dir is not None and self.options(platform):
+        if self.autotune_dir is not None and platform in GPU_PLATFORMS:
             make_private_folder(self.autotune_dir)
 
 

@@ -235,7 +235,9 @@ class _Builds:
             return
         agreement = Agreement.of(self._mesh)
         there = {d for d, names in self._names.items() if self._built.keys() & {*names}}
-        environment = BuildEnvironment.beside(store.build_path)
+        environment = replace(
+            BuildEnvironment.beside(store.build_path), always=options.compiler_options
+        )
         platform = self._mesh.devices.flat[0].platform
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()

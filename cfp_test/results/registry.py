@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cfp.report.results import Saved, section
-from cfp_test.bench import call_overhead, one_as_n_page, planning_time_page
+from cfp_test.bench import (
+    call_overhead,
+    one_as_n_page,
+    planned_on_one_page,
+    planning_time_page,
+)
 from cfp_test.results import (
     attention,
     budgets,
@@ -80,6 +85,10 @@ def _one_as_four(data: dict[str, Any]) -> Figures:
 
 def _ray_kills(data: dict[str, Any]) -> Figures:
     return {"page": on_ray.kills(data)}
+
+
+def _planned_on_one(data: dict[str, Any]) -> Figures:
+    return {"page": planned_on_one_page.page(data)}
 
 
 def _planning_ahead(data: dict[str, Any]) -> Figures:
@@ -215,6 +224,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
+    _page("planned_on_one_h200_202611", _planned_on_one),
     Page(
         name="ray_kills_cpu_202611",
         sources=("ray_kills_cpu_202611.json",),

@@ -10,13 +10,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cfp.adapt import adapt
     from cfp.api import ParallelStep, parallelize, plan
     from cfp.attention.call import attention
     from cfp.attention.options import attention_options
+    from cfp.checking.difference import compare
     from cfp.context import PlannerSettings
     from cfp.devices.described import described
-    from cfp.difference import compare
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
         StepNotTraceable,
         TargetError,
     )
-    from cfp.plan import Plan
+    from cfp.plan.adapt import adapt
+    from cfp.plan.plan import Plan
     from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _HOMES = {
-    "cfp.adapt": ("adapt",),
+    "cfp.plan.adapt": ("adapt",),
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
     "cfp.attention.call": ("attention",),
     "cfp.attention.options": ("attention_options",),
     "cfp.devices.described": ("described",),
-    "cfp.difference": ("compare",),
+    "cfp.checking.difference": ("compare",),
     "cfp.errors": (
         "AttentionError",
         "CacheError",
@@ -59,7 +59,7 @@ _HOMES = {
         "StepNotTraceable",
         "TargetError",
     ),
-    "cfp.plan": ("Plan",),
+    "cfp.plan.plan": ("Plan",),
     "cfp.context": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
 }
@@ -103,7 +103,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "PRESETS":
-            value = tuple(import_module("cfp.presets").CLASSICS)
+            value = tuple(import_module("cfp.presets.classics").CLASSICS)
         elif name in _HOME_OF:
             value = getattr(import_module(_HOME_OF[name]), name)
         else:

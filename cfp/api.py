@@ -22,17 +22,17 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import PlannerSettings, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
-from cfp.execute import CompiledStep
+from cfp.passes.pipeline import Pins, analyze_step, decide
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
-from cfp.pipeline import Pins, analyze_step, decide
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.collectives import known_rates
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.report.figures import with_figures
 from cfp.report.progress import shown
+from cfp.runtime.execute import CompiledStep
 from cfp.solution import Candidate
 from cfp.units import parse_bytes
 

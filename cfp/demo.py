@@ -12,16 +12,16 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from cfp import api, platform
+from cfp.checking.trial import Trial, run_trial
 from cfp.cli import options
 from cfp.cli.running import check_text
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.targets import Target, model_target
-from cfp.trial import Trial, run_trial
 
 FOLDER = Path("build") / "demo"
 AXES = (("x", 4),)

@@ -23,7 +23,7 @@ from cfp.api import Found, Pins, find_plan
 from cfp.context import PlannerSettings, device_memory
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.builder import Job
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.plan_parts import RaceRow
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.recompute import recomputable
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.outcome import RaceRow
 
 # Where hostile options would have XLA write.
 BAIT = "bait"

@@ -20,8 +20,8 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.api import find_plan
-from cfp.check import ROUNDING_MARGIN, nudge
-from cfp.presets import presets
+from cfp.checking.check import ROUNDING_MARGIN, nudge
+from cfp.presets.classics import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import MeshSizes, make_mesh
@@ -103,7 +103,7 @@ def check_program(
 
     What has an argument's structure takes its place in the second step. A leaf may be
     off by 1e-5, or what the program says, or by what rounding explains: see
-    ``cfp.trial``.
+    ``cfp.checking.trial``.
 
     Args:
         name, make: the program.

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from cfp.plan import Plan
-from cfp.plan_figures import (
+from cfp.plan.figures import (
     BlockFigures,
     Figures,
     KindFigures,
@@ -11,6 +10,7 @@ from cfp.plan_figures import (
     OptionFigures,
     TensorFigure,
 )
+from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp_test.report.test_tables import RACE, make_plan, row
 

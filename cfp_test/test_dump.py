@@ -20,7 +20,7 @@ from cfp.analysis.dump import (
 from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 

@@ -9,8 +9,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings as settings_of
-from cfp.execute import compile_step
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
@@ -18,6 +17,7 @@ from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
+from cfp.runtime.execute import compile_step
 from cfp.search.assemble import whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.check import Comparison
+from cfp.checking.check import Comparison
+from cfp.checking.difference import Difference
+from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text
-from cfp.difference import Difference
 from cfp.errors import DeviceError
 from cfp.platform import make_mesh
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.trial import StepResult, Trial
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "troubleshooting.md"

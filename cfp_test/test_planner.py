@@ -13,10 +13,10 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext, PlannerSettings, device_memory, open_context
+from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
-from cfp.pipeline import decide
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile

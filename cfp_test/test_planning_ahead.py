@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.checking.verify import check_devices, verified_data, verified_text, verify
 from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
-from cfp.verify import check_devices, verified_data, verified_text, verify
 
 _SHAPES = (
     {"up": (256, 512), "down": (512, 256)},

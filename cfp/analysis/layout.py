@@ -81,7 +81,7 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
-    # What roles make of an axis of a size (`cfp.roles`), as far as it is known.
+    # What roles make of an axis of a size (`cfp.presets.roles`), as far as it is known.
     walks: dict[tuple[str, int], Sequence[AxisChoice]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cfp.adapt import carry_over
 from cfp.cli import options as o
 from cfp.cli.finding import Output
 from cfp.cli.output import save
 from cfp.cli.session import analyse, open_target
-from cfp.plan import Plan
+from cfp.plan.adapt import carry_over
+from cfp.plan.plan import Plan
 from cfp.report.tables import print_plan
 
 

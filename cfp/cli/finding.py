@@ -19,7 +19,7 @@ from cfp.cli.variants import (
     variants_view,
 )
 from cfp.context import PlannerSettings
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.marks import Limits
 from cfp.report.console import literal_console
 from cfp.report.progress import Display

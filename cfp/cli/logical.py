@@ -10,8 +10,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp.export.logical import Names, Rules, names_by_path
 from cfp.models import MODELS, logical_names
-from cfp.plan import Plan
-from cfp.plan_text import headline
+from cfp.plan.plan import Plan
+from cfp.plan.text import headline
 from cfp.printable import printable
 from cfp.targets import Target, parse_options
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import RenderableType
 
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 

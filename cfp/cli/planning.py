@@ -17,11 +17,11 @@ from cfp.cli.output import save, show, suggest
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.errors import CfpError
+from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
-from cfp.pipeline import decide
-from cfp.plan import Plan
-from cfp.presets import presets as classic_presets
+from cfp.plan.plan import Plan
+from cfp.presets.classics import presets as classic_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
 from cfp.report.console import literal_console

@@ -15,7 +15,7 @@ from cfp.cli.logical import flax_text, maxtext_text, names_of
 from cfp.cli.session import open_target
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.logical import logical_rules
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
 from cfp.report.differing import diff_data, diff_text

@@ -11,17 +11,17 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from cfp import api, platform
+from cfp.checking.trial import Trial, run_trial
 from cfp.cli import options as o
 from cfp.cli.session import open_target
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.targets import Target
-from cfp.trial import Trial, run_trial
 from cfp.units import parse_bytes
 
 _FAILURES_SHOWN = 5

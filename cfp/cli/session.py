@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
-from cfp.pipeline import Pins, analyze_step
+from cfp.passes.pipeline import Pins, analyze_step
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering
 from cfp.targets import Target, resolve

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from cfp.budgets import measure_all_budgets
 from cfp.cli import options as o
 from cfp.cli.output import show
 from cfp.cli.session import analyse, target_of
 from cfp.context import PlannerSettings, device_memory
+from cfp.passes.budgets import measure_all_budgets
 from cfp.profiling.marks import Limits
 from cfp.report.progress import Display
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view

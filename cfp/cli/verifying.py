@@ -10,15 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cfp.checking.verify import check_devices, verified_data, verified_text
+from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
 from cfp.cli.finding import Output
 from cfp.cli.output import save
 from cfp.cli.session import analyse, open_target
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
-from cfp.verify import check_devices, verified_data, verified_text
-from cfp.verify import verify as verify_plan
 
 
 @o.measuring

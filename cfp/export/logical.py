@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from cfp.errors import PlanMismatch, compose
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 Names = tuple[str | None, ...]
 Axes = tuple[str, ...]

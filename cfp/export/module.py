@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.export.runtime import numbers
-from cfp.plan_sites import Sites
-from cfp.plan_text import headline
+from cfp.plan.sites import Sites
+from cfp.plan.text import headline
 from cfp.printable import printable
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 _RUNTIME = Path(__file__).parent / "runtime.py"
 _HEAD = "# The tables. In the module that is written they are filled.\n"

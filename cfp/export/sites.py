@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.strategies import Spec
 from cfp.export.runtime import digest, equation_key, equations
-from cfp.plan_sites import Site, Sites
+from cfp.plan.sites import Site, Sites
 from cfp.program.equations import place
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep

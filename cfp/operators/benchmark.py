@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import Any
 
 import jax
 
-from cfp.operators.cases import Shape, abstract, sample
+from cfp.operators.ahead import NO_MEMORY_WORD, Ahead, TooLargeError, needed_bytes
+from cfp.operators.cases import Shape, abstract, output, sample
 from cfp.operators.environment import memory_limit
 from cfp.operators.operator import Implementation, Operator, OperatorError
 from cfp.operators.oracle import (
@@ -29,11 +30,12 @@ from cfp.operators.oracle import (
 from cfp.operators.probe import first_line
 from cfp.operators.roofline import bound_ms, peaks
 from cfp.profiling.timing import measure
-from cfp.units import format_bytes
 
 MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 ABSENT, REFUSED, NO_MEMORY, NO_TIME = "absent", "refused", "no memory", "not reached"
 STATES = (MEASURED, WRONG, FAILED, ABSENT, REFUSED, NO_MEMORY, NO_TIME)
+# Cases of which all programs are compiled before any is timed; a guess.
+GROUP = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +109,16 @@ class Settings:
         forward_only: without the backward pass.
         seconds: no implementation begins after so many.
         sample_seconds: for the samples of one pass, at most.
+        threads: so many programs are compiled at once, those of `GROUP` cases before
+            any of these is timed.
         clock: seconds, monotonic.
     """
 
     forward_only: bool = False
     seconds: float = float("inf")
     sample_seconds: float = 0.4
+    threads: int = 1
     clock: Callable[[], float] = time.perf_counter
-
-
-class _TooLarge(Exception):
-    """A program that would not fit."""
 
 
 def run(
@@ -127,7 +128,7 @@ def run(
     settings: Settings,
     known: Sequence[Row] = (),
 ) -> Iterator[Row]:
-    """Checks and times operators, the shapes of the first operator first.
+    """Checks and times operators, the first shape of all operators first.
 
     Args:
         operators: what to measure.
@@ -141,34 +142,108 @@ def run(
     """
     end = settings.clock() + settings.seconds
     done = {row.key for row in known if row.state != NO_TIME}
-    for operator in operators:
-        for shape in shapes:
-            for dtype in dtypes:
-                case = _Case(operator, shape, dtype, settings)
-                for one in operator.implementations:
-                    row = case.row(one)
-                    if row.key in done:
-                        continue
-                    if row.state == NO_TIME and settings.clock() < end:
-                        row = case.measured(row, one)
-                    yield row
+    ahead = Ahead(settings.threads)
+    cases = [
+        _Case(operator, shape, dtype, settings, ahead, done)
+        for shape in shapes
+        for dtype in dtypes
+        for operator in operators
+    ]
+    size = GROUP if ahead.in_groups else 1
+    try:
+        for first in range(0, len(cases), size):
+            yield from _group(cases[first : first + size], ahead, settings, end)
+    finally:
+        ahead.close()
+
+
+def _group(
+    cases: Sequence[_Case], ahead: Ahead, settings: Settings, end: float
+) -> Iterator[Row]:
+    """The rows of some cases."""
+    compiled = True
+    if ahead.in_groups and settings.clock() < end:
+        for case in cases:
+            case.start()
+        compiled = ahead.finish(end - settings.clock())
+    for case in cases:
+        for one, row in case.rows:
+            if row.state == NO_TIME and compiled and settings.clock() < end:
+                row = case.measured(row, one)
+            yield row
+        case.forget()
+    ahead.forget()
 
 
 class _Case:
-    """One operator at one shape and type; its arguments are made when needed."""
+    """One operator at one shape and type; its arguments are made when needed.
 
-    def __init__(self, operator: Operator, shape: Shape, dtype: str, how: Settings):
+    Args:
+        operator, shape, dtype: of the case.
+        how: how it is measured.
+        ahead: what compiles.
+        done: keys of rows that are not wanted.
+    """
+
+    def __init__(
+        self,
+        operator: Operator,
+        shape: Shape,
+        dtype: str,
+        how: Settings,
+        ahead: Ahead,
+        done: Container[tuple[str, str, str, str]],
+    ):
         self._operator, self._shape, self._dtype, self._how = (
             operator,
             shape,
             dtype,
             how,
         )
+        self._ahead = ahead
+        self._no_oracle: BaseException | None = None
+        self.forget()
+        wanted = [(one, self._row(one)) for one in operator.implementations]
+        self.rows = [(one, row) for one, row in wanted if row.key not in done]
+
+    def forget(self) -> None:
+        """Frees arguments and what is right."""
         self._made: tuple[Any, Any] | None = None
         self._right: Any = None
-        self._no_oracle: BaseException | None = None
 
-    def row(self, one: Implementation) -> Row:
+    def start(self) -> None:
+        """Begins to compile what can run."""
+        able = [one for one, row in self.rows if row.state == NO_TIME]
+        args = abstract(self._operator, self._shape, self._dtype)
+        cotangent = output(self._operator, args)
+        for key, function in self._programs(able):
+            self._ahead.start(key, function, args, cotangent)
+
+    def _programs(
+        self, able: Sequence[Implementation]
+    ) -> Iterator[tuple[Hashable, Program]]:
+        if able:
+            yield self._key("the oracle", True), self._oracle()
+        for one in able:
+            for backward in (True, False) if self._backward(one) else (False,):
+                made = program(self._operator, one.call, backward=backward)
+                yield self._key(one.name, backward), made
+
+    def _key(self, name: str, backward: bool) -> Hashable:
+        return self._operator.name, name, self._shape, self._dtype, backward
+
+    def _backward(self, one: Implementation) -> bool:
+        return not self._how.forward_only and one.differentiable
+
+    def _oracle(self) -> Program:
+        return oracle_program(self._operator, backward=not self._how.forward_only)
+
+    def _compile(self, one: Implementation, backward: bool) -> tuple[Any, float]:
+        made = program(self._operator, one.call, backward=backward)
+        key = self._key(one.name, backward)
+        return self._ahead.take(key, made, *self._arguments())
+
+    def _row(self, one: Implementation) -> Row:
         """A row that says why an implementation cannot run, or that it has not."""
         row = Row(
             operator=self._operator.name,
@@ -188,13 +263,12 @@ class _Case:
 
     def measured(self, row: Row, one: Implementation) -> Row:
         """The row of an implementation that was checked, and timed if it is right."""
-        backward = not self._how.forward_only and one.differentiable
         try:
-            return self._examined(replace(row, reason=""), one, backward)
-        except _TooLarge as error:
+            return self._examined(replace(row, reason=""), one, self._backward(one))
+        except TooLargeError as error:
             return replace(row, state=NO_MEMORY, reason=str(error))
         except Exception as error:  # Whatever a library raises is its row's reason.
-            memory = "RESOURCE_EXHAUSTED" in str(error)
+            memory = NO_MEMORY_WORD in str(error)
             return replace(
                 row,
                 state=NO_MEMORY if memory else FAILED,
@@ -205,10 +279,9 @@ class _Case:
     def _examined(self, row: Row, one: Implementation, backward: bool) -> Row:
         args, cotangent = self._arguments()
         right = self._expected(args, cotangent)
-        whole = program(self._operator, one.call, backward=backward)
-        compiled, seconds = _compile(whole, args, cotangent)
+        compiled, seconds = self._compile(one, backward)
         limit_bytes = memory_limit()
-        if limit_bytes and _needed(compiled) + _bytes_of(right) > limit_bytes:
+        if limit_bytes and needed_bytes(compiled) + _bytes_of(right) > limit_bytes:
             right = self._right = jax.device_get(right)
         limit = limit_of(self._dtype, jax.default_backend())
         found = check(compiled(args, cotangent), right, limit)
@@ -220,8 +293,7 @@ class _Case:
         passes = {}
         if backward:
             passes["both"] = self._timed(compiled, seconds, backward=True)
-            forward = program(self._operator, one.call, backward=False)
-            compiled, seconds = _compile(forward, args, cotangent)
+            compiled, seconds = self._compile(one, False)
         passes = {
             "forward": self._timed(compiled, seconds, backward=False),
             **passes,
@@ -238,14 +310,13 @@ class _Case:
         if self._no_oracle is not None:
             raise self._no_oracle
         if self._right is None:
-            backward = not self._how.forward_only
             try:
-                compiled, _ = _compile(
-                    oracle_program(self._operator, backward=backward), args, cotangent
+                compiled, _ = self._ahead.take(
+                    self._key("the oracle", True), self._oracle(), args, cotangent
                 )
                 self._right = compiled(args, cotangent)
-            except _TooLarge as error:
-                self._no_oracle = _TooLarge(f"the oracle in float32: {error}")
+            except TooLargeError as error:
+                self._no_oracle = TooLargeError(f"the oracle in float32: {error}")
                 raise self._no_oracle from error
         return self._right
 
@@ -284,36 +355,6 @@ class _Case:
             temp_bytes=memory.temp_size_in_bytes if memory else None,
             roofline_percent=percent,
         )
-
-
-def _compile(function: Program, args: Any, cotangent: Any) -> tuple[Any, float]:
-    """A compiled program that fits into memory, and the seconds that it took.
-
-    Raises:
-        _TooLarge: it does not fit.
-    """
-    started = time.perf_counter()
-    compiled = jax.jit(function).lower(args, cotangent).compile()
-    seconds = time.perf_counter() - started
-    needed, limit = _needed(compiled), memory_limit()
-    if limit is not None and needed > limit:
-        raise _TooLarge(
-            f"needs {format_bytes(needed)}, and {format_bytes(limit)} are there"
-        )
-    return compiled, seconds
-
-
-def _needed(compiled: Any) -> int:
-    """Bytes that a program holds at most, with arguments and results."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return 0
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
 
 
 def _bytes_of(values: Any) -> int:

@@ -60,7 +60,11 @@ def tokamax_reason(backend: str) -> Reason:
     """Why tokamax with one of its implementations cannot be used."""
     if reason := import_reason("tokamax"):
         return reason
-    return {"triton": gpu_reason(8.0), "mosaic_gpu": gpu_reason(9.0)}.get(backend)
+    return {
+        "triton": gpu_reason(8.0),
+        "mosaic": gpu_reason(9.0),
+        "mosaic_gpu": gpu_reason(9.0),
+    }.get(backend)
 
 
 def pallas(module: str) -> Callable[[], Reason]:

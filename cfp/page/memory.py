@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from cfp.page.svg import drawing, element, path, ticks
-from cfp.plan_figures import Figures, OptionFigures
+from cfp.plan.figures import Figures, OptionFigures
 from cfp.units import format_bytes
 
 KINDS = ("fixed", "state", "residuals", "temporaries")

@@ -12,7 +12,7 @@ from cfp.page.view import FILTERS, page_view
 from cfp.printable import printable
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 _FOLDER = Path(__file__).parent
 

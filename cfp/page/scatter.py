@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from cfp.page.svg import drawing, element, path, ticks
-from cfp.plan_figures import OptionFigures
+from cfp.plan.figures import OptionFigures
 from cfp.units import format_bytes
 
 _WIDTH, _HEIGHT = 400.0, 220.0

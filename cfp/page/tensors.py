@@ -8,8 +8,8 @@ from math import prod
 from markupsafe import Markup
 
 from cfp.page.svg import drawing, element
-from cfp.plan_figures import TensorFigure
-from cfp.plan_words import tensor_text
+from cfp.plan.figures import TensorFigure
+from cfp.plan.words import tensor_text
 
 _WIDTH, _HEIGHT, _MARGIN = 72.0, 48.0, 2.0
 _THIN = 14.0  # the height of a tensor with one dim

@@ -12,15 +12,15 @@ from markupsafe import Markup
 from cfp.page.memory import KINDS, Moment, is_far, timeline, timeline_drawing
 from cfp.page.scatter import pareto, scatter_drawing
 from cfp.page.tensors import tensor_drawing
-from cfp.plan_figures import (
+from cfp.plan.figures import (
     BlockFigures,
     KindFigures,
     MoveFigure,
     OptionFigures,
     TensorFigure,
 )
-from cfp.plan_parts import PlanRow, RaceRow
-from cfp.plan_text import (
+from cfp.plan.parts import PlanRow
+from cfp.plan.text import (
     STORAGE_WORDS,
     Repeat,
     best_variants,
@@ -30,7 +30,7 @@ from cfp.plan_text import (
     remarks,
     span_text,
 )
-from cfp.plan_words import (
+from cfp.plan.words import (
     elided,
     gap_text,
     known_how,
@@ -40,10 +40,11 @@ from cfp.plan_words import (
     tensor_text,
     too_large_text,
 )
+from cfp.race.outcome import RaceRow
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 _WORDS_WIDTH = 240
 _COLOURS = 6  # as many as the style sheet has

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.looker import Looker
 from cfp.search.costs import Costs

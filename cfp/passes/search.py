@@ -10,7 +10,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.passes.profile import compiles, may_save
-from cfp.presets import CLASSICS, presets
+from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, rematerialized
 from cfp.race.shortage import over_budget
 from cfp.search.assemble import best_solutions, whole_choice

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from cfp.plan_parts import RaceRow
 from cfp.profiling.builder import Built
 from cfp.race.programs import RaceResult
 from cfp.settings import ConstraintLevel
@@ -16,6 +15,29 @@ TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
 _NOT_RUN = "estimated; nothing was compiled or run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceRow:
+    """One finalist of the race.
+
+    Attributes:
+        name: the plan's or the classic's.
+        predicted_ms: from the profiles.
+        samples_ms: measured step times, all of them.
+        time_ms: their median, or None where it did not run.
+        peak_bytes: memory that the compiled program needs on each device. Where the
+            program ran without some of its repeats, this and the times are scaled by
+            the prediction to the whole of it.
+        note: why it did not run, or "".
+    """
+
+    name: str
+    predicted_ms: float | None
+    samples_ms: tuple[float, ...]
+    time_ms: float | None
+    peak_bytes: int
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ import time
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.plan_parts import RaceRow
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts
 from cfp.race.cache import keep_answer
@@ -28,6 +27,7 @@ from cfp.race.outcome import (
     TOO_FAR,
     TOO_LARGE,
     RaceOutcome,
+    RaceRow,
     left_out,
     not_run,
     race_row,

@@ -10,7 +10,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.errors import CfpError
-from cfp.plan_parts import RaceRow
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
@@ -33,6 +32,7 @@ from cfp.race.outcome import (
     TOO_LARGE,
     UNMEASURED,
     RaceOutcome,
+    RaceRow,
     left_out,
 )
 from cfp.race.programs import RaceResult, TimedCandidate, programs_of

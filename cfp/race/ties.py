@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import median
 
-from cfp.presets import CLASSICS
+from cfp.presets.classics import CLASSICS
 from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceResult, TimedCandidate
 from cfp.settings import ENOUGH_SAMPLES, SURE_STANDARD_ERRORS

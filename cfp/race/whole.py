@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from cfp.analysis.layout import Choice
-from cfp.plan_parts import RaceRow
-from cfp.race.outcome import left_out, race_row
+from cfp.race.outcome import RaceRow, left_out, race_row
 from cfp.race.programs import RaceResult, TimedCandidate
 from cfp.settings import WHOLE_TRIES, ConstraintLevel
 from cfp.solution import Candidate

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cfp.analysis.strategies import Spec
-from cfp.plan import Plan
-from cfp.plan_text import STORAGE_WORDS, merged_name
-from cfp.plan_words import elided
+from cfp.plan.plan import Plan
+from cfp.plan.text import STORAGE_WORDS, merged_name
+from cfp.plan.words import elided
 from cfp.report.told import wrapped
 from cfp.units import format_bytes
 

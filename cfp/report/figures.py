@@ -9,9 +9,8 @@ from pathlib import PurePath
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, lay_out
-from cfp.describe import block_moves
-from cfp.plan import Plan
-from cfp.plan_figures import (
+from cfp.plan.describe import block_moves
+from cfp.plan.figures import (
     BlockFigures,
     Figures,
     KindFigures,
@@ -19,6 +18,7 @@ from cfp.plan_figures import (
     OptionFigures,
     TensorFigure,
 )
+from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.explain import picks_of

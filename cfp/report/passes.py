@@ -18,7 +18,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
-from cfp.describe import block_collectives, op_text
+from cfp.plan.describe import block_collectives, op_text
 from cfp.report.console import literal_console
 from cfp.report.tables import PLAIN_WIDTH, gap_text
 from cfp.solution import Profiles

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cfp.errors import CfpError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
 from cfp.report.tables import plan_view
 

@@ -14,9 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cfp.plan import Plan
-from cfp.plan_parts import PlanRow, RaceRow
-from cfp.plan_text import (
+from cfp.plan.parts import PlanRow
+from cfp.plan.plan import Plan
+from cfp.plan.text import (
     STORAGE_WORDS,
     Repeat,
     best_variants,
@@ -27,7 +27,8 @@ from cfp.plan_text import (
     remarks,
     span_text,
 )
-from cfp.plan_words import gap_text, scale_text, summary_line
+from cfp.plan.words import gap_text, scale_text, summary_line
+from cfp.race.outcome import RaceRow
 from cfp.report.console import literal_console
 from cfp.units import format_bytes
 

@@ -12,10 +12,10 @@ from textwrap import TextWrapper
 from typing import Any
 
 from cfp.errors import CfpError
-from cfp.plan import Plan
-from cfp.plan_figures import BlockFigures, OptionFigures
-from cfp.plan_parts import PlanRow
-from cfp.plan_text import (
+from cfp.plan.figures import BlockFigures, OptionFigures
+from cfp.plan.parts import PlanRow
+from cfp.plan.plan import Plan
+from cfp.plan.text import (
     STORAGE_WORDS,
     Repeat,
     best_variants,
@@ -24,7 +24,7 @@ from cfp.plan_text import (
     merged_name,
     span_text,
 )
-from cfp.plan_words import (
+from cfp.plan.words import (
     elided,
     known_how,
     move_text,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
-from cfp.describe import strategy_text
-from cfp.plan_text import STORAGE_WORDS, merged_name
-from cfp.presets import presets
+from cfp.plan.describe import strategy_text
+from cfp.plan.text import STORAGE_WORDS, merged_name
+from cfp.presets.classics import presets
 from cfp.search.candidates import segment_candidate
 from cfp.search.problem import Candidate, Option
 

@@ -11,7 +11,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.errors import DeviceError
-from cfp.presets import preset
+from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.profiling.drift import at_one_clock
 from cfp.profiling.moves import Move

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.presets import CLASSICS
+from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.candidates import segment_candidate
 from cfp.search.estimate import Estimator, SegmentEstimate

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from cfp.analysis.abridge import abridge, find_stretches, treatments
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step

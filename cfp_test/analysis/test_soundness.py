@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp_test.checking import compile_choice, differences, draw, prepare
 from cfp_test.programs.registry import PROGRAMS, programs_on
 

@@ -12,7 +12,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.strategies import NONE
 from cfp.errors import CfpError
 from cfp.models import build
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.flops import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
-from cfp.compose import compose_plan
-from cfp.execute import compile_step
 from cfp.models.options import Scalar
+from cfp.plan.compose import compose_plan
 from cfp.profiling.builder import Built, compile_lowered
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
 from cfp.race.outcome import RaceOutcome
+from cfp.runtime.execute import compile_step
 from cfp.solution import Candidate
 from cfp.targets import model_target
 

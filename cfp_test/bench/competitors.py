@@ -22,10 +22,10 @@ from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
 from cfp.context import PlannerSettings, open_context
-from cfp.describe import plan_rows
 from cfp.errors import CfpError
 from cfp.passes.profile import profile
 from cfp.passes.search import search
+from cfp.plan.describe import plan_rows
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
 from cfp.race.race import race

@@ -33,10 +33,10 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.strategies import NONE, Strategy, block_strategies
 from cfp.cli.session import Session, analyse
-from cfp.describe import block_collectives
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.presets import CLASSICS, presets
+from cfp.plan.describe import block_collectives
+from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
 from cfp.settings import ConstraintLevel

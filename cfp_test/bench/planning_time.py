@@ -30,7 +30,7 @@ import jax
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

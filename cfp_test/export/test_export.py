@@ -17,8 +17,8 @@ from cfp.export.module import python_module, spec_code
 from cfp.export.runtime import numbers
 from cfp.export.sites import ranges
 from cfp.models.registry import build
-from cfp.plan import Plan
-from cfp.plan_sites import Site, Sites
+from cfp.plan.plan import Plan
+from cfp.plan.sites import Site, Sites
 from cfp.profiling.hlo import collectives_in
 from cfp.program.recompute import Recompute
 from cfp_test.checking import make_mesh

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import cfp
-from cfp.plan_file import FORMAT
+from cfp.plan.file import FORMAT
 from cfp_test.waiting import GUARD_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -91,6 +91,18 @@ def test_what_is_wrong_is_found_and_not_timed(rows):
     assert rows["right"].passes["both"].samples_ms
 
 
+def test_programs_compiled_in_threads_make_the_same_rows(rows):
+    settings = b.Settings(sample_seconds=0.01, threads=2)
+    other = Shape(batch=1, seq=2, hidden=8, heads=2, vocab=5)
+    found = list(b.run([DOUBLE], [TINY, other], ["float32"], settings))
+    assert [row.shape for row in found] == [SHAPE] * 8 + [str(other)] * 8
+    for row in found[:8]:
+        right = rows[row.implementation]
+        assert (row.state, row.reason) == (right.state, right.reason)
+        assert set(row.passes) == set(right.passes)
+        assert row.errors == right.errors
+
+
 def test_what_the_budget_does_not_reach_is_told():
     clock = iter(range(1000))
     settings = b.Settings(seconds=0.5, clock=lambda: float(next(clock)))

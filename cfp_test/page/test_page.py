@@ -11,8 +11,8 @@ from cfp.page.page import page_html, small_html
 from cfp.page.scatter import pareto
 from cfp.page.svg import element, ticks
 from cfp.page.tensors import drawn_dims, tensor_drawing
-from cfp.plan import Plan
-from cfp.plan_text import best_variants
+from cfp.plan.plan import Plan
+from cfp.plan.text import best_variants
 from cfp.printable import printable
 from cfp_test.report.test_tables import as_data, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor

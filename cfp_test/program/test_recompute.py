@@ -9,7 +9,7 @@ from jax.extend.mlir import ir
 
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part

@@ -10,7 +10,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step

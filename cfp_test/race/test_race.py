@@ -11,7 +11,7 @@ import pytest
 import cfp
 from cfp import api
 from cfp.context import MemoryBudget
-from cfp.presets import CLASSICS, presets
+from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building

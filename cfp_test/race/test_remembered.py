@@ -11,7 +11,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.context import PlannerSettings
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step

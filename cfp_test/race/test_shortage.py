@@ -10,7 +10,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
-from cfp.presets import preset
+from cfp.presets.classics import preset
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

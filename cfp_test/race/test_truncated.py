@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.program.trace import planning_mesh
 from cfp.race.truncated import truncate
 from cfp.search.candidates import segment_candidate

@@ -13,7 +13,7 @@ from rich.console import Console
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.errors import CfpError
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.explained import explanation_data, explanation_view

@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from cfp.plan import Plan, PlanRow, RaceRow
-from cfp.plan_text import collapse, merged_name
+from cfp.plan.plan import Plan, PlanRow, RaceRow
+from cfp.plan.text import collapse, merged_name
 from cfp.program.graft import Constraints
 from cfp.report import picture
 from cfp.report.tables import gap_text, plan_text, print_plan

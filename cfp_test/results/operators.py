@@ -14,6 +14,7 @@ SEED_MB = {
     "4,2048,8192,64,50264": (8836.02, 1284.02),
 }
 _STORES_SCORES = "xla"
+_ABSENT, _NOT_REACHED = "absent", "not reached"
 _FUSED = ("cudnn", "tokamax_mosaic_gpu", "tokamax_triton", "pallas")
 
 
@@ -53,7 +54,10 @@ def page(data: Mapping[str, Any]) -> str:
     ]
     for name in dict.fromkeys(row["operator"] for row in data["rows"]):
         own = [row for row in data["rows"] if row["operator"] == name]
-        lines += ["", f"## {name}", "", _rows(own)]
+        if run := [row for row in own if row["state"] not in (_ABSENT, _NOT_REACHED)]:
+            lines += ["", f"## {name}", "", _rows(run)]
+    if missed := [row for row in data["rows"] if row["state"] == _NOT_REACHED]:
+        lines += ["", _missed(missed)]
     return "\n".join(lines) + "\n"
 
 
@@ -63,6 +67,19 @@ def _available(found: Sequence[Mapping[str, Any]]) -> str:
         for one in found
     ]
     return table("operator | implementation | library | loads", rows)
+
+
+def _missed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line for what the run's time did not reach."""
+    operators: dict[str, dict[str, None]] = {}
+    for row in rows:
+        found = operators.setdefault(row["shape"].replace(",", ", "), {})
+        found[row["operator"]] = None
+    told = "; ".join(f"at {shape}: {', '.join(n)}" for shape, n in operators.items())
+    return (
+        f"Not reached in the time of the run, {len(rows)} rows of these operators: "
+        f"{told}."
+    )
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -44,10 +44,11 @@ from jax.tree_util import tree_unflatten
 
 from cfp import platform
 from cfp.api import Found, find_plan
+from cfp.checking.trial import run_trial
 from cfp.cli.session import open_target
 from cfp.context import PlannerSettings
 from cfp.errors import MemoryBudgetError
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.inputs import InputKind, make_inputs
 from cfp.profiling.key import environment_parts
@@ -60,7 +61,6 @@ from cfp.race.programs import programs_of
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.targets import Target
-from cfp.trial import run_trial
 from cfp.units import format_bytes
 
 # Nothing fits in this; the error says what would.

@@ -25,7 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jax
 
 import cfp
-from cfp.check import FULL_TOLERANCE, MOST_ALLOWED, ROUNDING_MARGIN, Check, both_sides
+from cfp.checking.check import (
+    FULL_TOLERANCE,
+    MOST_ALLOWED,
+    ROUNDING_MARGIN,
+    Check,
+    both_sides,
+)
 from cfp.targets import resolve
 from cfp_test.checking import make_mesh
 

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 from cfp import platform
 from cfp.analysis.analyze import analyze
-from cfp.presets import CLASSICS, presets
+from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import overwritten
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step

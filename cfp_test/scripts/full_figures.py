@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cfp.analysis.contractions import is_contraction
-from cfp.plan_parts import RaceRow
-from cfp.presets import CLASSICS
+from cfp.presets.classics import CLASSICS
 from cfp.program.graph import Program
+from cfp.race.outcome import RaceRow
 from cfp.settings import ConstraintLevel
 
 

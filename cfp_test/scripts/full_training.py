@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.errors import PlanMismatch
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import ProfileKey
 from cfp.program.graft import cut_part

@@ -16,12 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cfp import api, execute, platform
+from cfp import api, platform
 from cfp.context import PlannerSettings
 from cfp.devices.mock import mocked_mesh, play_one_of
 from cfp.profiling.compiled import doubt
 from cfp.profiling.overwritten import has_rematerialized
 from cfp.race.limit import MEMORY_SHARE
+from cfp.runtime import execute
 from cfp.targets import resolve
 
 MODELS = ("gpt", "moe", "bert", "llama")

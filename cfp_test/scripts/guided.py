@@ -24,7 +24,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
 from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.passes.profile import profile as profile_segments
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
 from cfp.race.programs import RaceProgram

@@ -37,8 +37,8 @@ from cfp import api, platform
 from cfp.cli.session import open_target
 from cfp.context import PlannerSettings, device_memory
 from cfp.errors import MemoryBudgetError
-from cfp.plan import Plan
-from cfp.presets import CLASSICS, presets
+from cfp.plan.plan import Plan
+from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path

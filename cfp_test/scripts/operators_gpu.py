@@ -1,12 +1,16 @@
 """Operators on one GPU: what loads, whether it is right, what it takes; and injection.
 
-    python cfp_test/scripts/operators_gpu.py OUT.json --seconds 150
-        [--only-run a,b] [--shapes ...] [--small] [--no-injection]
+    python cfp_test/scripts/operators_gpu.py OUT.json --seconds 240 [--known OLD.json]
+        [--only-run a,b] [--shapes ...] [--threads 16] [--small] [--no-injection]
 
-The three cases of seed 002 are measured, attention first. What is in OUT.json already
-is not measured again, so a second run goes on where the first one's time was over. The
-exit code is 1 if an implementation computes something else than the oracle, or a model
-with operators something else than without.
+The first case of seed 002 is measured with all operators, then models with injected
+operators, then the other two cases. What is in OUT.json already, or in OLD.json if that
+is of the same device and versions, is not measured again: a second run goes on where
+the first one's time was over. The exit code is 1 if an implementation computes
+something else than the oracle, or a model with operators something else than without.
+
+Programs are compiled in threads, those of some cases at a time, and nothing is timed
+meanwhile: the seconds to compile are those of a busy machine.
 
 `--small` is for trying it without a GPU. The page is made by `python -m
 cfp_test.results` from docs/results/operators_*.json.
@@ -14,9 +18,11 @@ cfp_test.results` from docs/results/operators_*.json.
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -24,6 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cfp.operators import benchmark as b
+from cfp.operators.ahead import Ahead
 from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES
 from cfp.operators.document import read, to_json
@@ -34,6 +41,14 @@ from cfp_test.operators import models_linen, models_nnx
 
 # Of the outputs, and of all gradients together: the models' own softmax is in bfloat16.
 LIMIT = 0.05
+AS_GPT2_MEDIUM = {
+    "vocab": 50257,
+    "seq": 1024,
+    "hidden": 1024,
+    "layers": 4,
+    "num_attention_heads": 16,
+    "n_head": 16,
+}
 MODELS = ("GPT2 linen", "Bert linen", "GPT2 nnx", "Bert nnx")
 
 
@@ -85,34 +100,51 @@ def steps(name: str, config: models_linen.Config, tokens):
     return calls, [halved(state) for _, state in pair], back, injected.report
 
 
-def compared(name: str, config: models_linen.Config, batch: int) -> dict:
-    """Time and memory of a model's step without operators and with them."""
+def programs(name: str, config: models_linen.Config, batch: int, ahead: Ahead) -> dict:
+    """A model's step without operators and with them, which begin to compile.
+
+    One of the two takes what the other does, so that both can be timed in turn.
+    """
     shape = (batch, config.seq)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab)
     calls, parameters, back, report = steps(name, config, tokens)
 
-    def step(call):
+    def step(place):
         def loss(state, tokens):
-            logits = call(state, tokens).astype(jnp.float32)
+            logits = calls[place](state, tokens).astype(jnp.float32)
             return jnp.mean(jnp.square(logits)), logits[:, -1]
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+        def run(both, tokens):
+            return jax.value_and_grad(loss, has_aux=True)(both[place], tokens)
 
-    before, after = (step(call) for call in calls)
-    (_, right), gradients = before(parameters[0], tokens)
-    (_, found), new = after(parameters[1], tokens)
+        return run
+
+    made = {
+        "steps": [step(0), step(1)],
+        "args": (tuple(parameters), tokens),
+        "back": back,
+        "report": report,
+    }
+    for place, one in enumerate(made["steps"]):
+        ahead.start((name, place), one, *made["args"])
+    return made
+
+
+def compared(
+    name: str, config: models_linen.Config, batch: int, made: dict, ahead: Ahead
+) -> dict:
+    """Time and memory of a model's step without operators and with them."""
+    before, after = (
+        ahead.take((name, place), one, *made["args"])[0]
+        for place, one in enumerate(made["steps"])
+    )
+    (_, right), gradients = before(*made["args"])
+    (_, found), new = after(*made["args"])
     plain = gradients if name.endswith("linen") else nnx.to_pure_dict(gradients)
-    errors = {"output": off(found, right), "gradients": off(back(new), plain)}
+    errors = {"output": off(found, right), "gradients": off(made["back"](new), plain)}
     del gradients, new, plain
-
-    # One of the two takes what the other does, so that both can be timed in turn.
-    def old(both, tokens):
-        return before(both[0], tokens)
-
-    def newer(both, tokens):
-        return after(both[1], tokens)
-
-    verdict = worth(old, newer, tuple(parameters), tokens, rounds=10, seconds=4.0)
+    verdict = worth(before, after, *made["args"], rounds=10, seconds=2.0)
+    report = made["report"]
     return {
         "model": name,
         "config": f"{config.layers} layers of {config.hidden}, batch {batch} x "
@@ -145,80 +177,121 @@ def off(found, right) -> float:
     return float(difference / size)
 
 
+@dataclass
+class Run:
+    """What is known, and the file that has it.
+
+    Attributes:
+        out: the file.
+        found: the environment.
+        rows, injected: what is known.
+        threads: that compile.
+        end: when nothing begins any more, as `time.monotonic` has it.
+    """
+
+    out: Path
+    found: dict
+    rows: list[b.Row]
+    injected: list[dict]
+    threads: int
+    end: float
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least none."""
+        return max(self.end - time.monotonic(), 0.0)
+
+    def write(self, available: list[dict]) -> None:
+        """Writes the file, whole or not at all."""
+        made = to_json(self.found, self.rows) | {
+            "available": available,
+            "injection": self.injected,
+        }
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps(made, indent=1) + "\n")
+        part.replace(self.out)
+
+    def read(self, file: Path) -> None:
+        """Takes over what another run on the same device and versions has measured."""
+        before, rows = read(file)
+        if any(before[name] != self.found[name] for name in ("device", "packages")):
+            print(f"{file}: of another device or other versions; nothing is taken over")
+            return
+        self.rows += [row for row in rows if row.state not in (b.NO_TIME, b.ABSENT)]
+        found = json.loads(file.read_text())["injection"]
+        self.injected += [one for one in found if "verdict" in one]
+
+    def measure(self, operators, shapes, available) -> None:
+        """Measures operators at some shapes."""
+        settings = b.Settings(
+            seconds=self.left, sample_seconds=0.12, threads=self.threads
+        )
+        for row in b.run(operators, shapes, ["bfloat16"], settings, list(self.rows)):
+            self.rows.append(row)
+            self.write(available)
+            times = {n: round(p.median_ms, 3) for n, p in row.passes.items()}
+            print(f"{self.left:.0f} s left", *row.key, row.state, row.reason, times)
+
+    def inject(self, config: models_linen.Config, batch: int, available) -> None:
+        """Compares models with operators and without."""
+        wanted = [n for n in MODELS if n not in {one["model"] for one in self.injected}]
+        ahead = Ahead(self.threads)
+        made: dict[str, dict] = {}
+        for name in wanted:
+            if self.left:
+                made[name] = programs(name, config, batch, ahead)
+        ahead.finish(self.left)
+        for name in wanted:
+            if not self.left:
+                self.injected.append({"model": name, "reason": "not reached in time"})
+                continue
+            try:
+                one = compared(name, config, batch, made.pop(name), ahead)
+            except Exception as error:
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {str(error)[:300]}"
+                one = {"model": name, "reason": reason, "right": False}
+            self.injected.append(one)
+            print(f"{self.left:.0f} s left", one, flush=True)
+            self.write(available)
+        ahead.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--known", type=Path)
     parser.add_argument("--only-run", default="")
     parser.add_argument("--shapes", nargs="+")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-injection", action="store_true")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
-    rows, injected = [], []
-    if options.out.exists():
-        rows = [row for row in read(options.out)[1] if row.state != b.NO_TIME]
-        injected = json.loads(options.out.read_text())["injection"]
     found = environment()
     found["date"] = time.strftime("%Y-%m-%d")
+    run = Run(options.out, found, [], [], options.threads, end)
+    for file in (options.out, options.known):
+        if file is not None and file.exists():
+            run.read(file)
+            break
     available = availability()
-
-    def write() -> None:
-        made = to_json(found, rows) | {
-            "available": available,
-            "injection": injected,
-        }
-        part = options.out.with_suffix(".part")
-        part.write_text(json.dumps(made, indent=1) + "\n")
-        part.replace(options.out)
-
-    def measure(operators) -> None:
-        left = max(end - time.monotonic(), 0.0)
-        settings = b.Settings(seconds=left, sample_seconds=0.25)
-        shapes = options.shapes or (CPU_SHAPES if options.small else SHAPES)
-        shapes = [Shape.parse(text) for text in shapes]
-        for row in b.run(operators, shapes, ["bfloat16"], settings, list(rows)):
-            rows.append(row)
-            write()
-            times = {n: round(p.median_ms, 3) for n, p in row.passes.items()}
-            print(*row.key, row.state, row.reason, times, flush=True)
-
-    write()
-    chosen = matching(options.only_run)
-    first = [one for one in chosen if one.name == "gpt_attention"]
-    measure(first)
-    config = models_linen.Config(
-        vocab=50257,
-        seq=1024,
-        hidden=1024,
-        layers=4,
-        num_attention_heads=16,
-        n_head=16,
-        dtype=jnp.bfloat16,
-    )
-    batch = 8
-    if options.small:
+    run.write(available)
+    shapes = options.shapes or (CPU_SHAPES if options.small else SHAPES)
+    shapes = [Shape.parse(text) for text in shapes]
+    operators = matching(options.only_run)
+    run.measure(operators, shapes[:1], available)
+    if not options.no_injection:
         config, batch = models_linen.Config(dtype=jnp.bfloat16), 2
-    for name in () if options.no_injection else MODELS:
-        if any(one["model"] == name and "verdict" in one for one in injected):
-            continue
-        injected = [one for one in injected if one["model"] != name]
-        if time.monotonic() > end:
-            injected.append({"model": name, "reason": "not reached in time"})
-        else:
-            try:
-                injected.append(compared(name, config, batch))
-            except Exception as error:
-                traceback.print_exc()
-                reason = f"{type(error).__name__}: {str(error)[:300]}"
-                injected.append({"model": name, "reason": reason, "right": False})
-        print(injected[-1], flush=True)
-        write()
-    measure([one for one in chosen if one not in first])
-    write()
-    wrong = [row for row in rows if row.state == b.WRONG]
-    wrong += [one for one in injected if not one.get("right", True)]
-    print(f"{len(rows)} rows, {len(wrong)} wrong")
+        if not options.small:
+            config, batch = replace(config, **AS_GPT2_MEDIUM), 8
+        run.inject(config, batch, available)
+    run.measure(operators, shapes[1:], available)
+    run.write(available)
+    wrong = [row for row in run.rows if row.state == b.WRONG]
+    wrong += [one for one in run.injected if not one.get("right", True)]
+    print(f"{len(run.rows)} rows, {len(wrong)} wrong")
     return int(bool(wrong))
 
 

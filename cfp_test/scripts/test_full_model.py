@@ -7,14 +7,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.cli.session import analyse
-from cfp.compose import compose_plan
 from cfp.errors import PlanMismatch
-from cfp.plan_parts import RaceRow
-from cfp.presets import presets
+from cfp.plan.compose import compose_plan
+from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.outcome import RaceOutcome
+from cfp.race.outcome import RaceOutcome, RaceRow
 from cfp.search.measure import whole_job
 from cfp.solution import Candidate
 from cfp.targets import model_target

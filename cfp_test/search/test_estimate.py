@@ -8,7 +8,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.models import registry
-from cfp.presets import CLASSICS, presets
+from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

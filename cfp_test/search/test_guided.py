@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cfp.analysis.layout import Storage
 from cfp.errors import DeviceError
 from cfp.models import registry
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.bounds import fit_weights
 from cfp.search.candidates import best_candidates

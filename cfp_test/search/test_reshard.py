@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from cfp.models import registry
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
 from cfp.search.costs import Costs, build_problem

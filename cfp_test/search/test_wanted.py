@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.presets import presets
+from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord

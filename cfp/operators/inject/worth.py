@@ -72,8 +72,8 @@ class Worth:
 
 
 def worth(
-    before: Callable[..., Any],
-    after: Callable[..., Any],
+    before: Callable[..., Any] | jax.stages.Compiled,
+    after: Callable[..., Any] | jax.stages.Compiled,
     *args: Any,
     rounds: int = 10,
     seconds: float = 20.0,
@@ -81,13 +81,16 @@ def worth(
     """Times a step with and without injection, in turn.
 
     Args:
-        before, after: the step with the original model, and with the injected one.
+        before, after: the step with the original model, and with the injected one;
+            functions, or programs compiled for `args` already.
         args: of both.
         rounds: how many samples each gets, at most.
         seconds: that timing may take.
     """
     compiled = {
-        name: jax.jit(step).lower(*args).compile()
+        name: step
+        if isinstance(step, jax.stages.Compiled)
+        else jax.jit(step).lower(*args).compile()
         for name, step in (("before", before), ("after", after))
     }
 

@@ -1,6 +1,6 @@
 """The classic strategies, as choices for any program.
 
-None of them knows a model: each mesh axis plays a role (:mod:`cfp.roles`).
+None of them knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import product
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Storage
 from cfp.analysis.strategies import NONE, AxisChoice, Strategy
-from cfp.roles import ROLES, axis_walk
+from cfp.presets.roles import ROLES, axis_walk
 
 # The classics that need no axis of their own: what every axis does, and the storage.
 CLASSICS = {
@@ -55,7 +55,7 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
 
     Args:
         frame: the program on its mesh.
-        roles: one of :data:`cfp.roles.ROLES` for each mesh axis.
+        roles: one of :data:`cfp.presets.roles.ROLES` for each mesh axis.
         storage: how every storage group is kept.
     """
     columns = []

@@ -21,11 +21,11 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.compose import compose_plan
-from cfp.describe import op_text, strategy_text
 from cfp.errors import PlanMismatch, compose
-from cfp.plan import Plan
-from cfp.plan_parts import PlanRow, type_text
+from cfp.plan.compose import compose_plan
+from cfp.plan.describe import op_text, strategy_text
+from cfp.plan.parts import PlanRow, type_text
+from cfp.plan.plan import Plan
 from cfp.profiling.key import environment_parts
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step

@@ -9,15 +9,15 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
-from cfp.describe import plan_rows, uneven_arguments, whole_ops
 from cfp.devices.described import DescribedMesh
-from cfp.plan import Plan
-from cfp.plan_parts import type_text
+from cfp.plan.describe import plan_rows, uneven_arguments, whole_ops
+from cfp.plan.parts import type_text
+from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.graft import aval
 from cfp.race.outcome import RaceOutcome
 from cfp.race.programs import programs_of
-from cfp.race.raced import Raced
+from cfp.runtime.raced import Raced
 from cfp.search.measure import constraints_of
 from cfp.search.problem import Problem
 from cfp.solution import predicted_bytes

@@ -17,13 +17,14 @@ from typing import Any, Never, TypeVar
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanFileError, compose
-from cfp.plan_figures import figures_from_json
-from cfp.plan_parts import PlanRow, RaceRow
-from cfp.plan_sites import sites_from_json
+from cfp.plan.figures import figures_from_json
+from cfp.plan.parts import PlanRow
+from cfp.plan.sites import sites_from_json
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
+from cfp.race.outcome import RaceRow
 
 FORMAT = 3
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from cfp import budgets
 from cfp.analysis.analyze import analyze
 from cfp.context import PlannerSettings
+from cfp.passes import budgets
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

@@ -9,7 +9,7 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.plan_parts import PlanRow
+from cfp.plan.parts import PlanRow
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.tables import plan_text

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cfp.plan_figures import MoveFigure, OptionFigures, TensorFigure
+from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 _NAME_WIDTH = 72
 

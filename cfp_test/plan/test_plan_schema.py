@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 import cfp
-from cfp.plan import FORMAT
+from cfp.plan.plan import FORMAT
 from cfp_test.report.test_tables import as_data, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 

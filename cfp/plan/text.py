@@ -9,12 +9,13 @@ from itertools import groupby
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
-from cfp.plan_parts import PlanRow, RaceRow
+from cfp.plan.parts import PlanRow
 from cfp.printable import merged_name, span_text
+from cfp.race.outcome import RaceRow
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
-    from cfp.plan import Plan
+    from cfp.plan.plan import Plan
 
 _SIZES = re.compile(r" \([^)]*\)")
 STORAGE_WORDS = {

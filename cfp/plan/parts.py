@@ -42,29 +42,6 @@ class PlanRow:
     segment_ms: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaceRow:
-    """One finalist of the race.
-
-    Attributes:
-        name: the plan's or the classic's.
-        predicted_ms: from the profiles.
-        samples_ms: measured step times, all of them.
-        time_ms: their median, or None where it did not run.
-        peak_bytes: memory that the compiled program needs on each device. Where the
-            program ran without some of its repeats, this and the times are scaled by
-            the prediction to the whole of it.
-        note: why it did not run, or "".
-    """
-
-    name: str
-    predicted_ms: float | None
-    samples_ms: tuple[float, ...]
-    time_ms: float | None
-    peak_bytes: int
-    note: str = ""
-
-
 def type_text(aval: Any) -> str:
     """A leaf's type as text: ``float32[8,16]``."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

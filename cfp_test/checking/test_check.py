@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from cfp import api, execute
-from cfp.check import (
+from cfp import api
+from cfp.checking.check import (
     DOUBLE_TOLERANCE,
     FULL_TOLERANCE,
     Check,
@@ -23,12 +23,13 @@ from cfp.check import (
     both_sides,
     compile_alone,
 )
+from cfp.checking.difference import Difference
+from cfp.checking.trial import Trial, run_trial
 from cfp.context import PlannerSettings
-from cfp.difference import Difference
 from cfp.program.step import flatten_step
 from cfp.race.limit import MEMORY_SHARE
+from cfp.runtime import execute
 from cfp.targets import Target, model_target
-from cfp.trial import Trial, run_trial
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 

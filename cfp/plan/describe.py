@@ -12,7 +12,7 @@ from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import NONE, Spec, Strategy
-from cfp.plan_parts import PlanRow
+from cfp.plan.parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
 from cfp.search.transitions import transition

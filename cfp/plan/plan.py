@@ -16,24 +16,22 @@ from jax.tree_util import tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.execute import CompiledStep, compile_step
 from cfp.export.module import python_module
 from cfp.export.sites import sites_of
 from cfp.page.page import page_html, small_html
-from cfp.placing import Arguments, made, placed
-from cfp.plan_figures import Figures, figures_to_json
-from cfp.plan_file import FORMAT, plan_fields, read_json
-from cfp.plan_parts import (
+from cfp.plan.figures import Figures, figures_to_json
+from cfp.plan.file import FORMAT, plan_fields, read_json
+from cfp.plan.parts import (
     PlanRow,
-    RaceRow,
     arguments_to_json,
     check_arguments,
     constraints_to_json,
     static_arguments,
     type_text,
 )
-from cfp.plan_sites import Sites, sites_to_json
-from cfp.plan_text import short_text
+from cfp.plan.placing import Arguments, made, placed
+from cfp.plan.sites import Sites, sites_to_json
+from cfp.plan.text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -42,7 +40,9 @@ from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.race.raced import Raced
+from cfp.race.outcome import RaceRow
+from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.raced import Raced
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
-from cfp.compose import compose_plan
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
-from cfp.plan import Plan
+from cfp.plan.compose import compose_plan
+from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace

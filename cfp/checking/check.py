@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cfp.difference import Difference, compare, norms
-from cfp.execute import CompiledStep, compile_step
-from cfp.plan import Plan
+from cfp.checking.difference import Difference, compare, norms
+from cfp.plan.plan import Plan
 from cfp.program.fixed import fixed, released
 from cfp.program.graft import Constraints, Spec
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
+from cfp.runtime.execute import CompiledStep, compile_step
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2

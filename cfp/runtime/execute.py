@@ -25,7 +25,7 @@ from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
-from cfp.race.raced import Raced
+from cfp.runtime.raced import Raced
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ import sys
 import jax, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
-from cfp.placing import Arguments, placed
+from cfp.plan.placing import Arguments, placed
 mesh = jax.make_mesh((4,), ("x",))
 types, specs = ("float32[8]", "float32[3]"), ((("x",),), ((),))
 known = Arguments(("batch", "w"), types, specs, mesh)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
-from cfp.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
-from cfp.difference import Difference
+from cfp.checking.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
+from cfp.checking.difference import Difference
 from cfp.errors import CfpError, DeviceError, compose
-from cfp.execute import CompiledStep
-from cfp.plan import Plan
+from cfp.plan.plan import Plan
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.program.step import FlatStep, flatten_step
+from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
 
 

@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
-from cfp.plan_parts import path_text, specs_like
+from cfp.plan.parts import path_text, specs_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
 

@@ -4,7 +4,7 @@ None of the roles knows a model. An axis walks through the ops in program order,
 takes down which dims it has sharded so far:
 
 ``data``
-    Shards what came from the batch (:func:`cfp.batch.data_arguments`), followed
+    Shards what came from the batch (:func:`cfp.presets.batch.data_arguments`), followed
     through the program by the ops' own factors, and what ops combine with rows of the
     batch, such as what a net makes of times that the step draws. A contraction that
     sums over the batch is split along it. Where the dim that it
@@ -33,7 +33,7 @@ from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
-from cfp.batch import data_arguments, made_of_parameters
+from cfp.presets.batch import data_arguments, made_of_parameters
 from cfp.program.graph import Op
 from cfp.program.rules import Rule
 

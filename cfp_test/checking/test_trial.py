@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cfp.check import Comparison
-from cfp.difference import Difference, compare
-from cfp.trial import StepResult, Trial
+from cfp.checking.check import Comparison
+from cfp.checking.difference import Difference, compare
+from cfp.checking.trial import StepResult, Trial
 
 
 def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:

@@ -11,12 +11,12 @@ import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import describe
-from cfp.batch import data_arguments
 from cfp.context import PlannerSettings
+from cfp.presets.batch import data_arguments
+from cfp.presets.roles import axis_walk
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.roles import axis_walk
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import integers, normal, squares, training
 

@@ -1,0 +1,1 @@
+"""Whether what runs under a plan computes the same, and as fast."""

@@ -1,0 +1,1 @@
+"""The classic strategies, and what an argument is for."""

@@ -1,0 +1,1 @@
+"""A step under a plan, compiled and called."""

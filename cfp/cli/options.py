@@ -110,6 +110,16 @@ PerKind = Annotated[
         min=1,
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KERNELS",
+        help="What may compute the step's attentions, such as cudnn,chunked, the "
+        "preferred first; none leaves them as they are written. By default "
+        "cudnn,tokamax,pallas,chunked on GPUs, and none on virtual CPU devices.",
+        show_default=False,
+    ),
+]
 Gap = Annotated[
     float | None,
     typer.Option(
@@ -291,6 +301,8 @@ def settings(
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
+    if given.get("attention") is not None:
+        made = replace(made, attention=attention_kernels(given["attention"]))
     if given.get("whole_race"):
         made = replace(made, repeats=None)
     if "run_timeout" in given:
@@ -303,6 +315,11 @@ def settings(
     return replace(
         made, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
     )
+
+
+def attention_kernels(text: str) -> tuple[str, ...]:
+    """The kernels that ``--attention`` names; none for "none"."""
+    return () if text == "none" else tuple(text.split(","))
 
 
 @contextlib.contextmanager

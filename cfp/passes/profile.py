@@ -16,6 +16,7 @@ from cfp.search.costs import Costs
 from cfp.search.effort import Explored
 from cfp.search.estimated import estimate_options
 from cfp.search.guided import explore
+from cfp.search.kernels import Kernels
 from cfp.search.reshard import moves_between_measured
 from cfp.search.shortlist import estimate_kinds, leading_classics
 from cfp.search.wanted import WantedMaker, tuning_jobs
@@ -107,7 +108,7 @@ def look_up(
         where = (analysis, leading, estimates, context.environment)
         return explore(
             estimates,
-            WantedMaker(*where, settings.in_context),
+            WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
             costs,
             effort=effort,
             budget_bytes=context.budget_bytes,
@@ -125,6 +126,12 @@ def look_up(
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker
+
+
+def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
+    """What may compute the step's attentions."""
+    names, platform = context.attention, context.platform
+    return Kernels(analysis=analysis, names=names, platform=platform)
 
 
 def compiles(context: PlanContext, interrupted: bool = False) -> bool:
@@ -156,5 +163,6 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         Costs(analysis, rates),
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
+        kernels=_kernels(context, analysis),
     )
     return Profiles(named, found, rates, seconds=time.perf_counter() - started)

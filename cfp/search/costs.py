@@ -10,6 +10,7 @@ from itertools import pairwise
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec
+from cfp.attention.matching.matches import among, way_of
 from cfp.errors import DeviceError
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
@@ -27,7 +28,7 @@ from cfp.search.measure import (
 )
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.wanted import Wanted, layout_of
-from cfp.settings import LIMITED_MEMORY_AT_LEAST
+from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
 class Costs:
@@ -82,8 +83,31 @@ class Costs:
                 self.analysis.segments[index],
                 self._layout(index, candidate),
                 candidate.remat,
+                candidate.kernel,
             )
         return self._least[key]
+
+    def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
+        """What a candidate's kernel should save, less what it takes."""
+        if not candidate.kernel:
+            return 0.0
+        program = self.analysis.frame.program
+        index = self.analysis.representatives[kind]
+        layout, terms = self._layout(index, candidate), self._estimator.terms
+        saved = 0.0
+        for match in among(program, self.analysis.segments[index].ops):
+            if isinstance(way_of(program, match, candidate.kernel, layout.axes), str):
+                continue
+            times = [
+                terms.compute_ms(program.ops[op], layout.axes[op])
+                for op in match.ops
+                if op in layout.axes
+            ]
+            products = sum(matmul_ms for matmul_ms, _ in times)
+            others = sum(memory_ms for _, memory_ms in times)
+            share = KERNEL_SHARE_OF_MATMUL[candidate.kernel.partition(" ")[0]]
+            saved += others + products - products / share
+        return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
         """What a program needs on each device whatever is computed again.

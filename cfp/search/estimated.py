@@ -15,6 +15,7 @@ from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.effort import Explored
+from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.outlook import Outlook
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
@@ -28,6 +29,7 @@ def estimate_options(
     *,
     per_kind: int,
     budget_bytes: int | None,
+    kernels: Kernels | None = None,
 ) -> Explored:
     """The parts of the presets and the best others, with estimated costs.
 
@@ -37,6 +39,7 @@ def estimate_options(
         costs: of the program's segments.
         per_kind: how many others of each kind, at most.
         budget_bytes: memory of one device, or None.
+        kernels: what may compute attentions.
     """
     analysis = costs.analysis
     required: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
@@ -49,6 +52,7 @@ def estimate_options(
         own = list(required[kind].values())
         expected = Outlook(costs, kind, (), estimate.without_twin())
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
+        candidates = with_kernels(kernels, kind, candidates)
         options.append([expected.expect(candidate) for candidate in candidates])
     problem = build_problem(costs, options, None)
     fastest = solve_dynamically(problem)

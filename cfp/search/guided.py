@@ -30,6 +30,7 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.effort import Effort, Explored
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.ilp import leanest
+from cfp.search.kernels import with_kernels
 from cfp.search.outlook import Outlook
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, Solution, scale_memory
@@ -292,7 +293,8 @@ class _View:
 
     def _may_ask(self, kind: int, candidate: Candidate) -> bool:
         """Whether there is room for a candidate among what may be measured."""
-        plain = {key for key in self._asked[kind] if not key[2]}
+        # What has kernels does not take the place of another strategy.
+        plain = {key for key in self._asked[kind] if not (key[2] or key[1][1])}
         again = len(self._asked[kind]) - len(plain)
         if not candidate.remat:
             return len(plain) < self.effort.per_kind
@@ -311,7 +313,7 @@ class _View:
     def _parts_and_times(
         self, kind: int, options: Sequence[Option]
     ) -> tuple[np.ndarray, np.ndarray]:
-        own = [o for o in options if not o.candidate.remat]
+        own = [o for o in options if not (o.candidate.remat or o.candidate.kernel)]
         estimate = self.estimates.kinds[kind]
         return (
             np.array([estimate.parts(o.candidate) for o in own]),
@@ -381,6 +383,12 @@ class _View:
             base = self.maker.make(kind, replace(plain, estimate_ms=estimate_ms))
             self._bases[kind, *plain.key] = base
             found.append(base)
+            for variant in with_kernels(self.maker.kernels, kind, [plain])[1:]:
+                if variant.key not in self._asked[kind]:
+                    self._asked[kind].add(variant.key)
+                    with_kernel = self.maker.make(kind, variant)
+                    self._bases[kind, *variant.key] = with_kernel
+                    found.append(with_kernel)
         if not candidate.remat:
             return found
         alone = (kind, *plain.key) in self._failed

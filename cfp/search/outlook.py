@@ -40,7 +40,11 @@ class Outlook:
         self._plain = {o.candidate.key: o for o in measured if not o.candidate.remat}
         plain = self._plain.values()
         again = [o for o in measured if o.candidate.remat]
-        bounds = [(o.time_ms, weighed.total_ms(o.candidate)) for o in plain]
+        bounds = [
+            (o.time_ms, weighed.total_ms(o.candidate))
+            for o in plain
+            if not o.candidate.kernel
+        ]
         self._slower = _middle((ms / low for ms, low in bounds if low > 0.0), 1.0)
         self._kept = _middle(map(self._beyond, plain), 0)
         self._temp = _middle((o.temp_bytes for o in plain), 0)
@@ -72,9 +76,10 @@ class Outlook:
     def _unmeasured(self, candidate: Candidate) -> Option:
         plain = _without(candidate)
         least = self._costs.least_bytes(self._kind, plain)
+        saved_ms = self._slower * self._costs.saved_by_kernel_ms(self._kind, plain)
         return Option(
             candidate=plain,
-            time_ms=self._slower * self._weighed.total_ms(plain),
+            time_ms=max(0.0, self._slower * self._weighed.total_ms(plain) - saved_ms),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
             temp_bytes=round(self._temp),

@@ -14,6 +14,7 @@ from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import choose_candidates, segment_candidate
 from cfp.search.handover import between, handover, total_ms
+from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate
 from cfp.search.shortlist import Estimates
@@ -165,6 +166,7 @@ class WantedMaker:
         estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
+        kernels: what may compute attentions.
     """
 
     def __init__(
@@ -174,12 +176,14 @@ class WantedMaker:
         estimates: Estimates,
         environment: Parts,
         in_context: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         self._analysis = analysis
         self._classics = classics
         self._estimates = estimates
         self._environment = environment
         self._in_context = in_context
+        self.kernels = kernels
         self._family: dict[tuple[int, tuple], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
@@ -205,7 +209,8 @@ class WantedMaker:
         for kind, estimate in enumerate(self._estimates.kinds):
             required = list(self._required[kind].values())
             count = min(per_kind, len(required) + others)
-            for candidate in choose_candidates(estimate, required, count):
+            chosen = choose_candidates(estimate, required, count)
+            for candidate in with_kernels(self.kernels, kind, chosen):
                 found.append(self.make(kind, candidate))
         return found
 

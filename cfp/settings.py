@@ -25,27 +25,22 @@ PRESETS_BY_ESTIMATE = 2
 # What a segment adds to its neighbour is at least this share of what it takes alone. On
 # 4 H200 the parts of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4
-# Lower bounds on times, by estimates, are lowered by a tenth. docs/results/guided_cpu.
-BOUND_MARGIN = 0.9
 # Of the budget: predicted memory beyond this may turn out not to fit. Guesses, for
 # measured segments, and for estimates, which leave out what lives within a segment.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
-# To compute a forward pass again takes longer than not to: at least, and as expected
-# where nothing of the kind has been measured. Of twelve segments of a transformer on 2
-# H200 eleven took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the
-# next to be measured is what is likely".
-RECOMPUTE_TIME_AT_LEAST = 1.001
+# To compute a forward pass again takes so many times as long as not to, where nothing
+# of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
+# took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
+# measured is what is likely".
 RECOMPUTE_TIME_EXPECTED = 1.25
-# The share of a step that a round of measuring must be expected to save where memory
-# decides. docs/results/planning_h200x2.
+# The share of a step that a round of measuring must be expected to save, and to have
+# saved, for another one. docs/results/planning_h200x2.
 ROUND_IS_WORTH = 0.02
-# Unmeasured candidates of a kind that take part in a search at once. Guess.
+# Strategies in a round, and unmeasured ones of a kind that take part in a search at
+# once. Guesses.
+ROUND_SIZE = 8
 CANDIDATES_IN_SIGHT = 8
-# Reshards that are measured at most, and the share of what the two segments take from
-# which on one is. Guesses; decisions.md, "Resharding is measured tensor by tensor".
-RESHARDS_MEASURED = 12
-RESHARD_IS_WORTH = 0.03
 
 # --------------------------------------------------------------------- the search
 
@@ -125,7 +120,6 @@ class PlatformDefaults:
     Attributes:
         estimates: whether choices are made by estimates unless measuring is asked for.
         plans: how many of the best plans race, by each way to predict.
-        patience: rounds of measuring that may make no plan faster.
         estimate_reach: see `PRESET_ESTIMATE_REACH`.
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by how much the compiler is constrained.
@@ -140,7 +134,6 @@ class PlatformDefaults:
 
     estimates: bool = False
     plans: int = 2
-    patience: int = 0
     estimate_reach: float = PRESET_ESTIMATE_REACH
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
@@ -187,7 +180,6 @@ _GPU = PlatformDefaults(
 _CPU = PlatformDefaults(
     estimates=True,
     plans=1,
-    patience=1,
     estimate_reach=inf,
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),

@@ -120,15 +120,13 @@ Attention = Annotated[
         show_default=False,
     ),
 ]
-Gap = Annotated[
-    float | None,
+Others = Annotated[
+    int,
     typer.Option(
-        metavar="SHARE",
-        help="Measure until no other plan can be faster by more than this share of the "
-        "step. By default 0.01, or until what is measured next makes no plan faster; "
-        "on GPUs what is measured at first will do.",
+        metavar="COUNT",
+        help="How many strategies of each kind of segment to measure beside the "
+        "presets' parts, the best by estimate.",
         min=0,
-        max=1,
     ),
 ]
 TimeBudget = Annotated[
@@ -295,8 +293,8 @@ def settings(
     )
     if given.get("time_budget") is not None:
         made = replace(made, seconds=given["time_budget"])
-    if given.get("gap") is not None:
-        made = replace(made, tolerance=given["gap"], patience=float("inf"))
+    if given.get("others") is not None:
+        made = replace(made, others=given["others"])
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True

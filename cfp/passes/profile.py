@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -12,14 +11,12 @@ from cfp.context import PlanContext
 from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.looker import Looker
+from cfp.search.candidates import estimate_kinds, leading_classics
 from cfp.search.costs import Costs
-from cfp.search.effort import Explored
-from cfp.search.estimated import estimate_options
+from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.kernels import Kernels
-from cfp.search.reshard import moves_between_measured
-from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.search.wanted import Explored, WantedMaker, tuning_jobs
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
 
@@ -43,9 +40,6 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     named, found, looker = look_up(
         context, analysis, rates, measure=context.settings.measure is not False
     )
-    moved_ms = looker.moves(
-        moves_between_measured(analysis, rates, found), context.environment
-    )
     done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
     cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
     return Profiles(
@@ -56,7 +50,6 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
         cached=cached,
         failed=sum(record is not None and not record.ok for record in done),
         seconds=time.perf_counter() - started,
-        moved_ms=moved_ms,
         interrupted=looker.interrupted,
     )
 
@@ -93,11 +86,6 @@ def look_up(
         measure,
         context.measure,
     )
-    effort = context.effort
-    if not alone:
-        # What is asked for later depends on times, which processes that remember
-        # different runs know differently: they measure all at once.
-        effort = replace(effort, at_first=settings.per_kind)
 
     def is_over() -> bool:
         return not alone or looker.interrupted or time.monotonic() > context.end
@@ -110,7 +98,10 @@ def look_up(
             estimates,
             WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
             costs,
-            effort=effort,
+            per_kind=settings.per_kind,
+            # What is asked for later depends on times, which processes that remember
+            # different runs know differently: they measure all at once.
+            at_first=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
             look=looker,
             is_over=is_over,

@@ -30,7 +30,7 @@ from cfp.profiling.key import environment_parts
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.outcome import RaceOutcome
+from cfp.race.programs import RaceOutcome
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 

@@ -25,7 +25,7 @@ from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
 from cfp.program.replace import Recorded, Replacement
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 
 FORMAT = 3
 

@@ -41,7 +41,7 @@ from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep, compile_step
 from cfp.runtime.raced import Raced
 

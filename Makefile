@@ -99,7 +99,7 @@ clean:
 
 # An interpreter counts if it runs and is new enough: a version manager's stand-in may
 # be on the PATH without any Python behind it.
-define create
+define find-python
 @python=; \
 for candidate in $(if $(PYTHON),'$(PYTHON)',python3 python3.11 python3.12 python3.13); do \
     if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then \
@@ -111,21 +111,24 @@ if [ -z "$$python" ]; then \
     echo 'Install one, or name it: make PYTHON=/path/to/python3.11' >&2; \
     exit 1; \
 fi; \
-set -ex; \
-"$$python" -m venv
+set -ex
+endef
+
+define create
+$(find-python); "$$python" -m venv
 endef
 
 # What the lock names is all that is fetched: cfp itself is built with its setuptools.
-INSTALL_lock = $(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK); \
+INSTALL_lock = "$$python" -m venv $(VENV); \
+    $(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK); \
     $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-INSTALL_ranges = $(BIN)/python -m pip install --quiet --upgrade \
+INSTALL_ranges = "$$python" -m venv $(VENV); \
+    $(BIN)/python -m pip install --quiet --upgrade \
     --upgrade-strategy eager -e '.[dev]'; $(BIN)/python -m pip list
-INSTALL_wheelhouse = PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip install --quiet \
-    --no-index --no-deps --find-links $(WHEELHOUSE)/wheels --require-hashes \
-    -r $(WHEELHOUSE)/lock.txt
+INSTALL_wheelhouse = sh $(WHEELHOUSE)/install.sh $(VENV) "$$python"
 
 $(STAMP): pyproject.toml setup.py $(LOCK)
-	$(create) $(VENV); $(INSTALL_$(FROM))
+	$(find-python); $(INSTALL_$(FROM))
 	@touch $@
 
 $(VENV)-lock/bin/uv:

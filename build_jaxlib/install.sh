@@ -13,8 +13,10 @@ then
     exit 1
 fi
 (cd "$here" && sha256sum --quiet --check SHA256SUMS)
-"$python" -m venv "$environment"
+# pip runs from its wheel: a Python of Debian's comes without one for environments.
+"$python" -m venv --without-pip "$environment"
+pip=$(echo "$here"/wheels/pip-*.whl)
 env -u PYTHONPATH -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null \
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "$environment/bin/python" "$pip/pip" install --quiet --disable-pip-version-check \
     --no-index --no-deps --find-links "$here/wheels" --require-hashes -r "$here/lock.txt"
 echo "Installed. See what works: $environment/bin/cfp doctor"

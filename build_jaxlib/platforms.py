@@ -50,6 +50,9 @@ ACCELERATORS = {
         Accelerator(name="cpu", extra=""),
         Accelerator(name="cuda12", extra="cuda12"),
         Accelerator(name="cuda13", extra="cuda13"),
+        # Without CUDA's own libraries, nine tenths of all: they are the machine's.
+        Accelerator(name="cuda12-local", extra="cuda12-local"),
+        Accelerator(name="cuda13-local", extra="cuda13-local"),
         Accelerator(
             name="rocm",
             extra="rocm7-local",

@@ -17,6 +17,8 @@ from build_jaxlib.tools import ROOT, find_uv, run
 _ENTRY = re.compile(r"^([A-Za-z0-9_.-]+)==(\S+)", re.MULTILINE)
 # Versions that cfp's own tests run with.
 TESTED = ROOT / "requirements" / "lock.txt"
+# What install.sh runs, so that the other machine's Python needs none.
+INSTALLER = ("pip",)
 
 
 def resolve(
@@ -38,7 +40,7 @@ def resolve(
     """
     with tempfile.TemporaryDirectory() as made:
         wanted = Path(made) / "wanted.txt"
-        lines = [platform.accelerator.requirement, *requirements]
+        lines = [platform.accelerator.requirement, *INSTALLER, *requirements]
         wanted.write_text("\n".join(lines) + "\n")
         limits = Path(made) / "limits.txt"
         own = platform.accelerator.constraints.read_text()

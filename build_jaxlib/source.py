@@ -63,9 +63,14 @@ def command(
     words.append(f"--output_path={output.resolve()}")
     words.append(f"--python_version={sys.version_info.major}.{sys.version_info.minor}")
     if accelerator.startswith("cuda"):
-        words.append(f"--cuda_major_version={accelerator.removeprefix('cuda')}")
+        words.append(f"--cuda_major_version={_cuda(accelerator)}")
     words += build_options
     return [*words, *(f"--bazel_options={option}" for option in bazel_options)]
+
+
+def _cuda(accelerator: str) -> str:
+    """The major version of CUDA in a name such as cuda13-local."""
+    return accelerator.removeprefix("cuda").partition("-")[0]
 
 
 def build(words: Sequence[str], checkout: Path) -> int:

@@ -2,10 +2,10 @@
 # What the container recipes do, as root in a fresh Debian or Ubuntu; the wheelhouse lies in
 # /wheelhouse. Only the system's own packages come over the network.
 set -eu
-if ! command -v make >/dev/null || ! python3 -c 'import ensurepip' 2>/dev/null; then
+if ! command -v make >/dev/null || ! python3 -c 'import venv' 2>/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     apt-get update
-    apt-get install --yes --no-install-recommends make python3 python3-venv
+    apt-get install --yes --no-install-recommends make python3
     rm -rf /var/lib/apt/lists/*
 fi
 sh /wheelhouse/install.sh /opt/cfp /usr/bin/python3

@@ -1,10 +1,12 @@
 """What a wheelhouse is made of; nothing here needs a network."""
 
+import ensurepip
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
@@ -63,6 +65,8 @@ def test_wheels_exist_for_all_but_three():
         ("cpu", "ppc64le"),
         ("cuda12", "ppc64le"),
         ("cuda13", "ppc64le"),
+        ("cuda12-local", "ppc64le"),
+        ("cuda13-local", "ppc64le"),
         ("rocm", "aarch64"),
         ("rocm", "ppc64le"),
         ("tpu", "aarch64"),
@@ -216,6 +220,35 @@ def test_a_wheelhouse_for_another_python_is_not_installed(carried, tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+# As Debian has it without python3-venv: environments, but no pip to put into them.
+WITHOUT_ENSUREPIP = """#!/bin/sh
+case "$*" in
+"-m venv --without-pip "*) ;;
+"-m venv "*) echo "ensurepip is not available." >&2; exit 1 ;;
+esac
+exec '{python}' "$@"
+"""
+
+
+def test_installing_needs_no_pip_of_the_other_machine(carried, tmp_path):
+    for other in (carried / "wheels").iterdir():
+        other.unlink()
+    (bundled,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    shutil.copy(bundled, carried / "wheels")
+    (carried / "lock.txt").write_text(fetch.exact_lock([bundled]))
+    fetch.write_sums(carried)
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_ENSUREPIP.format(python=sys.executable))
+    python.chmod(0o755)
+    done = install(carried, tmp_path / "venv", python)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = subprocess.check_output(
+        [tmp_path / "venv" / "bin" / "python", "-m", "pip", "--version"], text=True
+    )
+    assert said.split()[1] == bundled.name.split("-")[1]
+    assert str(tmp_path / "venv") in said
+
+
 # -------------------------------------------------------------------------- from source
 
 
@@ -246,6 +279,9 @@ def test_the_command_that_builds_jaxlib(checkout, tmp_path):
     ]
     assert f"--output_path={tmp_path}" in words
     assert "--cuda_major_version=13" in words
+    assert "--cuda_major_version=12" in source.command(
+        checkout, tmp_path, "cuda12-local", [], force=True
+    )
     assert words[-2:] == [
         "--bazel_path=/b",
         "--bazel_options=--override_repository=xla=/x",

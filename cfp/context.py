@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from cfp.attention.kernels import KERNELS
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.profiling.key import Parts, environment_parts
@@ -20,7 +21,6 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
-from cfp.search.effort import Effort
 from cfp.settings import ConstraintLevel, PlatformDefaults, defaults_of
 
 
@@ -30,13 +30,9 @@ class PlannerSettings:
 
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.
-        tolerance: measuring ends when no other plan can be faster by more than this
-            share of the step; on GPUs, where memory decides, when none probably is by
-            more than 2%.
-        patience: or after so many rounds in a row that made no plan faster by that
-            share, and one more where memory keeps out a faster one. By default 1 on
-            virtual CPU devices, and none on others: what is measured at first is the
-            classics' parts and the best by estimate.
+        others: how many of them beside the presets' parts, the best by estimate. Where
+            memory keeps out what is faster, more are measured in rounds, until one made
+            the plan faster by less than 2 %.
         seconds: planning ends about when this much time is over: no round of measuring
             begins then, and no program joins the race or is timed again.
         in_context: whether segments are measured with a neighbour, which predicts
@@ -53,6 +49,9 @@ class PlannerSettings:
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
+        attention: kernels that may take the place of the step's attentions, the
+            preferred first; () leaves them as they are. By default those of GPUs, and
+            none on virtual CPU devices.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
@@ -70,19 +69,18 @@ class PlannerSettings:
         progress: told of every event, a :class:`Progress` or a line of text.
 
     Raises:
-        CfpError: fewer than two repeats, no strategy to measure, or a tolerance that is
-            no share.
+        CfpError: fewer than two repeats, or no strategy to measure.
     """
 
     per_kind: int = 16
-    tolerance: float = 0.01
-    patience: float | None = None
+    others: int = 1
     seconds: float = float("inf")
     in_context: bool = True
     plans: int | None = None
     extents: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
+    attention: tuple[str, ...] | None = None
     race: bool = True
     repeats: int | None = 4
     measure: bool | None = None
@@ -101,10 +99,15 @@ class PlannerSettings:
                 f"Expected one strategy or more to measure for each kind of segment, "
                 f"got per_kind={self.per_kind}."
             )
-        if not 0 <= self.tolerance <= 1:
+        if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(
-                "Expected a share of the step between 0 and 1, such as 0.01, got "
-                f"tolerance={self.tolerance}."
+                f"Expected kernels of attention among {', '.join(KERNELS)}, got "
+                f"{', '.join(unknown)}."
+            )
+        if self.others < 0:
+            raise CfpError(
+                "Expected no fewer than 0 strategies to measure beside the presets' "
+                f"parts, got others={self.others}."
             )
 
 
@@ -212,14 +215,15 @@ class PlanContext:
         return self.defaults.compiler_options if asked is None else asked
 
     @property
-    def effort(self) -> Effort:
-        """When measuring ends."""
-        settings, patience = self.settings, self.settings.patience
-        return Effort(
-            per_kind=settings.per_kind,
-            tolerance=settings.tolerance,
-            patience=self.defaults.patience if patience is None else patience,
-        )
+    def attention(self) -> tuple[str, ...]:
+        """Kernels that may take the place of the step's attentions."""
+        asked = self.settings.attention
+        return self.defaults.attention if asked is None else asked
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, by JAX's name for it."""
+        return dict(self.environment)["platform"]
 
     @property
     def budget_bytes(self) -> int | None:

@@ -25,27 +25,22 @@ PRESETS_BY_ESTIMATE = 2
 # What a segment adds to its neighbour is at least this share of what it takes alone. On
 # 4 H200 the parts of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4
-# Lower bounds on times, by estimates, are lowered by a tenth. docs/results/guided_cpu.
-BOUND_MARGIN = 0.9
 # Of the budget: predicted memory beyond this may turn out not to fit. Guesses, for
 # measured segments, and for estimates, which leave out what lives within a segment.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
-# To compute a forward pass again takes longer than not to: at least, and as expected
-# where nothing of the kind has been measured. Of twelve segments of a transformer on 2
-# H200 eleven took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the
-# next to be measured is what is likely".
-RECOMPUTE_TIME_AT_LEAST = 1.001
+# To compute a forward pass again takes so many times as long as not to, where nothing
+# of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
+# took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
+# measured is what is likely".
 RECOMPUTE_TIME_EXPECTED = 1.25
-# The share of a step that a round of measuring must be expected to save where memory
-# decides. docs/results/planning_h200x2.
+# The share of a step that a round of measuring must be expected to save, and to have
+# saved, for another one. docs/results/planning_h200x2.
 ROUND_IS_WORTH = 0.02
-# Unmeasured candidates of a kind that take part in a search at once. Guess.
+# Strategies in a round, and unmeasured ones of a kind that take part in a search at
+# once. Guesses.
+ROUND_SIZE = 8
 CANDIDATES_IN_SIGHT = 8
-# Reshards that are measured at most, and the share of what the two segments take from
-# which on one is. Guesses; decisions.md, "Resharding is measured tensor by tensor".
-RESHARDS_MEASURED = 12
-RESHARD_IS_WORTH = 0.03
 
 # --------------------------------------------------------------------- the search
 
@@ -104,6 +99,17 @@ class ConstraintLevel(StrEnum):
     ARGUMENTS = "arguments"
 
 
+# Of the rate of a large matrix product what kernels of attention reach at 4k to 64k
+# tokens, forward and backward; "xla" by what keeping its scores takes.
+# docs/results/attention_h200_202611; tokamax is taken to be like cuDNN. Guess.
+KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
+    "cudnn": 0.6,
+    "tokamax": 0.6,
+    "pallas": 0.19,
+    "chunked": 0.12,
+    "xla": 0.1,
+}
+
 # ------------------------------------------------------------------------ platforms
 
 
@@ -114,7 +120,6 @@ class PlatformDefaults:
     Attributes:
         estimates: whether choices are made by estimates unless measuring is asked for.
         plans: how many of the best plans race, by each way to predict.
-        patience: rounds of measuring that may make no plan faster.
         estimate_reach: see `PRESET_ESTIMATE_REACH`.
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by how much the compiler is constrained.
@@ -124,11 +129,11 @@ class PlatformDefaults:
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
+        attention: kernels that may take the place of attentions, the preferred first.
     """
 
     estimates: bool = False
     plans: int = 2
-    patience: int = 0
     estimate_reach: float = PRESET_ESTIMATE_REACH
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
@@ -137,6 +142,7 @@ class PlatformDefaults:
     limits_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
@@ -155,6 +161,7 @@ _LARGE = str(2**28)
 # compiler options are raced, not twenty".
 _GPU = PlatformDefaults(
     reach=_REACH,
+    attention=("cudnn", "tokamax", "pallas", "chunked"),
     limits_memory=True,
     # XLA's allocator does not split a free block of which less than this would stay,
     # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".
@@ -173,7 +180,6 @@ _GPU = PlatformDefaults(
 _CPU = PlatformDefaults(
     estimates=True,
     plans=1,
-    patience=1,
     estimate_reach=inf,
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),

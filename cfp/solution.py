@@ -9,10 +9,9 @@ from typing import Any
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.profiling.collectives import Rates
-from cfp.profiling.moves import Move
-from cfp.search.effort import Explored
-from cfp.search.explain import picks_of
+from cfp.search.assemble import picks_of
 from cfp.search.problem import Problem
+from cfp.search.wanted import Explored
 from cfp.settings import ConstraintLevel
 
 
@@ -26,7 +25,6 @@ class Profiles:
         rates: the devices' rates.
         measured, cached, failed: counts of strategies.
         seconds: how long the pass took.
-        moved_ms: what resharding between segments takes, where it was measured.
         interrupted: whether the user ended the measuring.
     """
 
@@ -37,7 +35,6 @@ class Profiles:
     cached: int = 0
     failed: int = 0
     seconds: float = 0.0
-    moved_ms: Mapping[Move, float] = field(default_factory=dict, repr=False)
     interrupted: bool = False
 
 

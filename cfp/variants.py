@@ -30,8 +30,7 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
-from cfp.race.outcome import race_row
-from cfp.race.programs import RaceProgram, RaceResult
+from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
 from cfp.search.measure import whole_job
 from cfp.units import parse_bytes

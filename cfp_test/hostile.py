@@ -26,7 +26,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.program.recompute import recomputable
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 
 # Where hostile options would have XLA write.
 BAIT = "bait"

@@ -18,7 +18,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import Timing
 
 # Where compiled programs are timed, under the name that each module has for it.
-_TIMED_IN = ("collectives", "moves", "runner")
+_TIMED_IN = ("collectives", "runner")
 _LEAST_MS, _BYTES_PER_MS = 0.01, 1e6
 
 

@@ -49,7 +49,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, "--devices", "64"], "try: --devices 4"),
     (["analyze", TOY, "--devices", "64"], "4 of platform cpu"),
     (["analyze", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "Cannot write to"),
-    (["search", TOY, *ON_CPU, "--workdir", "empty"], "Run the profile pass"),
+    (
+        ["search", TOY, *ON_CPU, "--workdir", "empty"],
+        "with the same target, mesh, --quick, --per-kind, --pin and --workdir",
+    ),
     (["show", "absent.json"], "Cannot read a plan"),
     (["show", "damaged.json"], "Cannot read a plan"),
     (["show", "other.json"], "something else"),

@@ -19,11 +19,11 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
 from cfp.search.assemble import whole_choice
+from cfp.search.candidates import estimate_kinds
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.estimated import estimate_options
+from cfp.search.expected import estimate_options
 from cfp.search.problem import Solution
-from cfp.search.shortlist import estimate_kinds
 from cfp_test.checking import make_mesh
 from cfp_test.program.test_recompute import stack_step
 
@@ -69,7 +69,7 @@ def test_a_plan_says_that_its_predictions_are_estimates(planned):
     plan, _ = planned
     assert "predictions are estimates" in repr(plan)
     assert "Predictions are estimates" in plan_text(plan)
-    assert "gap" not in plan.search and "strategies_measured" not in plan.search
+    assert "strategies_measured" not in plan.search
     assert "estimate" in summary_line(plan) and "measured" not in summary_line(plan)
 
 

@@ -33,8 +33,13 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import FlatStep
-from cfp.race.outcome import RaceOutcome, race_row
-from cfp.race.programs import RaceProgram, RaceResult, programs_of
+from cfp.race.programs import (
+    RaceOutcome,
+    RaceProgram,
+    RaceResult,
+    programs_of,
+    race_row,
+)
 from cfp.race.turns import race_programs
 from cfp.solution import Candidate, predicted_ms
 

@@ -28,6 +28,7 @@ from cfp.units import parse_bytes
 from cfp.variants import plan_fastest
 
 _PER_KIND = PlannerSettings().per_kind
+_OTHERS = PlannerSettings().others
 _LIMITS = Limits()
 Output = Annotated[
     Path | None,
@@ -52,7 +53,8 @@ def plan(
     preset: o.Preset = None,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
+    others: o.Others = _OTHERS,
+    attention: o.Attention = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

@@ -110,15 +110,23 @@ PerKind = Annotated[
         min=1,
     ),
 ]
-Gap = Annotated[
-    float | None,
+Attention = Annotated[
+    str | None,
     typer.Option(
-        metavar="SHARE",
-        help="Measure until no other plan can be faster by more than this share of the "
-        "step. By default 0.01, or until what is measured next makes no plan faster; "
-        "on GPUs what is measured at first will do.",
+        metavar="KERNELS",
+        help="What may compute the step's attentions, such as cudnn,chunked, the "
+        "preferred first; none leaves them as they are written. By default "
+        "cudnn,tokamax,pallas,chunked on GPUs, and none on virtual CPU devices.",
+        show_default=False,
+    ),
+]
+Others = Annotated[
+    int,
+    typer.Option(
+        metavar="COUNT",
+        help="How many strategies of each kind of segment to measure beside the "
+        "presets' parts, the best by estimate.",
         min=0,
-        max=1,
     ),
 ]
 TimeBudget = Annotated[
@@ -285,12 +293,14 @@ def settings(
     )
     if given.get("time_budget") is not None:
         made = replace(made, seconds=given["time_budget"])
-    if given.get("gap") is not None:
-        made = replace(made, tolerance=given["gap"], patience=float("inf"))
+    if given.get("others") is not None:
+        made = replace(made, others=given["others"])
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
+    if given.get("attention") is not None:
+        made = replace(made, attention=attention_kernels(given["attention"]))
     if given.get("whole_race"):
         made = replace(made, repeats=None)
     if "run_timeout" in given:
@@ -303,6 +313,11 @@ def settings(
     return replace(
         made, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
     )
+
+
+def attention_kernels(text: str) -> tuple[str, ...]:
+    """The kernels that ``--attention`` names; none for "none"."""
+    return () if text == "none" else tuple(text.split(","))
 
 
 @contextlib.contextmanager

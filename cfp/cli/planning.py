@@ -30,12 +30,14 @@ from cfp.report.figures import with_figures
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines
-from cfp.search.explain import Explanation, explain, picks_of
+from cfp.search.assemble import picks_of
+from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem
 from cfp.solution import Profiles
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+_OTHERS = PlannerSettings().others
 _LIMITS = Limits()
 _Why = Annotated[
     bool,
@@ -97,7 +99,8 @@ def profile(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
+    others: o.Others = _OTHERS,
+    attention: o.Attention = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
@@ -160,7 +163,8 @@ def search(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
+    others: o.Others = _OTHERS,
+    attention: o.Attention = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
@@ -206,9 +210,8 @@ def search(
         print_plan(made, literal_console())
         if why is not None:
             print()
-            gap = made.search.get("gap")
             how = (session.analysis, found.problem, why)
-            show(lambda b: explanation_view(*how, b, gap))
+            show(lambda b: explanation_view(*how, b))
         suggest(output)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +20,8 @@ from cfp.search.tradeoff import trade_off
 from cfp.units import parse_bytes
 
 _PER_KIND = PlannerSettings().per_kind
+# What makes nothing faster may need less memory.
+_MORE = 4
 _LIMITS = Limits()
 
 
@@ -43,7 +44,7 @@ def tradeoff(
     as_json: o.Json = False,
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
-    gap: o.Gap = None,
+    others: o.Others = _MORE,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
@@ -70,8 +71,6 @@ def tradeoff(
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
-            if gap is None:  # What makes nothing faster may need less memory.
-                settings = replace(settings, patience=float("inf"))
             problem = measure_all_budgets(
                 session.analysis, session.mesh, workdir, settings
             )

@@ -32,7 +32,6 @@ from cfp.plan.text import (
 )
 from cfp.plan.words import (
     elided,
-    gap_text,
     known_how,
     runner_up,
     scale_text,
@@ -40,7 +39,7 @@ from cfp.plan.words import (
     tensor_text,
     too_large_text,
 )
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
@@ -139,7 +138,6 @@ class PageView:
     remarks: tuple[str, ...]
     costs: tuple[tuple[str, float, float], ...]
     counts: str
-    gap: str
     how: str
     arguments: tuple[tuple[str, str, str, bool], ...]
 
@@ -171,7 +169,6 @@ def page_view(plan: Plan) -> PageView:
         costs=_costs(plan),
         counts=_counts(plan),
         how=known_how(plan),
-        gap=gap_text(plan.search["gap"]) if "gap" in plan.search else "",
         arguments=tuple(
             (
                 name,

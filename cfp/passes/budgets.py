@@ -53,7 +53,7 @@ def measure_all_budgets(
             wanted = [*wanted, *again]
             jobs = [job for item in again for job in item.jobs]
             records |= _measured_again(context, analysis, jobs, end)
-    costs = Costs(analysis, profiles.rates, profiles.moved_ms)
+    costs = Costs(analysis, profiles.rates)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
 

@@ -24,7 +24,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace
-from cfp.race.outcome import RaceOutcome
+from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
 from cfp.solution import Solution
 

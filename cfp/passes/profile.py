@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -12,13 +11,12 @@ from cfp.context import PlanContext
 from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.looker import Looker
+from cfp.search.candidates import estimate_kinds, leading_classics
 from cfp.search.costs import Costs
-from cfp.search.effort import Explored
-from cfp.search.estimated import estimate_options
+from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
-from cfp.search.reshard import moves_between_measured
-from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.search.kernels import Kernels
+from cfp.search.wanted import Explored, WantedMaker, tuning_jobs
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
 
@@ -42,9 +40,6 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     named, found, looker = look_up(
         context, analysis, rates, measure=context.settings.measure is not False
     )
-    moved_ms = looker.moves(
-        moves_between_measured(analysis, rates, found), context.environment
-    )
     done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
     cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
     return Profiles(
@@ -55,7 +50,6 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
         cached=cached,
         failed=sum(record is not None and not record.ok for record in done),
         seconds=time.perf_counter() - started,
-        moved_ms=moved_ms,
         interrupted=looker.interrupted,
     )
 
@@ -92,11 +86,6 @@ def look_up(
         measure,
         context.measure,
     )
-    effort = context.effort
-    if not alone:
-        # What is asked for later depends on times, which processes that remember
-        # different runs know differently: they measure all at once.
-        effort = replace(effort, at_first=settings.per_kind)
 
     def is_over() -> bool:
         return not alone or looker.interrupted or time.monotonic() > context.end
@@ -107,9 +96,12 @@ def look_up(
         where = (analysis, leading, estimates, context.environment)
         return explore(
             estimates,
-            WantedMaker(*where, settings.in_context),
+            WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
             costs,
-            effort=effort,
+            per_kind=settings.per_kind,
+            # What is asked for later depends on times, which processes that remember
+            # different runs know differently: they measure all at once.
+            at_first=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
             look=looker,
             is_over=is_over,
@@ -125,6 +117,12 @@ def look_up(
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker
+
+
+def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
+    """What may compute the step's attentions."""
+    names, platform = context.attention, context.platform
+    return Kernels(analysis=analysis, names=names, platform=platform)
 
 
 def compiles(context: PlanContext, interrupted: bool = False) -> bool:
@@ -156,5 +154,6 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         Costs(analysis, rates),
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
+        kernels=_kernels(context, analysis),
     )
     return Profiles(named, found, rates, seconds=time.perf_counter() - started)

@@ -15,8 +15,8 @@ from cfp.race.candidates import leanest_of, rematerialized
 from cfp.race.shortage import over_budget
 from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem, measured_options
-from cfp.search.effort import Explored
 from cfp.search.problem import Problem, scale_memory
+from cfp.search.wanted import Explored
 from cfp.settings import COMPILED_TO_PREDICTED, LIMITED_MEMORY, PRESETS_BY_ESTIMATE
 from cfp.solution import Candidate, Profiles, Solution, predicted_ms
 
@@ -32,7 +32,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching among what was measured")
-    costs = Costs(analysis, profiles.rates, profiles.moved_ms)
+    costs = Costs(analysis, profiles.rates)
     problems = _problems(context, costs, profiles.found)
     problem, named = problems[0], dict(profiles.presets)
     interrupted = profiles.interrupted
@@ -129,5 +129,4 @@ def _counts(profiles: Profiles) -> dict[str, float]:
         "strategies_cached": profiles.cached,
         "strategies_failed": profiles.failed,
         "profile_seconds": profiles.seconds,
-        "gap": profiles.found.gap,
     }

@@ -15,8 +15,7 @@ from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.graft import aval
-from cfp.race.outcome import RaceOutcome
-from cfp.race.programs import programs_of
+from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.raced import Raced
 from cfp.search.measure import constraints_of
 from cfp.search.problem import Problem

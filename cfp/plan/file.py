@@ -24,7 +24,8 @@ from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
-from cfp.race.outcome import RaceRow
+from cfp.program.replace import Recorded, Replacement
+from cfp.race.programs import RaceRow
 
 FORMAT = 3
 
@@ -38,11 +39,13 @@ _MOST_COUNT = 2**53  # What JSON hands on exactly.
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(?:,\d{1,15})*)?\]")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _FIELDS = frozenset(
-    "format fingerprint mesh_axes arguments output_specs constraints recompute winner "
-    "predicted_ms measured_ms peak_bytes rung predicted_bytes rows uneven whole "
-    "silenced race options environment search static figures sites".split()
+    "format fingerprint mesh_axes arguments output_specs constraints recompute "
+    "replaced winner predicted_ms measured_ms peak_bytes rung predicted_bytes rows "
+    "uneven whole silenced race options environment search static figures sites".split()
 )
-_OPTIONAL = frozenset({"uneven", "whole", "silenced", "rung", "predicted_bytes"})
+_OPTIONAL = frozenset(
+    {"uneven", "whole", "silenced", "rung", "predicted_bytes", "replaced"}
+)
 RUNGS = ("estimated", "one device", "measured")
 # What `--json` prints beside a plan; it is not read.
 _BESIDE = frozenset({"explanation", "variants"})
@@ -109,7 +112,9 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
             _spec(spec, mesh, f"output_specs[{i}]")
             for i, spec in enumerate(_list(data["output_specs"], "output_specs"))
         ),
-        "constraints": _constraints(data["constraints"], data["recompute"], mesh),
+        "constraints": _constraints(
+            data["constraints"], data["recompute"], data.get("replaced", []), mesh
+        ),
         "winner": _words(data["winner"], "winner"),
         "predicted_ms": _time(data["predicted_ms"], "predicted_ms"),
         "measured_ms": _time(data["measured_ms"], "measured_ms"),
@@ -326,7 +331,9 @@ def _argument(value: Any, mesh: _Mesh, where: str) -> tuple[str, str, Spec, bool
     return _name(data["path"], f"{where}.path"), kind, spec, data["donated"]
 
 
-def _constraints(groups: Any, recompute: Any, mesh: _Mesh) -> Constraints:
+def _constraints(
+    groups: Any, recompute: Any, replaced: Any, mesh: _Mesh
+) -> Constraints:
     values: dict[int, Spec] = {}
     uses: dict[tuple[int, int], Spec] = {}
     for i, group in enumerate(_list(groups, "constraints")):
@@ -348,7 +355,20 @@ def _constraints(groups: Any, recompute: Any, mesh: _Mesh) -> Constraints:
         where = f"recompute[{i}]"
         data = _object(one, where, ("forward", "backward"))
         again.append(Recompute(*(_ops(data[n], f"{where}.{n}") for n in data)))
-    return Constraints(values, uses, tuple(again))
+    others = tuple(
+        _replacement(one, mesh, f"replaced[{i}]")
+        for i, one in enumerate(_list(replaced, "replaced"))
+    )
+    return Constraints(values, uses, tuple(again), others)
+
+
+def _replacement(value: Any, mesh: _Mesh, where: str) -> Replacement:
+    data = _object(value, where, ("name", "op", "how"))
+    how = tuple(_name(word, f"{where}.how") for word in _list(data["how"], where))
+    if not how or not {word.rpartition("=")[0] for word in how[1:]} <= mesh.keys():
+        _refuse("a kernel, and what axes of the mesh do", _shown(data["how"]), where)
+    op = _count(data["op"], f"{where}.op")
+    return Replacement(_name(data["name"], where), op, (), Recorded(how))
 
 
 def _ops(value: Any, where: str) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from cfp.plan.parts import (
     arguments_to_json,
     check_arguments,
     constraints_to_json,
+    replaced_to_json,
     static_arguments,
     type_text,
 )
@@ -40,7 +41,7 @@ from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep, compile_step
 from cfp.runtime.raced import Raced
 
@@ -326,6 +327,7 @@ class Plan:
             "output_specs": self.output_specs,
             "constraints": constraints_to_json(self.constraints),
             "recompute": [asdict(one) for one in self.constraints.recompute],
+            "replaced": replaced_to_json(self.constraints),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cfp.plan.parts import PlanRow
 from cfp.printable import merged_name, span_text
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:

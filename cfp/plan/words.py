@@ -59,25 +59,6 @@ def summary_line(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def gap_text(gap: float) -> str:
-    """What measuring more could gain, as :mod:`cfp.search.guided` has it.
-
-    Bounds are estimated from what was measured: a candidate may be faster than its own.
-
-    Args:
-        gap: the share of the step's predicted time that a choice that was not measured
-            could save by its estimated bound; 1 if no plan was known to compare with.
-    """
-    if gap >= 1.0:
-        return "What measuring more could gain is not known."
-    if gap <= 0.0:
-        return "By estimated bounds nothing left to measure is faster (gap 0.0%)."
-    return (
-        f"By estimated bounds what was not measured could save {gap:.1%} of the step "
-        f"(gap {gap:.1%})."
-    )
-
-
 # --------------------------------------------------------------------------- figures
 
 

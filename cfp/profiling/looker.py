@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import Job
-from cfp.profiling.key import Parts
-from cfp.profiling.moves import Move, known_moves, measure_moves
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -91,20 +89,3 @@ class Looker:
                 raise
             self.interrupted = True
             return self._store.get_many(digests)
-
-    def moves(self, moves: Sequence[Move], environment: Parts) -> dict[Move, float]:
-        """Milliseconds of moves, as far as they are known or may be measured."""
-        if self._measure and not self.interrupted:
-            try:
-                return measure_moves(
-                    moves,
-                    self._mesh,
-                    self._store,
-                    environment,
-                    retry_failures=self._options.retry_failures,
-                    progress=self._options.progress,
-                    limits=self._options.limits,
-                )
-            except KeyboardInterrupt:
-                self.interrupted = True
-        return known_moves(moves, self._mesh, self._store, environment)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.profiling.builder import Built
@@ -25,7 +25,6 @@ from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
-from cfp.profiling.repeated import Repeated
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
 from cfp.profiling.threads import with_settings
@@ -35,7 +34,6 @@ _WAITING_BESIDE_THREADS = 2
 # At the end of each batch of builds fewer and fewer threads have something to do: on 2
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24.
 _BUILT_BY_EACH_THREAD = 4
-_RUNS_BY_REFERENCE = 6
 _LOOK_AGAIN_SECONDS = 0.2
 
 Outcome = Built | ProfileRecord
@@ -53,7 +51,6 @@ def run_tasks(
     progress: ProgressCallback | None = None,
     agreement: Agreement | None = None,
     limits: Limits | None = None,
-    reference: Task | None = None,
     program: str = "",
 ) -> ProfileSummary:
     """Measures what the store does not know.
@@ -74,8 +71,6 @@ def run_tasks(
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
       limits: what counts as hung.
-      reference: runs before the first task, after some more and after the last; a
-        record keeps what it took before and after.
       program: what the tasks belong to, for messages.
     """
     by_key: dict[str, Task] = {}
@@ -84,20 +79,16 @@ def run_tasks(
     # By how processes died before, something may be in the store by now.
     bury(store, about=by_key)
     with Marks(store.path, limits, program) as marks:
-        agreement = agreement or Agreement(alone=True)
         state = _State(
             tasks=by_key,
             store=store,
             marks=marks,
             retry_failures=retry_failures,
             progress=progress,
-            agreement=agreement,
-            reference=Repeated(reference, store, marks, agreement, retry_failures),
+            agreement=agreement or Agreement(alone=True),
         )
         state.look_up()
         _measure(state, threads, overlap)
-        if state.since_reference:
-            state.run_reference()
         return state.summary()
 
 
@@ -170,9 +161,7 @@ class _State:
     retry_failures: bool | datetime
     progress: ProgressCallback | None
     agreement: Agreement
-    reference: Repeated
     is_over: bool = False
-    since_reference: list[str] = field(default_factory=list)
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
@@ -239,10 +228,6 @@ class _State:
         [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
             if ready:
-                if len(self.since_reference) >= _RUNS_BY_REFERENCE or (
-                    self.reference.last_ms is None
-                ):
-                    self.run_reference()
                 self.tell(task.label, "run")
                 with self.marks.doing(
                     task.key, task.label, "run", task.expected_ms, then_wait=True
@@ -255,7 +240,6 @@ class _State:
         self.marks.release(task.key)
         self.records[task.key.digest] = outcome
         if outcome.ok:
-            self.since_reference.append(task.key.digest)
             self.measured += 1
         else:
             self.failed += 1
@@ -263,18 +247,6 @@ class _State:
         self.build_seconds += outcome.build_seconds
         self.run_seconds += outcome.run_seconds
         self.tell(task.label, "done")
-
-    def run_reference(self) -> None:
-        """Runs the reference again, and tells the records since the last time."""
-        before = self.reference.last_ms
-        self.reference.run()
-        after = self.reference.last_ms
-        if before is not None and after is not None:
-            for digest in self.since_reference:
-                record = replace(self.records[digest], reference_ms=(before, after))
-                self.records[digest] = record
-                self.store.put(record, replace=True)
-        self.since_reference.clear()
 
     def keep(self, record: ProfileRecord) -> None:
         # A newer failure takes the place of the older one that was tried again.

@@ -59,7 +59,7 @@ def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRec
     found = Counter[str]()
     for collective in built.collectives:
         found[collective.kind] += collective.count
-    if found != wanted and parts["what"] != "reference":
+    if found != wanted:
         # Its time would be that of something else.
         reason = f"expected {wanted} in the program, the compiler made {dict(found)}"
         return built.record("compile_error", reason=reason)

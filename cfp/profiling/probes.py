@@ -33,8 +33,6 @@ _DTYPES = ("float32", "bfloat16")
 _PRODUCTS = 5
 _WRITES = 256
 # On 4 H200 some milliseconds, half of them products.
-_REFERENCE_WIDTH = 2048
-_REFERENCE_TURNS = 64
 # Two in one turn of the loop need no copy where one cannot write over its input.
 _TWO_TURNS = 2
 
@@ -222,28 +220,6 @@ def _memory(sizes: Sizes, mesh: Mesh) -> Probe:
         function=partial(_repeat, change, count, 1),
         count=count,
         work=2.0 * size,  # Read and written.
-    )
-
-
-def reference(mesh: Mesh) -> Probe:
-    """Products and swaps in turn: what tells how fast the devices are just now."""
-    axes = mesh.axis_names
-    width = _REFERENCE_WIDTH // mesh.size * mesh.size
-
-    def compute(x: jax.Array) -> jax.Array:
-        def turn(y: jax.Array) -> jax.Array:
-            y = lax.dot(y, x)
-            return lax.all_to_all(y, axes, split_axis=0, concat_axis=0, tiled=True)
-
-        return _repeat(turn, _REFERENCE_TURNS, 1, lax.dot(x, x))
-
-    return Probe(
-        parts=(("what", "reference"), ("width", str(width))),
-        kind=InputKind((width * mesh.size, width), "bfloat16", (axes, ()), True),
-        function=compute,
-        count=1,
-        work=1.0,
-        reads=True,
     )
 
 

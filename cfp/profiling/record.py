@@ -86,8 +86,6 @@ class ProfileRecord(CompiledBytes):
       status: "ok" means built, run and timed.
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken.
-      reference_ms: what the same small program took shortly before and after; see
-        `cfp.profiling.drift`. Empty where it did not run.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
@@ -103,7 +101,6 @@ class ProfileRecord(CompiledBytes):
     status: Status
     reason: str = ""
     samples_ms: tuple[float, ...] = ()
-    reference_ms: tuple[float, ...] = ()
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     collectives: tuple[Collective, ...] = ()
@@ -117,7 +114,6 @@ class ProfileRecord(CompiledBytes):
             raise ValueError("samples_ms: expected at least one where status is 'ok'")
         times = (
             *self.samples_ms,
-            *self.reference_ms,
             self.build_seconds,
             self.run_seconds,
         )
@@ -160,8 +156,8 @@ class ProfileRecord(CompiledBytes):
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if isinstance(data, dict):
-            # Records from before there were these say nothing of them.
-            data.setdefault("reference_ms", [])
+            # Older records have more, or less.
+            data.pop("reference_ms", None)
             data.setdefault("choice", "")
         data = _fields(cls, data, "record")
         return cls(
@@ -171,7 +167,6 @@ class ProfileRecord(CompiledBytes):
             status=_string(data, "status"),  # pyright: ignore[reportArgumentType]
             reason=_string(data, "reason"),
             samples_ms=_numbers(data, "samples_ms"),
-            reference_ms=_numbers(data, "reference_ms"),
             argument_bytes=_count(data, "argument_bytes"),
             output_bytes=_count(data, "output_bytes"),
             alias_bytes=_count(data, "alias_bytes"),

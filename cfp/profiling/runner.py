@@ -27,7 +27,6 @@ from cfp.profiling.builder import (
     is_out_of_memory,
     reason_of,
 )
-from cfp.profiling.drift import reference_task
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import run_tasks
@@ -90,10 +89,6 @@ _ELSEWHERE = TimingOptions(
     min_repeat=3,
 )
 
-_REFERENCE_TIMING = TimingOptions(
-    warmup_seconds=0.1, min_samples=3, budget_seconds=0.3, min_sample_ms=10.0
-)
-
 
 def profile(
     program: Program,
@@ -108,7 +103,6 @@ def profile(
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
-    reference: Task | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -126,8 +120,6 @@ def profile(
       environment: the compiler's directories; by default one for autotuning next
         to the store.
       limits: what counts as hung.
-      reference: what runs in between to see how fast the devices are. By default a
-        small program; nothing on CPUs, whose virtual devices have no clocks.
 
     Returns:
       A record for each key, failures included.
@@ -150,8 +142,6 @@ def profile(
         )
         for job in jobs
     ]
-    if reference is None and platform != "cpu":
-        reference = reference_task(mesh, partial(execute, timing=_REFERENCE_TIMING))
     with environment.compilation_cache(platform):
         return run_tasks(
             tasks,
@@ -162,7 +152,6 @@ def profile(
             progress=progress,
             agreement=Agreement.of(mesh),
             limits=limits,
-            reference=reference,
             program=program.name,
         )
 

@@ -9,9 +9,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
-from cfp.search.assemble import whole_choice
+from cfp.search.assemble import picks_of, whole_choice
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.explain import picks_of
 from cfp.search.ilp import leanest
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Problem

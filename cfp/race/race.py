@@ -3,45 +3,50 @@
 candidates  what may race                       :mod:`cfp.race.candidates`
 enough      compiled until enough fit           :mod:`cfp.race.enough`
 turns       those, timed in turn                :mod:`cfp.race.turns`
-ties        the simplest of the fastest wins    :mod:`cfp.race.ties`
+again       the leaders, with other compiler options
+ties        the simplest of the fastest wins
 
-Of a deep program truncated ones race, and the winner whole.
+Of a deep program truncated ones race, and the winner whole (:mod:`cfp.race.truncated`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
-from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts
 from cfp.race.cache import keep_answer
-from cfp.race.candidates import (
-    candidates_of,
-)
+from cfp.race.candidates import candidates_of
 from cfp.race.enough import (
     Admitted,
 )
-from cfp.race.outcome import (
+from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
+    UNTRIED,
     RaceOutcome,
     RaceRow,
+    TimedCandidate,
     left_out,
     not_run,
+    programs_of,
     race_row,
 )
-from cfp.race.programs import RaceResult, programs_of
 from cfp.race.run import Run, time_ms
-from cfp.race.ties import complexity, tied_with
 from cfp.race.truncated import truncate
-from cfp.race.whole import first_whole
+from cfp.race.turns import complexity, tied_with
 from cfp.settings import (
     SURELY_TOO_LARGE,
+    WHOLE_TRIES,
+    ConstraintLevel,
 )
 from cfp.solution import Candidate, Solution, predicted_bytes
 
+# Kept apart from the first race: what leads must not change with this one.
 _ALONE: Parts = (("race", "the winner of shortened ones"),)
 
 
@@ -67,7 +72,7 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     return RaceOutcome(winner=solution.best, counts=solution.counts)
 
 
-# --------------------------------------------------------------------------- inside
+# ---------------------------------------------------------------------- whole programs
 
 
 def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
@@ -108,75 +113,6 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     return run.outcome(best, rows, ties, run.built.get(best[0].name))
 
 
-def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None:
-    """Truncated programs, and the winner's whole program after them.
-
-    None under a budget: only whole programs say what they need. Whether one fits into
-    a device is found out where it wins. None, too, where the program cannot be
-    truncated, or none of the winners runs whole.
-    """
-    context, problem = run.context, run.solution.problem
-    kept = context.settings.repeats
-    if context.memory is not None or problem is None or kept is None:
-        return None
-    most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
-    needs = {
-        one.key: predicted_bytes(run.analysis, problem, one.choice)
-        for one in (candidates if context.device_bytes else ())
-    }
-    if None in needs.values():
-        return None
-    large = [one for one in candidates if (needs.get(one.key) or 0) > most_bytes]
-    left = [one for one in candidates if one not in large]
-    gone: list[RaceRow] = []
-
-    def alone(candidate: Candidate) -> RaceResult:
-        whole.clear()
-        [(_, won)] = run.time([candidate], context.defaults.rounds, _ALONE, built=whole)
-        return won
-
-    whole: dict[str, Built] = {}
-    while True:
-        near = run.near_among(left)
-        short = truncate(run.analysis, problem, [one.choice for one in near], kept)
-        if short is None:
-            return None
-        run.built.clear()
-        raced = run.time(near, run.rounds, truncated=short)
-        if not any(result.ran for _, result in raced):
-            return None
-        again, others = run.leaders_again(raced, short)
-        able = [one for one in again if one[1].ran] or others
-        field = [*again, *others]
-        best = min(able, key=time_ms)
-        if not best[1].ran:
-            return None
-        best = min(tied_with(best[1], able), key=complexity, default=best)
-        timed = time.perf_counter()
-        ranked = [best, *sorted(field, key=time_ms)]
-        found, refused = first_whole(ranked, most_bytes, alone)
-        left = [one for one in left if one not in refused]
-        missed = (
-            [one for one in run.near_among(left) if one not in near] if left else []
-        )
-        if missed and refused.found:
-            # What kept others out of reach does not run: these may be the fastest.
-            gone += [race_row(result) for _, result in refused.found.values()]
-            continue
-        if found is None:
-            return None
-        rows = [refused.row(*one) for one in field] + gone
-        far = [one for one in left if one not in near]
-        rows += [left_out(c.name, c.predicted_ms, TOO_FAR) for c in far]
-        rows += [left_out(c.name, c.predicted_ms, TOO_LARGE) for c in large]
-        counts = {
-            "segments": len(run.analysis.segments),
-            "segments_raced": len(short.programs[found[0].choice].segments),
-            "winner_seconds": time.perf_counter() - timed,
-        }
-        return run.outcome(found, rows, built=whole.get(found[0].name), counts=counts)
-
-
 def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     """The best by prediction whose whole program, compiled, fits in a budget."""
     known, _ = run.remember(candidates)
@@ -192,3 +128,94 @@ def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     return RaceOutcome(
         winner=winner, peak_bytes=made.peak_bytes, counts=run.solution.counts
     )
+
+
+# ------------------------------------------------------------------ truncated programs
+
+
+def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None:
+    """Truncated programs, and after them whole the first that runs of the fastest.
+
+    None under a budget: only whole programs say what they need. Whether one fits into
+    a device is found out where it wins. None, too, where the program cannot be
+    truncated, or what is fastest does not run whole: then whole programs race.
+    """
+    context, problem = run.context, run.solution.problem
+    kept = context.settings.repeats
+    if context.memory is not None or problem is None or kept is None:
+        return None
+    most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
+    needs = {
+        one.key: predicted_bytes(run.analysis, problem, one.choice)
+        for one in (candidates if context.device_bytes else ())
+    }
+    if None in needs.values():
+        return None
+    large = [one for one in candidates if (needs.get(one.key) or 0) > most_bytes]
+    left = [one for one in candidates if one not in large]
+    near = run.near_among(left)
+    short = truncate(run.analysis, problem, [one.choice for one in near], kept)
+    if short is None:
+        return None
+    run.built.clear()
+    again, others = run.leaders_again(
+        run.time(near, run.rounds, truncated=short), short
+    )
+    able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
+    if not able:
+        return None
+    best = min(tied_with(min(able, key=time_ms)[1], able), key=complexity, default=None)
+    ranked = sorted((*again, *others), key=time_ms)
+    timed = time.perf_counter()
+    won, refused = _first_whole(run, [best, *ranked] if best else ranked, most_bytes)
+    # What kept others out of reach may not run: then these may be the fastest.
+    rest = [one for one in left if (one.choice, one.level) not in refused]
+    missed = refused and rest and any(c not in near for c in run.near_among(rest))
+    if won is None or missed:
+        return None
+    rows = [_row(one, refused) for one in (*again, *others)]
+    far = [one for one in left if one not in near]
+    rows += [left_out(c.name, c.predicted_ms, TOO_FAR) for c in far]
+    rows += [left_out(c.name, c.predicted_ms, TOO_LARGE) for c in large]
+    counts = {
+        "segments": len(run.analysis.segments),
+        "segments_raced": len(short.programs[won[0].choice].segments),
+        "winner_seconds": time.perf_counter() - timed,
+    }
+    return run.outcome(won, rows, built=run.built.get(won[0].name), counts=counts)
+
+
+# What did not run whole, by choice and level: with other options it is as large.
+_Refused = Mapping[tuple[Choice, ConstraintLevel], TimedCandidate]
+
+
+def _first_whole(
+    run: Run, ranked: Sequence[TimedCandidate], most_bytes: float
+) -> tuple[TimedCandidate | None, _Refused]:
+    """The first of those that ran truncated whose whole program fits and runs."""
+    refused: dict[tuple[Choice, ConstraintLevel], TimedCandidate] = {}
+    tries = 0
+    for one, short in ranked:
+        if not short.ran or (one.choice, one.level) in refused:
+            continue
+        if short.peak_bytes > most_bytes:
+            refused[one.choice, one.level] = one, replace(short, fits=False)
+            continue
+        if tries == WHOLE_TRIES:
+            break
+        tries += 1
+        run.built.clear()
+        [(_, whole)] = run.time([one], run.context.defaults.rounds, _ALONE)
+        if whole.ran:
+            return (one, whole), refused
+        refused[one.choice, one.level] = one, whole
+    return None, refused
+
+
+def _row(timed: TimedCandidate, refused: _Refused) -> RaceRow:
+    """How a candidate did, as a plan keeps it: truncated, unless refused whole."""
+    one, short = timed
+    other, whole = refused.get((one.choice, one.level), (one, short))
+    if other.key != one.key:
+        return left_out(one.name, one.predicted_ms, UNTRIED)
+    return race_row(replace(whole, name=one.name))

@@ -14,28 +14,27 @@ from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
 from cfp.race.cache import answer_to, question
-from cfp.race.candidates import (
-    leanest_of,
-    predicted_size,
-    with_options,
-)
+from cfp.race.candidates import leanest_of, predicted_size, with_options
 from cfp.race.compile import Compiled, compile_programs
 from cfp.race.enough import (
+    MEMORY_SHARE,
     Admitted,
     best_of,
     enough_that_fit,
     in_reach,
+    limit_options,
     raced_anyway,
 )
-from cfp.race.limit import MEMORY_SHARE, limit_options
-from cfp.race.outcome import (
+from cfp.race.programs import (
     TOO_LARGE,
     UNMEASURED,
     RaceOutcome,
+    RaceResult,
     RaceRow,
+    TimedCandidate,
     left_out,
+    programs_of,
 )
-from cfp.race.programs import RaceResult, TimedCandidate, programs_of
 from cfp.race.remembered import known_to_fit
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
@@ -49,6 +48,11 @@ from cfp.solution import Candidate, Solution
 
 # Kept apart from the first race: what leads must not change with this one.
 SECOND: Parts = (("race", "with other compiler options"),)
+
+
+def time_ms(timed: TimedCandidate) -> float:
+    """What a candidate took."""
+    return timed[1].time_ms
 
 
 def second_race(
@@ -133,7 +137,6 @@ class Run:
         rounds: int,
         stage: Parts = (),
         truncated: Truncated | None = None,
-        built: dict[str, Built] | None = None,
     ) -> list[TimedCandidate]:
         """How candidates do, timed in turn."""
         context, analysis = self.context, self.analysis
@@ -146,7 +149,7 @@ class Run:
             budget_bytes=context.budget_bytes,
             rounds=rounds,
             end=context.end,
-            built=self.built if built is None else built,
+            built=self.built,
             options=context.measure,
         )
         self.fresh.extend(result.name for result in results if not result.cached)
@@ -282,8 +285,3 @@ class Run:
             rows=(*rows, *absent),
             counts=found,
         )
-
-
-def time_ms(timed: TimedCandidate) -> float:
-    """What a candidate took."""
-    return timed[1].time_ms

@@ -1,4 +1,4 @@
-"""Programs timed in turn, A B C A B C; the fastest is the answer."""
+"""Programs timed in turn, A B C A B C: the fastest wins, the simplest of ties."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import median
 
 from jax.sharding import Mesh
 
+from cfp.presets.classics import CLASSICS
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
@@ -16,12 +19,19 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import interquartile_range
 from cfp.program.graph import Program
 from cfp.race.cache import keep_race, of_one_race
 from cfp.race.compile import build_each, fits, keep, still_good, too_late
-from cfp.race.programs import RaceProgram, RaceResult
-from cfp.race.ties import is_tie
-from cfp.settings import MORE_ROUNDS, STAY_AFTER_LOOK, STAY_AFTER_TURN, defaults_of
+from cfp.race.programs import RaceProgram, RaceResult, TimedCandidate
+from cfp.settings import (
+    ENOUGH_SAMPLES,
+    MORE_ROUNDS,
+    STAY_AFTER_LOOK,
+    STAY_AFTER_TURN,
+    SURE_STANDARD_ERRORS,
+    defaults_of,
+)
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
@@ -235,3 +245,50 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
         samples_ms=before.samples_ms + found.samples_ms,
         run_seconds=before.run_seconds + found.run_seconds,
     )
+
+
+# ------------------------------------------------------------------------------ ties
+
+# Of normally distributed samples: standard deviations in an interquartile range, and
+# standard errors of the mean in one of the median.
+_SIGMAS, _OF_MEDIAN = 1.349, 1.253
+
+
+def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the medians of two programs' samples differ by no more than noise.
+
+    Args:
+        some, others: samples of one race, in milliseconds.
+
+    Returns:
+        False where either has too few samples to tell.
+    """
+    if min(len(some), len(others)) < ENOUGH_SAMPLES:
+        return False
+    error = sqrt(_error(some) ** 2 + _error(others) ** 2)
+    return abs(median(some) - median(others)) <= SURE_STANDARD_ERRORS * error
+
+
+def _error(samples: Sequence[float]) -> float:
+    """The standard error of the median."""
+    return _OF_MEDIAN * interquartile_range(samples) / _SIGMAS / sqrt(len(samples))
+
+
+def tied_with(won: RaceResult, field: Sequence[TimedCandidate]) -> list[TimedCandidate]:
+    """What ran as fast as the fastest within the spread of samples, and that itself.
+
+    Nothing where there are too few samples to tell. What was timed for a larger budget,
+    and is too large for this one, ties with nothing.
+    """
+    return [
+        (candidate, result)
+        for candidate, result in field
+        if result.ran and is_tie(result.samples_ms, won.samples_ms)
+    ]
+
+
+def complexity(raced: TimedCandidate) -> tuple[bool, int, float]:
+    """What decides a tie: presets before plans, fewer compiler options, the time."""
+    candidate, result = raced
+    is_preset = candidate.name.partition(", ")[0] in CLASSICS
+    return not is_preset, len(candidate.options), result.time_ms

@@ -28,7 +28,6 @@ def explanation_view(
     problem: Problem,
     found: Explanation,
     border: box.Box,
-    gap: float | None = None,
 ) -> RenderableType:
     """A table for each kind of segment, and what memory has to do with it.
 
@@ -37,14 +36,10 @@ def explanation_view(
         problem: what was searched.
         found: the explanation.
         border: of the tables.
-        gap: the share of the step that what was not measured could save at most, if
-            anybody knows; see :class:`cfp.search.effort.Explored`.
     """
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]
     parts += map(Text, _headlines(problem, found))
-    if gap is not None:
-        parts.append(Text(_unmeasured(found.best.cost_ms, gap)))
     parts.append(Text(_HOW_TO_READ))
     for item in found.kinds:
         parts += [Text(), _kind_table(analysis, problem, found, item, names, border)]
@@ -72,23 +67,6 @@ def _headlines(problem: Problem, found: Explanation) -> Iterator[str]:
             f"It won the race; the search had predicted {_ms(plan)} for it, and "
             f"{_ms(best)} for the best of those measured (*)."
         )
-
-
-def _unmeasured(best_ms: float, gap: float) -> str:
-    """What the choices are worth that nobody measured."""
-    if gap >= 1.0:
-        return "What choices that were not measured would take is not known."
-    least_ms = (1.0 - gap) * best_ms
-    text = (
-        "By estimated bounds, with which all measurements agree, no choice that was "
-        f"not measured brings the step below {least_ms:.3f} ms"
-    )
-    if gap <= 0.0:
-        return f"{text}: none is faster."
-    return (
-        f"{text} (gap {gap:.1%}). Most take longer than their bound, a few less; "
-        "cfp profile --gap 0.05 measures on, up to --per-kind choices of each kind."
-    )
 
 
 def _kind_table(

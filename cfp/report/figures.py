@@ -21,7 +21,7 @@ from cfp.plan.figures import (
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
-from cfp.search.explain import picks_of
+from cfp.search.assemble import picks_of
 from cfp.search.problem import Option, Problem
 
 # A block's anchor is drawn with what it reads, as far as people name it.

@@ -20,7 +20,7 @@ from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.plan.describe import block_collectives, op_text
 from cfp.report.console import literal_console
-from cfp.report.tables import PLAIN_WIDTH, gap_text
+from cfp.report.tables import PLAIN_WIDTH
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 
@@ -178,7 +178,7 @@ def profiles_view(
         f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
         f"{profiles.failed} failed; {profiles.seconds:.1f} s"
     )
-    return Group(table, Text(), Text(line), Text(gap_text(profiles.found.gap)))
+    return Group(table, Text(), Text(line))
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
@@ -209,7 +209,6 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
         "failed": profiles.failed,
         "seconds": profiles.seconds,
         "rounds": profiles.found.rounds,
-        "gap": profiles.found.gap,
         "profiles": found,
     }
 

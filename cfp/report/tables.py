@@ -27,8 +27,8 @@ from cfp.plan.text import (
     remarks,
     span_text,
 )
-from cfp.plan.words import gap_text, scale_text, summary_line
-from cfp.race.outcome import RaceRow
+from cfp.plan.words import scale_text, summary_line
+from cfp.race.programs import RaceRow
 from cfp.report.console import literal_console
 from cfp.units import format_bytes
 
@@ -156,8 +156,6 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         parts.append(Text())
     told = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
     parts += [Text(line) for line in told if line]
-    if "gap" in plan.search:
-        parts.append(Text(gap_text(plan.search["gap"])))
     return Group(*parts)
 
 

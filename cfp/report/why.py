@@ -11,7 +11,6 @@ from cfp.context import PlanContext
 from cfp.passes.profile import look_up
 from cfp.profiling.collectives import Rates, measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
-from cfp.search.reshard import moves_between_measured
 
 _MOST_LABELS = 8
 
@@ -41,8 +40,8 @@ class Misses:
         known: how many things are in the store.
         rates_known: whether the devices' rates are. If not, estimates follow from
             defaults, and some other strategies may be measured than are listed.
-        complete: whether that is all. If not, more may be measured, strategies and
-            resharding: what follows from the times of strategies that are listed.
+        complete: whether that is all. If not, more strategies may be measured: what
+            follows from the times of those that are listed.
     """
 
     misses: tuple[Miss, ...]
@@ -67,11 +66,6 @@ def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     complete = all(
         job.key.digest in answered for item in found.wanted for job in item.jobs
     )
-    if complete:
-        moves = moves_between_measured(analysis, rates, found)
-        keys = {move.key(mesh, context.environment): move for move in moves}
-        asked.update((key.digest, (move.label, key)) for key, move in keys.items())
-        answered = store.get_many(asked)
     stored = store.keys_like()
     return Misses(
         misses=tuple(
@@ -107,8 +101,7 @@ def why_lines(found: Misses) -> Iterator[str]:
     if not found.complete:
         yield ""
         yield (
-            "What else is worth measuring, other strategies and resharding, follows "
-            "from what these take."
+            "Which other strategies are worth measuring follows from what these take."
         )
 
 

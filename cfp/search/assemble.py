@@ -5,6 +5,7 @@ from __future__ import annotations
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
+from cfp.search.candidates import segment_candidate
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.problem import Problem, Solution, solution
 
@@ -31,6 +32,18 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choic
         tuple(remat),
         tuple(kernels),
     )
+
+
+def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
+    """A whole program's choice as options of a problem; None if it has not all."""
+    picks = []
+    for segment in analysis.segments:
+        wanted = segment_candidate(analysis, segment.index, choice).key
+        keys = [option.candidate.key for option in problem.options[segment.kind]]
+        if wanted not in keys:
+            return None
+        picks.append(keys.index(wanted))
+    return picks
 
 
 def best_solutions(problem: Problem, count: int) -> list[Solution]:

@@ -1,16 +1,25 @@
-"""Which choices for a segment are worth measuring: the best by estimate, varied."""
+"""Which choices are worth measuring: the best by estimate, and the presets' parts.
+
+Each axis of a mesh may play each role, which makes dozens of presets on three axes.
+Those in which all axes play one role stay, and of the mixed ones the best by estimate;
+unless they are estimated to take far longer than the best of all.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
-from cfp.search.estimate import SegmentEstimate
+from cfp.presets.classics import CLASSICS
+from cfp.profiling.collectives import Rates
+from cfp.search.estimate import Estimator, SegmentEstimate
 from cfp.search.problem import Candidate
+from cfp.settings import MIXED_PRESETS
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
@@ -82,3 +91,68 @@ def choose_candidates(
             break
         found.setdefault(candidate.key, candidate)
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimated costs of every kind of segment.
+
+    Attributes:
+        estimator: what made them.
+        kinds: the estimate of each kind's representative.
+    """
+
+    estimator: Estimator
+    kinds: tuple[SegmentEstimate, ...]
+
+
+def estimate_kinds(analysis: Analysis, rates: Rates) -> Estimates:
+    """Estimates the representative of every kind of segment."""
+    estimator = Estimator(analysis.frame, rates)
+    segments = analysis.segments
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        behind = segments[index + 1] if index + 1 < len(segments) else None
+        twin = behind if behind is not None and behind.kind == kind else None
+        found.append(estimator.segment(segments[index], twin))
+    return Estimates(estimator, tuple(found))
+
+
+def leading_classics(
+    analysis: Analysis,
+    estimates: Estimates,
+    classics: Mapping[str, Choice],
+    reach: float = float("inf"),
+) -> dict[str, Choice]:
+    """The classics that are worth measuring, in their order.
+
+    Args:
+        analysis: of the program.
+        estimates: of its kinds of segments.
+        classics: all of them, by name.
+        reach: how many times as long as the best of them one may be estimated to take.
+    """
+    total_ms = {
+        name: _total_ms(analysis, estimates, choice)
+        for name, choice in classics.items()
+    }
+    # Of a program that only hands on what it got there is nothing to estimate.
+    best_ms = min(total_ms.values(), default=0.0)
+    limit_ms = reach * best_ms if best_ms else float("inf")
+    mixed = sorted(classics.keys() - set(CLASSICS), key=total_ms.__getitem__)
+    leading = {*CLASSICS, *mixed[:MIXED_PRESETS]}
+    return {
+        name: choice
+        for name, choice in classics.items()
+        if name in leading and total_ms[name] <= limit_ms
+    }
+
+
+def _total_ms(analysis: Analysis, estimates: Estimates, choice: Choice) -> float:
+    """The estimated time of a whole program, what moves between kinds left out."""
+    kinds = [segment.kind for segment in analysis.segments]
+    return sum(
+        kinds.count(kind)
+        * estimates.kinds[kind].total_ms(segment_candidate(analysis, index, choice))
+        for kind, index in enumerate(analysis.representatives)
+    )

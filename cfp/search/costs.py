@@ -9,16 +9,12 @@ from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
-from cfp.analysis.specs import even_spec
+from cfp.attention.matching.matches import among, way_of
 from cfp.errors import DeviceError
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
-from cfp.profiling.drift import at_one_clock
-from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
-from cfp.search.estimate import Estimator
-from cfp.search.handover import between, handover, total_ms
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -26,8 +22,10 @@ from cfp.search.measure import (
     segment_bytes,
 )
 from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.terms import Terms
+from cfp.search.transitions import TransitionCosts, between, handover_ms
 from cfp.search.wanted import Wanted, layout_of
-from cfp.settings import LIMITED_MEMORY_AT_LEAST
+from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
 class Costs:
@@ -36,18 +34,12 @@ class Costs:
     Args:
         analysis: the program's analysis.
         rates: the devices' rates.
-        moved_ms: what moves between segments take that were measured.
     """
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        rates: Rates,
-        moved_ms: Mapping[Move, float] | None = None,
-    ) -> None:
+    def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
-        self.moved_ms = moved_ms or {}
-        self._estimator = Estimator(analysis.frame, rates)
+        self._moves = TransitionCosts(rates, analysis.frame.mesh)
+        self._terms = Terms(analysis.frame, rates)
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
@@ -82,8 +74,31 @@ class Costs:
                 self.analysis.segments[index],
                 self._layout(index, candidate),
                 candidate.remat,
+                candidate.kernel,
             )
         return self._least[key]
+
+    def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
+        """What a candidate's kernel should save, less what it takes."""
+        if not candidate.kernel:
+            return 0.0
+        program = self.analysis.frame.program
+        index = self.analysis.representatives[kind]
+        layout, terms = self._layout(index, candidate), self._terms
+        saved = 0.0
+        for match in among(program, self.analysis.segments[index].ops):
+            if isinstance(way_of(program, match, candidate.kernel, layout.axes), str):
+                continue
+            times = [
+                terms.compute_ms(program.ops[op], layout.axes[op])
+                for op in match.ops
+                if op in layout.axes
+            ]
+            products = sum(matmul_ms for matmul_ms, _ in times)
+            others = sum(memory_ms for _, memory_ms in times)
+            share = KERNEL_SHARE_OF_MATMUL[candidate.kernel.partition(" ")[0]]
+            saved += others + products - products / share
+        return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
         """What a program needs on each device whatever is computed again.
@@ -113,27 +128,16 @@ class Costs:
         for m, a in rows:
             for n, b in columns:
                 if (left, right, m, n) not in known:
-                    moves = self.handover(left, right, a, b)
-                    known[left, right, m, n] = total_ms(moves, self.moved_ms)
+                    known[left, right, m, n] = self.handover_ms(left, right, a, b)
         return [[known[left, right, m, n] for n, _ in columns] for m, _ in rows]
 
-    def handover(
-        self, left: int, right: int, a: Candidate, b: Candidate
-    ) -> tuple[tuple[Move, float], ...]:
-        """What moves between two segments, there and back, and estimated ms."""
+    def handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
+        """What moves between two segments, there and back, takes by estimate."""
         here, there = self._layout(left, a), self._layout(right, b)
-        estimator = self._estimator
-        return (
-            *handover(estimator, here, there, between(self.analysis, left, right)),
-            *handover(estimator, there, here, between(self.analysis, right, left)),
-        )
-
-    def can_measure(self, move: Move) -> bool:
-        """Whether a move can stand alone: arguments may not be padded."""
-        return all(
-            even_spec(spec, move.shape, self.analysis.frame.mesh) == spec
-            for spec in (move.have, move.want)
-        )
+        out = between(self.analysis, left, right)
+        ahead_ms = handover_ms(self._moves, here, there, out)
+        back = between(self.analysis, right, left)
+        return ahead_ms + handover_ms(self._moves, there, here, back)
 
     def _number(self, candidate: Candidate) -> int:
         """The same for candidates that are laid out alike."""
@@ -230,7 +234,6 @@ def measured_options(
     Raises:
         DeviceError: no candidate of some segment could be measured.
     """
-    records = at_one_clock(records)
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
     for item in wanted:
@@ -245,9 +248,7 @@ def measured_options(
         options[item.kind].append(
             Option(
                 candidate=item.candidate,
-                time_ms=item.alone_ms(records)
-                if alone
-                else item.time_ms(records, costs.moved_ms),
+                time_ms=item.alone_ms(records) if alone else item.time_ms(records),
                 state_bytes=least.state_bytes,
                 residual_bytes=residual,
                 temp_bytes=max(0, records[item.job.key.digest].temp_bytes - residual),

@@ -34,8 +34,6 @@ class SegmentEstimate:
             behind the second) a matrix over their strategies. Pairs of a block with
             itself hold what moves between a block and its twin in the next segment.
         own_edge_ms: the same without what moves between the segment and its twin.
-        parts_ms: like ``node_ms``, what these are the sums of: ``[strategy][part]``,
-            contractions, other ops, and what moves.
         node_bytes: like ``node_ms``, bytes of state on each device.
         numbers: for each of its blocks the number in ``strategies`` of every strategy
             of the block; those that shard all ops alike share one.
@@ -46,7 +44,6 @@ class SegmentEstimate:
     node_ms: Mapping[Storage, Sequence[np.ndarray]]
     edge_ms: Mapping[tuple[int, int], np.ndarray]
     own_edge_ms: Mapping[tuple[int, int], np.ndarray]
-    parts_ms: Mapping[Storage, Sequence[np.ndarray]]
     node_bytes: Mapping[Storage, Sequence[np.ndarray]]
     numbers: tuple[Mapping[Strategy, int], ...]
 
@@ -56,15 +53,6 @@ class SegmentEstimate:
         nodes = self.node_ms[candidate.storage]
         total = sum(float(row[pick]) for row, pick in zip(nodes, picks, strict=True))
         return total + self._edges(picks)
-
-    def parts(self, candidate: Candidate) -> np.ndarray:
-        """What the estimated time of one candidate is the sum of; see `parts_ms`."""
-        picks = self._picks(candidate)
-        nodes = self.parts_ms[candidate.storage]
-        found = sum(
-            (row[pick] for row, pick in zip(nodes, picks, strict=True)), np.zeros(3)
-        )
-        return found + np.array([0.0, 0.0, self._edges(picks)])
 
     def without_twin(self) -> SegmentEstimate:
         """The estimate of the segment by itself, whatever follows it."""
@@ -83,20 +71,6 @@ class SegmentEstimate:
             },
         )
 
-    def weighed(self, weights: np.ndarray) -> SegmentEstimate:
-        """The estimate with each part multiplied by a weight."""
-        parts = {
-            mode: [rows * weights for rows in blocks]
-            for mode, blocks in self.parts_ms.items()
-        }
-        return replace(
-            self,
-            node_ms={mode: _sums(blocks) for mode, blocks in parts.items()},
-            parts_ms=parts,
-            edge_ms={pair: m * weights[2] for pair, m in self.edge_ms.items()},
-            own_edge_ms={pair: m * weights[2] for pair, m in self.own_edge_ms.items()},
-        )
-
     def _picks(self, candidate: Candidate) -> list[int]:
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         return [numbers[strategy] for numbers, strategy in pairs]
@@ -105,10 +79,6 @@ class SegmentEstimate:
         return sum(
             float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
         )
-
-
-def _sums(blocks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [rows.sum(axis=1) for rows in blocks]
 
 
 class Estimator:
@@ -134,16 +104,16 @@ class Estimator:
         ]
         owned = self.terms.owned_groups(segment.groups, [row[0] for row in terms])
         inside = [[self.terms.inside_ms(t) for t in options] for options in terms]
-        parts, node_bytes = {}, {}
+        node_ms, node_bytes = {}, {}
         for mode in Storage:
-            parts[mode], node_bytes[mode] = [], []
+            node_ms[mode], node_bytes[mode] = [], []
             for place, options in enumerate(terms):
                 state = [self.terms.state(owned[place], t, mode) for t in options]
-                rows = [
-                    (t.matmul_ms, t.memory_ms + s.memory_ms, moved + s.moves_ms)
+                times = [
+                    t.matmul_ms + t.memory_ms + s.memory_ms + moved + s.moves_ms
                     for t, s, moved in zip(options, state, inside[place], strict=True)
                 ]
-                parts[mode].append(np.array(rows))
+                node_ms[mode].append(np.array(times))
                 node_bytes[mode].append(np.array([s.held_bytes for s in state]))
         edges = own_edges = self._edges(terms)
         if twin is not None:
@@ -152,10 +122,9 @@ class Estimator:
         return SegmentEstimate(
             segment,
             strategies,
-            {mode: _sums(blocks) for mode, blocks in parts.items()},
+            node_ms,
             edges,
             own_edges,
-            parts,
             node_bytes,
             tuple(numbers),
         )

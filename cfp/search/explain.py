@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
-from cfp.search.candidates import segment_candidate
 from cfp.search.dynamic import can_fit, solve_dynamically
 from cfp.search.ilp import smallest_budget
 from cfp.search.priced import least_cost_ms, memory_price, unlimited
@@ -135,18 +132,6 @@ def explain(
         ),
         memory=_explain_memory(problem, best, step_bytes),
     )
-
-
-def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
-    """A whole program's choice as options of a problem; None if it has not all."""
-    picks = []
-    for segment in analysis.segments:
-        wanted = segment_candidate(analysis, segment.index, choice).key
-        keys = [option.candidate.key for option in problem.options[segment.kind]]
-        if wanted not in keys:
-            return None
-        picks.append(keys.index(wanted))
-    return picks
 
 
 def _explain_kind(

@@ -316,15 +316,23 @@ class SegmentBytes:
 
 
 def segment_bytes(
-    frame: Frame, segment: Segment, layout: Layout, remat: bool = False
+    frame: Frame,
+    segment: Segment,
+    layout: Layout,
+    remat: bool = False,
+    kernel: str = "",
 ) -> SegmentBytes:
     """State, and values that live from the forward to the backward pass.
 
-    Of a segment that is computed again only what others read is kept.
+    Of a segment that is computed again only what others read is kept, and of what a
+    kernel computes what it returns.
     """
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
     held = held_values(frame, segment, remat)
+    for match in among(frame.program, segment.ops) if kernel else ():
+        if isinstance(way_of(frame.program, match, kernel, layout.axes), Way):
+            held -= {v for op in match.between for v in frame.program.ops[op].results}
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
-from cfp.profiling.moves import Move
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import choose_candidates, segment_candidate
-from cfp.search.handover import between, handover, total_ms
+from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
+from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.measure import pair_job, segment_job, segment_layout
-from cfp.search.problem import Candidate
-from cfp.search.shortlist import Estimates
+from cfp.search.problem import Candidate, Option
+from cfp.search.transitions import between, handover_ms
 from cfp.settings import LEAST_ADDED_SHARE
 
 
@@ -33,8 +32,7 @@ class Wanted:
         job: the segment alone.
         carrier_job: the neighbour alone, or None where there is no neighbour.
         pair_job: both.
-        handover: what moves between the two, and estimated milliseconds; the search
-            adds them by itself.
+        handover_ms: what the two take to hand over, which the search adds by itself.
         carrier: the neighbour's place and choice, or None.
         base: for a candidate that is computed again the same without that, whose
             time in context it shares but for what computing again adds; or None. It
@@ -47,7 +45,7 @@ class Wanted:
     job: Job
     carrier_job: Job | None = None
     pair_job: Job | None = None
-    handover: tuple[tuple[Move, float], ...] = ()
+    handover_ms: float = 0.0
     carrier: tuple[int, Candidate] | None = None
     base: Wanted | None = None
 
@@ -89,29 +87,20 @@ class Wanted:
         """What the segment takes by itself."""
         return records[self.job.key.digest].time_ms + self._again_ms(records)
 
-    def time_ms(
-        self,
-        records: Mapping[str, ProfileRecord],
-        moved_ms: Mapping[Move, float] | None = None,
-    ) -> float:
-        """What the segment adds to a step.
-
-        Args:
-            records: what was measured.
-            moved_ms: what moves take that were measured, too.
-        """
+    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What the segment adds to a step."""
         alone = records[self.job.key.digest]
         if self.base is not None:
             less = records[self.base.job.key.digest]
             if not less.ok:
                 return alone.time_ms  # Only computed again does it run at all.
             more_ms = max(alone.time_ms - less.time_ms, self._again_ms(records))
-            return self.base.time_ms(records, moved_ms) + max(0.0, more_ms)
+            return self.base.time_ms(records) + max(0.0, more_ms)
         context = self._context(records)
         if context is None:
             return alone.time_ms
         carrier, pair = context
-        added = pair.time_ms - carrier.time_ms - total_ms(self.handover, moved_ms)
+        added = pair.time_ms - carrier.time_ms - self.handover_ms
         # The noise of two large numbers can make a small segment look free.
         return max(added, LEAST_ADDED_SHARE * alone.time_ms)
 
@@ -140,7 +129,7 @@ class Wanted:
         if plain is not None:
             return max(0.0, pair.time_ms - plain[1].time_ms)
         alone_ms = records[self.base.job.key.digest].time_ms
-        beside_ms = carrier.time_ms + alone_ms + total_ms(self.handover)
+        beside_ms = carrier.time_ms + alone_ms + self.handover_ms
         return max(0.0, pair.time_ms - beside_ms)
 
     def _context(
@@ -156,6 +145,28 @@ class Wanted:
         return carrier, pair
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What was measured, or estimated.
+
+    Attributes:
+        wanted: what was asked for, in order.
+        records: what is known of it, by key.
+        required: how many of ``wanted`` were asked for before any search.
+        rounds: how many searches asked for more.
+        tight: whether memory decides, so that forward passes may be computed again.
+        estimated: for each kind of segment its options by estimates, where nothing is
+            to be measured.
+    """
+
+    wanted: Sequence[Wanted] = ()
+    records: Mapping[str, ProfileRecord]
+    required: int = 0
+    rounds: int = 0
+    tight: bool
+    estimated: tuple[tuple[Option, ...], ...] = ()
+
+
 class WantedMaker:
     """Makes candidates of segments into things to measure.
 
@@ -165,6 +176,7 @@ class WantedMaker:
         estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
+        kernels: what may compute attentions.
     """
 
     def __init__(
@@ -174,12 +186,14 @@ class WantedMaker:
         estimates: Estimates,
         environment: Parts,
         in_context: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         self._analysis = analysis
         self._classics = classics
         self._estimates = estimates
         self._environment = environment
         self._in_context = in_context
+        self.kernels = kernels
         self._family: dict[tuple[int, tuple], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
@@ -205,7 +219,8 @@ class WantedMaker:
         for kind, estimate in enumerate(self._estimates.kinds):
             required = list(self._required[kind].values())
             count = min(per_kind, len(required) + others)
-            for candidate in choose_candidates(estimate, required, count):
+            chosen = choose_candidates(estimate, required, count)
+            for candidate in with_kernels(self.kernels, kind, chosen):
                 found.append(self.make(kind, candidate))
         return found
 
@@ -218,7 +233,7 @@ class WantedMaker:
         near = _neighbour(analysis, index) if self._in_context else None
         if near is None:
             return Wanted(kind, candidate, job)
-        carrier, moves = self._carrier(index, candidate, near)
+        carrier, between_ms = self._carrier(index, candidate, near)
         carrier_index = analysis.representatives[analysis.segments[near].kind]
         alone = self._alone(carrier_index, carrier, label)
         together = pair_job(
@@ -231,7 +246,9 @@ class WantedMaker:
         together = replace(
             together, after=frozenset((job.key.digest, alone.key.digest))
         )
-        return Wanted(kind, candidate, job, alone, together, moves, (near, carrier))
+        return Wanted(
+            kind, candidate, job, alone, together, between_ms, (near, carrier)
+        )
 
     def again(self, base: Wanted, alone: bool = False) -> Wanted:
         """The same candidate, with its forward pass computed again.
@@ -263,7 +280,7 @@ class WantedMaker:
 
     def _carrier(
         self, index: int, candidate: Candidate, near: int
-    ) -> tuple[Candidate, tuple[tuple[Move, float], ...]]:
+    ) -> tuple[Candidate, float]:
         """The neighbour's choice that goes best with a candidate, and the handover.
 
         A twin chooses alike. The neighbour of a classic's part is the same classic's,
@@ -277,15 +294,16 @@ class WantedMaker:
             options = [candidate]
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
-        estimator = self._estimates.estimator
+        moves = self._estimates.estimator.terms.moves
         layout = self._layout(index, candidate)
         out, back = between(analysis, index, near), between(analysis, near, index)
         ways = []
         for option in options:
             there = self._layout(near, option)
-            ahead = handover(estimator, layout, there, out)
-            ways.append((option, (*ahead, *handover(estimator, there, layout, back))))
-        return min(ways, key=lambda way: total_ms(way[1]))
+            ahead_ms = handover_ms(moves, layout, there, out)
+            back_ms = handover_ms(moves, there, layout, back)
+            ways.append((option, ahead_ms + back_ms))
+        return min(ways, key=lambda way: way[1])
 
 
 def computed_again(

@@ -18,7 +18,7 @@ from cfp.plan.compose import compose_plan
 from cfp.profiling.builder import Built, compile_lowered
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
-from cfp.race.outcome import RaceOutcome
+from cfp.race.programs import RaceOutcome
 from cfp.runtime.execute import compile_step
 from cfp.solution import Candidate
 from cfp.targets import model_target

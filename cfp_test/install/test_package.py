@@ -1,5 +1,6 @@
 """What is built of the package, and that its parts agree."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -99,3 +100,24 @@ def test_every_public_name_is_in_the_reference():
 def test_type_checkers_follow_an_editable_installation():
     """With this setuptools writes a path; without it, an import hook."""
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {"": "."}
+
+
+def test_what_the_package_imports_is_declared():
+    """What happens to come with a dependency may not come with its next release."""
+    declared = {
+        re.split(r"[^\w-]", one)[0].lower()
+        for one in PROJECT["project"]["dependencies"]
+    }
+    imported = set()
+    for file in (ROOT / "cfp").rglob("*.py"):
+        # What functions import may be absent: they say what to install.
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"cfp"}
+    assert {"jax", "numpy", "rich"} <= foreign
+    assert foreign <= declared
+    # PuLP loads the solver by its name, and bounds are loaded when they are needed.
+    assert {"highspy", "scipy"} <= declared

@@ -39,7 +39,7 @@ def test_everything_that_is_written_is_in_the_schema():
         {"output_specs": ["x"]},
         {"constraints": [{"spec": [], "values": [-1], "uses": []}]},
         {"race": {}},
-        {"search": {"gap": "small"}},
+        {"search": {"rounds": "small"}},
         {"sites": {"sites": [], "equations": 1, "digest": "a"}},
         {"figures": {}},
     ],

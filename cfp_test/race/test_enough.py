@@ -11,8 +11,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.compile import Compiled
-from cfp.race.enough import enough_that_fit
-from cfp.race.limit import MEMORY_SHARE
+from cfp.race.enough import MEMORY_SHARE, enough_that_fit
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cfp.profiling.record import ProfileRecord
 from cfp.race.programs import RaceResult
-from cfp.race.ties import complexity, is_tie, tied_with
+from cfp.race.turns import complexity, is_tie, tied_with
 from cfp.solution import Candidate
 
 

@@ -132,15 +132,7 @@ def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
     """184 MiB hold one layer that keeps its values and three that do not."""
     found = explain(problem, step_bytes=20 * MIB)
     assert found.best.cost_ms == 2 + 3 * 3
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII, 0.4))
-    assert "brings the step below 6.600 ms" in text and "By estimated bounds" in text
-    assert "(gap 40.0%)" in text
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII, 1.0))
-    assert "were not measured would take is not known" in text
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII, 0.0))
-    assert "brings the step below 11.000 ms" in text and "gap" not in text
     text = text_of(explanation_view(analysis, problem, found, box.ASCII))
-    assert "not measured" not in text
     _, again, data, full, odd = rows(text, "Segments 1-4: ")
     assert again[:7] == [
         *("*", "data_parallel (recomputed)", "3 of 4", "3.000"),

@@ -1,4 +1,4 @@
-"""What is told while something is measured, where no terminal shows it."""
+"""What is told while something is measured, on terminals and elsewhere."""
 
 import io
 import math
@@ -6,11 +6,14 @@ import threading
 from contextlib import redirect_stderr
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import cfp
 from cfp.profiling.runner import Progress
 from cfp.report import progress as room
-from cfp.report.progress import Display, PlainLines
+from cfp.report.progress import Display, PlainLines, shown
 from cfp_test.waiting import until
 
 
@@ -109,3 +112,53 @@ def test_an_error_stream_that_nobody_reads_ends_no_work():
     with redirect_stderr(stream), Display(lines=lines) as display:
         display.tell("compiling planned")
         until(lambda: lines.asked > 0 and not writers())
+
+
+class Terminal(io.StringIO):
+    """An error stream that takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_live_line_tells_what_is_being_done(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with redirect_stderr(stream), shown(None, "planning f", "quiet", False) as how:
+        assert how.progress is not None
+        how.progress("compiling planned")
+        until(lambda: "compiling planned" in stream.getvalue())
+    assert "planning f" not in stream.getvalue(), "that is for logs"
+
+
+def planned_twice(quiet: bool) -> tuple[str, str]:
+    """What a parallelized step says on the error stream at its first and second call.
+
+    Nothing is timed: where nothing can be sharded there is nothing to race.
+    """
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    @cfp.parallelize(mesh=mesh, quiet=quiet)
+    def odd_step(x):
+        return x + 1.0
+
+    said = []
+    for _ in range(2):
+        stream = io.StringIO()
+        with redirect_stderr(stream):
+            odd_step(jnp.ones(3))
+        said.append(stream.getvalue())
+    return said[0], said[1]
+
+
+def test_a_parallelized_step_says_once_what_takes_the_time_and_how_to_silence_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    first, second = planned_twice(quiet=False)
+    assert first == (
+        "cfp: planning how to shard 'odd_step', once for its first call. "
+        "cfp.parallelize(..., quiet=True) says nothing\n"
+    )
+    assert second == ""
+    assert planned_twice(quiet=True) == ("", "")

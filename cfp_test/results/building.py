@@ -243,3 +243,64 @@ def overwritten(data: Mapping[str, Any]) -> Figures:
         "changed": str(len(changed)),
         "wrong": str(sum(bool(row["overwritten"]) for row in survey)),
     }
+
+
+def miscompiled(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of steps that XLA compiled wrong, run on a GPU."""
+    alone = [row for row in data["rows"] if row["part"] == "alone"]
+    played = [row for row in data["rows"] if row["part"] == "played"]
+    ran = [row for row in alone if "off" in row]
+    good = [row for row in ran if not row["read_too_late"]]
+    bad = [row for row in ran if row["read_too_late"]]
+    return {
+        "device": data["device"],
+        "date": data["date"],
+        "jax": data["jax"],
+        "ran": str(len(ran)),
+        "wrong": str(len(bad)),
+        "good": str(len(good)),
+        "good_off": f"{max(_farthest(row) for row in good):.1e}",
+        "right_off": f"{max(_farthest(row['right']) for row in ran):.1e}",
+        "alone": table(_MISCOMPILED_COLUMNS, [_miscompiled(row) for row in alone]),
+        "played": table(_MISCOMPILED_COLUMNS, [_miscompiled(row) for row in played]),
+    }
+
+
+_MISCOMPILED_COLUMNS = (
+    "step | limit | computed again by the compiler | what is read too late | off by | "
+    "compiled otherwise, off by | temporaries, GB | otherwise, GB"
+)
+_LIMIT = "xla_gpu_memory_limit_slop_factor"
+_LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+_TRITON = "xla_gpu_enable_triton_gemm"
+
+
+def _farthest(seen: Mapping[str, Any]) -> float:
+    return max(one["relative_l2"] for one in seen["off"])
+
+
+def _miscompiled(row: Mapping[str, Any]) -> list[str]:
+    options = row["options"]
+    limit = f"{options[_LIMIT]} %"
+    if options.get(_LATENCY_HIDING) == "False":
+        limit += ", no latency hiding"
+    if options[_TRITON] == "True":
+        limit += ", Triton's products"
+
+    def off(seen: Mapping[str, Any]) -> str:
+        if "off" not in seen:
+            return "not run"
+        most = max(seen["off"], key=lambda one: one["relative_l2"])
+        far = most["relative_l2"]
+        return "0" if far == 0 else f"{far:.1e} in {most['leaf']}"
+
+    return [
+        row["target"],
+        limit,
+        str(row["rematerialized"]),
+        f"`{row['read_too_late']}`" if row["read_too_late"] else "nothing",
+        off(row),
+        off(row["right"]),
+        fixed(row["temp_bytes"] / 1e9),
+        fixed(row["right"]["temp_bytes"] / 1e9),
+    ]

@@ -189,6 +189,7 @@ PAGES: tuple[Page, ...] = (
         figures=_one_as_four,
         has_text=False,
     ),
+    _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
     Page(
         name="planning_ahead_cpu_202611",

@@ -35,7 +35,7 @@ from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.shortlist import estimate_kinds
+from cfp.search.candidates import estimate_kinds
 from cfp.search.wanted import WantedMaker, tuning_jobs
 
 

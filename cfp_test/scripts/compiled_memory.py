@@ -10,9 +10,9 @@ version. Kernels are not tuned, so times say nothing, but memory is what the dev
 need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
 
 Prints a line for each classic, as it is and with every segment computed again; and what
-XLA would have read after it was overwritten, so that the program was compiled once more
-(:mod:`cfp.profiling.overwritten`). ``--option`` goes to the compiler, such as
-``xla_gpu_memory_limit_slop_factor=1``, which tells it of a budget.
+XLA would have read after it was overwritten, or why that could not be told, so that the
+program was compiled once more (:mod:`cfp.profiling.compiled`). ``--option`` goes to the
+compiler, such as ``xla_gpu_memory_limit_slop_factor=1``, which limits its memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.presets.classics import CLASSICS, presets
-from cfp.profiling import overwritten
+from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -107,15 +107,15 @@ def main() -> None:
 
 
 def watch_overwritten() -> list[str | None]:
-    """What was found in the texts of programs from now on."""
+    """What is found in the texts of programs from now on, first tries first."""
     found: list[str | None] = []
-    look = overwritten.read_after_overwritten
+    look = compiled.doubt
 
     def looked(text: str) -> str | None:
         found.append(look(text))
         return found[-1]
 
-    overwritten.read_after_overwritten = looked
+    compiled.doubt = looked
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from cfp.analysis.contractions import is_contraction
 from cfp.presets.classics import CLASSICS
 from cfp.program.graph import Program
-from cfp.race.outcome import RaceRow
+from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
 
 

@@ -61,7 +61,7 @@ from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.candidates import level_name
-from cfp.race.outcome import RaceOutcome
+from cfp.race.programs import RaceOutcome
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, predicted_ms
 from cfp.targets import Target

@@ -21,7 +21,7 @@ from cfp.context import PlannerSettings
 from cfp.devices.mock import mocked_mesh, play_one_of
 from cfp.profiling.compiled import doubt
 from cfp.profiling.overwritten import has_rematerialized
-from cfp.race.limit import MEMORY_SHARE
+from cfp.race.enough import MEMORY_SHARE
 from cfp.runtime import execute
 from cfp.targets import resolve
 

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
-
-import numpy as np
 
 from cfp import platform
 from cfp.analysis.analyze import Analysis
@@ -30,15 +27,11 @@ from cfp.profiling.runner import profile
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.assemble import whole_choice
-from cfp.search.bounds import fit_weights
-from cfp.search.candidates import best_candidates
+from cfp.search.candidates import best_candidates, estimate_kinds
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
-from cfp.search.problem import Option
-from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import Wanted, WantedMaker
-from cfp.settings import BOUND_MARGIN
 
 
 def enumerate_pool(
@@ -65,28 +58,6 @@ def enumerate_pool(
                     made = maker.make(kind, candidate)
                     found[kind, candidate.key] = made
     return list(found.values())
-
-
-def left_out(
-    analysis: Analysis, rates: Rates, options: list[list[Option]]
-) -> dict[str, float]:
-    """How far bounds hold that were fitted without what they bound."""
-    estimates = estimate_kinds(analysis, rates)
-    ratios = []
-    for estimate, found in zip(estimates.kinds, options, strict=True):
-        parts = [estimate.parts(o.candidate) for o in found]
-        for i, option in enumerate(found):
-            others = [p for j, p in enumerate(parts) if j != i]
-            times = [o.time_ms for j, o in enumerate(found) if j != i]
-            if others:
-                weights = BOUND_MARGIN * fit_weights(np.array(others), np.array(times))
-                ratios.append(float(parts[i] @ weights) / option.time_ms)
-    return {
-        "count": len(ratios),
-        "violated": sum(r > 1 for r in ratios),
-        "largest": max(ratios),
-        "median": statistics.median(ratios),
-    }
 
 
 def main() -> None:
@@ -121,7 +92,6 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         programs: list[RaceProgram] = []
         rows: dict[str, dict] = {}
-        known = None
         for name, wanted in (("guided", guided), ("everything", every)):
             known = measured_options(costs, wanted, summary.records)
             problem = build_problem(costs, known, None)
@@ -136,7 +106,6 @@ def main() -> None:
                 analysis.frame, analysis.segments, choice, context.environment, name
             )
             programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
-        assert known is not None
         results = race_programs(
             analysis.frame.program, mesh, programs, context.store, rounds=6
         )
@@ -147,13 +116,11 @@ def main() -> None:
             }
         row = {
             "target": [options.target, *rest],
-            "gap": profiles.found.gap,
             "rounds": profiles.found.rounds,
             "guided_seconds": profiles.seconds,
             "remaining_seconds": seconds,
             "share": len(guided) / len(every),
             "same_plan": programs[0].job.key == programs[1].job.key,
-            "bounds": left_out(analysis, profiles.rates, known),
             **rows,
         }
     text = json.dumps(row)

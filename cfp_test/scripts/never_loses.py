@@ -45,8 +45,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.candidates import level_name
-from cfp.race.outcome import TOO_FAR, UNMEASURED
-from cfp.race.programs import RaceResult, programs_of
+from cfp.race.programs import TOO_FAR, UNMEASURED, RaceResult, programs_of
 from cfp.race.turns import race_programs
 from cfp.report.progress import progress_text
 from cfp.settings import ConstraintLevel, defaults_of

@@ -32,8 +32,7 @@ from cfp.passes.search import search
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads
-from cfp.search.assemble import whole_choice
-from cfp.search.explain import picks_of
+from cfp.search.assemble import picks_of, whole_choice
 from cfp.search.measure import whole_job
 from cfp.search.problem import Problem, solution
 

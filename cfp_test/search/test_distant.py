@@ -18,7 +18,6 @@ from cfp.search import distant
 from cfp.search.assemble import whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.ilp import solve_ilp
 from cfp.search.problem import Problem, solution
 from cfp.search.transitions import TransitionCosts
@@ -26,8 +25,8 @@ from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import MIB, option
-from cfp_test.search.test_estimate import estimated, rates_of
-from cfp_test.search.test_reshard import options_of
+from cfp_test.search.exhaustive import solve_exhaustively
+from cfp_test.search.made_up import estimated, options_of, rates_of
 
 LINE = (("x", 4),)
 SQUARE = (("x", 2), ("y", 2))

@@ -5,36 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.profiling.rates import Rates
-from cfp.program.step import flatten_step
-from cfp.program.trace import trace
-from cfp.search.candidates import best_candidates, segment_candidate
+from cfp.search.candidates import best_candidates, leading_classics, segment_candidate
 from cfp.search.problem import Candidate
-from cfp.search.shortlist import estimate_kinds, leading_classics
-from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-
-
-def rates_of(sizes):
-    """Rates that nobody measured, and that no other load on the machine changes."""
-    return Rates.default(make_mesh(sizes))
+from cfp_test.search.made_up import estimated
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
 def small(request):
     """A perceptron, whose choices can all be looked at, with its estimates."""
     return estimated(*PROGRAMS["mlp"]()[:2], request.param)
-
-
-def estimated(fn, args, sizes):
-    program, _ = trace(flatten_step(fn, args, {}), make_mesh(sizes))
-    analysis = analyze(program, sizes)
-    return analysis, estimate_kinds(analysis, rates_of(sizes))
 
 
 @pytest.mark.parametrize("mode", list(Storage))

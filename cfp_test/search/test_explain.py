@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.explain import explain
 from cfp.search.problem import Problem
 from cfp_test.search.drawn import BUDGETS, EXACT, MIB, NO_BUDGET, option, problems
+from cfp_test.search.exhaustive import solve_exhaustively
 
 
 def choices(problem):

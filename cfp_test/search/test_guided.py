@@ -6,32 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
 from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.bounds import fit_weights
-from cfp.search.candidates import best_candidates
+from cfp.search.candidates import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem, measured_options
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.effort import Effort
 from cfp.search.guided import explore
 from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Candidate, Option
-from cfp.search.shortlist import leading_classics
 from cfp.search.wanted import WantedMaker
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.search.test_estimate import estimated, rates_of
+from cfp_test.search.made_up import estimated, rates_of
 
 SIZES = (("x", 4),)
-# What parts of an estimate count on the made-up devices: contractions in full, other
-# ops half, since they fuse, and moves mostly, since some hide behind contractions.
-TRUTH = np.array([1.0, 0.5, 0.8])
+# Of an estimate, on the made-up devices: ops fuse, and some moves hide behind others.
+TRUTH = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +72,12 @@ class Devices(WantedMaker):
         return made
 
     def time_ms(self, kind, candidate):
-        parts = self.estimates.kinds[kind].parts(candidate)
-        # Two candidates may be one program: what they are made of is the same.
-        luck = hashlib.sha256(repr((kind, *parts)).encode()).digest()[0] / 255
+        estimate_ms = self.estimates.kinds[kind].total_ms(candidate)
+        # Two candidates may be one program: what they are estimated at is the same.
+        name = f"{kind} {estimate_ms:.9g}"
+        luck = hashlib.sha256(name.encode()).digest()[0] / 255
         again = 1.3 if candidate.remat else 1.0
-        return float(parts @ TRUTH) * (1 + self.noise * luck) * again
+        return TRUTH * estimate_ms * (1 + self.noise * luck) * again
 
     def look(self, jobs):
         self.runs += len(jobs)
@@ -107,12 +102,12 @@ class Devices(WantedMaker):
         plain = replace(candidate, remat=False)
         return self.costs.least_bytes(kind, plain).residual_bytes
 
-    def explore(self, budget_bytes=None, **effort):
+    def explore(self, budget_bytes=None, per_kind=100):
         return explore(
             self.estimates,
             self,
             self.costs,
-            effort=Effort(**{"per_kind": 100, **effort}),
+            per_kind=per_kind,
             budget_bytes=budget_bytes,
             look=self.look,
         )
@@ -148,57 +143,36 @@ class Devices(WantedMaker):
         )
 
 
-def test_the_best_of_the_whole_space_is_found(model):
+def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(model):
     """With the truth known, a wide beam looks at the whole space."""
     analysis, estimates = model
     devices = Devices(analysis, estimates)
     found = devices.explore()
-    assert found.gap <= 0.01
-    times = {}
+    assert found.rounds == 0 and not found.tight
     for kind, estimate in enumerate(estimates.kinds):
-        true = estimate.weighed(TRUTH)
-        every = [best_candidates(true, mode, 1, beam_width=4096)[0] for mode in Storage]
-        times[kind] = min(c.estimate_ms for c in every)
+        every = [
+            best_candidates(estimate, mode, 1, beam_width=4096)[0] for mode in Storage
+        ]
         mine = [w.candidate for w in found.wanted if w.kind == kind]
         best = min(devices.time_ms(kind, c) for c in mine)
-        assert best <= times[kind] * 1.01 + 1e-9
+        assert best <= TRUTH * min(c.estimate_ms for c in every) * 1.01 + 1e-9
     space = [3 * np.prod([len(s) for s in e.strategies]) for e in estimates.kinds]
     assert devices.runs < sum(space) / 5
 
 
-def test_with_luck_too_what_is_found_is_what_all_there_is_gives(small):
+def test_with_luck_too_what_is_found_is_near_what_all_there_is_gives(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates, noise=0.05)
-    found = devices.explore()
+    best = devices.best(devices.explore())
     everything = solve_dynamically(devices.everything())
-    best = devices.best(found)
-    assert best.cost_ms <= everything.cost_ms * 1.011
-    # The gap is a promise about everything.
-    assert everything.cost_ms >= best.cost_ms * (1 - found.gap) - 1e-9
+    assert best.cost_ms <= everything.cost_ms * 1.05
     assert devices.runs < sum(map(len, devices.everything().options)) / 2
 
 
-def test_patience_ends_it_after_rounds_that_made_nothing_faster(model):
-    analysis, estimates = model
-    best, rounds = [], []
-    for patience in (0, 1, 2, float("inf")):
-        devices = Devices(analysis, estimates, noise=0.05)
-        found = devices.explore(patience=patience)
-        best.append(devices.best(found).cost_ms)
-        rounds.append(found.rounds)
-        required = replace(found, wanted=found.wanted[: found.required])
-        first = devices.best(required).cost_ms
-        if patience < float("inf") and found.gap > 0.01:
-            # All rounds but the last ones made the plan faster.
-            assert best[-1] <= first * 0.99 ** (found.rounds - patience) + 1e-9
-    assert rounds == sorted(rounds) and rounds[0] < rounds[-1]
-    assert best == sorted(best, reverse=True)
-
-
-def test_without_patience_rounds_begin_where_something_faster_will_fit(small):
+def test_rounds_begin_where_something_faster_will_fit(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates)
-    found = devices.explore(patience=0)
+    found = devices.explore()
     assert found.rounds == 0
     fastest = devices.best(found)
     every = devices.everything(remat=(False, True))
@@ -206,7 +180,7 @@ def test_without_patience_rounds_begin_where_something_faster_will_fit(small):
     began = []
     for share in (0.02, 0.5, 0.8, 1.0):
         budget = int(least + share * (fastest.memory_bytes - least))
-        found = devices.explore(budget, patience=0)
+        found = devices.explore(budget)
         first = replace(found, wanted=found.wanted[: found.required])
         best = devices.best(first, budget)
         true = solve_dynamically(replace(every, budget_bytes=budget))
@@ -233,23 +207,7 @@ def test_memory_is_searched_too(small):
         best = devices.best(found, budget)
         true = solve_dynamically(devices.everything(budget, remat=(False, True)))
         assert best is not None and best.memory_bytes <= budget
-        assert best.cost_ms <= true.cost_ms * 1.011
-        assert found.gap <= 0.01
-
-
-@pytest.mark.parametrize("noise", [0.05, 0.3])
-def test_the_gap_holds_where_memory_is_tight(small, noise):
-    """What is slower may need less memory: it is looked at, too."""
-    analysis, estimates = small
-    every = Devices(analysis, estimates, noise=noise).everything(remat=(False, True))
-    least = smallest_budget(every)
-    for share in (1.0, 1.02, 1.2):
-        budget = int(least * share)
-        devices = Devices(analysis, estimates, noise=noise)
-        found = devices.explore(budget_bytes=budget)
-        true = solve_dynamically(devices.everything(budget, remat=(False, True)))
-        best = devices.best(found, budget)
-        assert best.cost_ms * (1 - found.gap) <= true.cost_ms * (1 + 1e-9)
+        assert best.cost_ms <= true.cost_ms * 1.021
 
 
 def test_what_runs_only_if_computed_again_is_found(small):
@@ -275,30 +233,38 @@ def test_what_runs_only_if_computed_again_is_found(small):
 
 
 @pytest.mark.parametrize("name", ["scalars", "no_outputs_needed"])
-def test_where_nothing_can_be_chosen_nothing_is_left_open(name):
+def test_where_nothing_can_be_chosen_nothing_is_asked_for(name):
     analysis, estimates = estimated(*PROGRAMS[name]()[:2], SIZES)
-    assert Devices(analysis, estimates).explore().gap == 0.0
+    assert Devices(analysis, estimates).explore().rounds == 0
 
 
-def test_no_more_is_measured_than_allowed(model):
+@pytest.fixture(scope="module")
+def little(model):
+    """A budget that keeps out what is fastest."""
+    devices = Devices(*model)
+    found = devices.explore()
+    return int(0.5 * devices.best(found).memory_bytes)
+
+
+def test_no_more_is_measured_than_allowed(model, little):
     analysis, estimates = model
-    few = Devices(analysis, estimates, noise=5.0).explore(per_kind=1)
-    assert len(few.wanted) == few.required and few.rounds == 0
-    some = Devices(analysis, estimates, noise=5.0).explore(per_kind=9)
+    some = Devices(analysis, estimates, noise=1.0).explore(little, per_kind=9)
+    assert some.rounds > 0
     for kind in range(len(estimates.kinds)):
         mine = [w for w in some.wanted if w.kind == kind]
         first = [w for w in some.wanted[: some.required] if w.kind == kind]
-        assert len(mine) <= max(9, len(first))
-    assert 0.0 <= some.gap <= few.gap <= 1.0
+        for again in (False, True):
+            asked = sum(w.candidate.remat is again for w in mine)
+            assert asked <= max(9, len(first))
 
 
-def test_the_same_records_ask_for_the_same_things(model):
+def test_the_same_records_ask_for_the_same_things(model, little):
     """So that what is stored answers all of a second run."""
     analysis, estimates = model
     first, second = (
         [
             (w.kind, w.candidate.key)
-            for w in Devices(analysis, estimates, noise=5.0).explore(per_kind=16).wanted
+            for w in Devices(analysis, estimates, noise=1.0).explore(little).wanted
         ]
         for _ in range(2)
     )
@@ -306,9 +272,9 @@ def test_the_same_records_ask_for_the_same_things(model):
     assert len(set(first)) == len(first)
 
 
-def test_what_is_not_known_ends_the_search(model):
+def test_what_is_not_known_ends_the_search(model, little):
     analysis, estimates = model
-    whole = Devices(analysis, estimates, noise=1.0).explore(per_kind=16)
+    whole = Devices(analysis, estimates, noise=1.0).explore(little)
     assert whole.rounds > 0
     devices = Devices(analysis, estimates, noise=1.0)
     known = {w.job.key.digest for w in whole.wanted[: whole.required]}
@@ -318,10 +284,9 @@ def test_what_is_not_known_ends_the_search(model):
         return {key: found[key] for key in found.keys() & known}
 
     devices.look = stored_only
-    found = devices.explore()
+    found = devices.explore(little)
     assert found.rounds == 1
     assert found.records.keys() == known
-    assert found.gap > 0.0
 
 
 def test_what_fails_is_not_asked_for_again(model):
@@ -335,31 +300,6 @@ def test_what_fails_is_not_asked_for_again(model):
     nothing = Devices(analysis, estimates, broken=lambda _: True)
     with pytest.raises(DeviceError, match="broken"):
         nothing.explore()
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            *[st.just(0.0) | st.floats(0.01, 100.0)] * 3,
-            st.floats(0.01, 200.0),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_weighed_parts_bound_all_that_was_measured(rows):
-    found = np.array(rows)
-    parts, times = found[:, :3], found[:, 3]
-    weights = fit_weights(parts, times)
-    assert np.all(weights >= 0) and np.all(weights <= 1)
-    assert np.all(parts @ weights <= times * (1 + 1e-6) + 1e-6)
-    # No single weight could be larger.
-    for i in range(3):
-        more = weights.copy()
-        more[i] += 1e-3
-        beyond = np.any(parts @ more > times) or more[i] > 1
-        assert beyond or not parts[:, i].any()
 
 
 class Neighbours(Devices):
@@ -414,8 +354,8 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
         return candidate.storage is Storage.SHARDED and not candidate.remat
 
     free = Neighbours(analysis, estimates)
-    fastest = free.best(free.explore(patience=0))
-    budget = int(0.9 * fastest.memory_bytes)
+    fastest = free.best(free.explore())
+    budget = int(0.5 * fastest.memory_bytes)
     devices = Neighbours(analysis, estimates, broken=is_too_large)
     devices.status = "out_of_memory"
     found = devices.explore(budget)

@@ -12,7 +12,7 @@ import ctypes, logging, os, sys
 import pulp
 from cfp.search import ilp
 from cfp.search.problem import Problem
-from cfp.search.quiet import quiet_solver
+from cfp.search.ilp import quiet_solver
 from cfp_test.search.drawn import option
 
 logging.getLogger("cfp").setLevel(logging.DEBUG)

@@ -7,10 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Problem
 from cfp_test.search.drawn import MIB, NO_BUDGET, option, problems
+from cfp_test.search.exhaustive import solve_exhaustively
 
 
 def check_solvers(problem):

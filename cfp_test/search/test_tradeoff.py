@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.search.exhaustive import solve_exhaustively
 from cfp.search.problem import Problem
 from cfp.search.tradeoff import trade_off
 from cfp_test.search.drawn import EXACT, MIB, NO_BUDGET, option, problems
+from cfp_test.search.exhaustive import solve_exhaustively
 
 
 def frontier(problem):

@@ -14,9 +14,9 @@ from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.search.candidates import estimate_kinds
 from cfp.search.costs import Costs
 from cfp.search.measure import can_recompute, whole_job
-from cfp.search.shortlist import estimate_kinds
 from cfp.search.wanted import WantedMaker, computed_again
 from cfp_test.program.test_recompute import stack_step
 
@@ -128,7 +128,7 @@ def test_without_the_pair_nothing_is_known_of_it(made):
 def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     base, again = made
     records = without(records_of(base, again, (25.0, 0)), base.pair_job)
-    moved_ms = sum(ms for _, ms in again.handover)
+    moved_ms = again.handover_ms
     assert again.failure(records) is None
     assert again.time_ms(records) == pytest.approx(25.0 - MS["carrier"] - moved_ms)
 
@@ -162,3 +162,26 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
         least[name] = costs.least_peak_bytes(choice)
         assert 0 < least[name] <= built.peak_bytes
     assert least["fully_sharded"] < least["zero1"] < least["data_parallel"]
+
+
+def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, mesh):
+    """What the search adds for a handover is what was subtracted before."""
+    estimates = estimate_kinds(analysis, Rates.default(mesh))
+    maker = WantedMaker(analysis, presets(analysis.frame), estimates, ())
+    items = [item for item in maker.first(100, 4) if item.handover_ms]
+    assert items
+    for item in items:
+        alone, carrier, pair = (job.key.digest for job in item.jobs)
+        records = {
+            key: ProfileRecord(key=key, parts=(), status="ok", samples_ms=(ms,))
+            for key, ms in ((carrier, 100.0), (pair, 250.0), (alone, 100.0))
+        }
+        wanted = max(150.0 - item.handover_ms, 40.0)
+        assert item.time_ms(records) == pytest.approx(wanted)
+        near, other = item.carrier
+        index = analysis.representatives[item.kind]
+        both = {index: item.candidate, near: other}
+        left, right = sorted(both)
+        costs = Costs(analysis, Rates.default(mesh))
+        found = costs.handover_ms(left, right, both[left], both[right])
+        assert found == pytest.approx(item.handover_ms)

@@ -9,93 +9,26 @@ is computed between: `cfp.attention.matching.infer` proves that it is attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
 from math import prod
 
-from cfp.analysis.unionfind import UnionFind
+from cfp.attention.matching.found import (
+    Different,
+    Found,
+    LeftAlone,
+    Letters,
+    Pass,
+    Tensor,
+    Use,
+)
+from cfp.attention.matching.letters import Dims, Lettering, majors_of
 from cfp.attention.matching.view import View
 from cfp.program.evaluate import KNOWN
 from cfp.program.graph import Op
-from cfp.program.rules import Rule
-
-Use = tuple[int, int]  # (op id, operand index)
-Letters = tuple[str, ...]  # for each dim what it runs over; "" of size 1
 
 _SHAPES = frozenset({"convert", "transpose", "reshape", "negate"})
 _MOST_OPS = 400
 _LEAST_KEYS = 2
-
-
-class Different(Exception):
-    """Why something that looks like attention is left alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """An operand or result of a contraction.
-
-    Attributes:
-        value: its id.
-        use: by whom it is read; None for results.
-        letters: what each of its dims runs over: "b0", "b1"... for batch and heads,
-            "q0", "q1"... for queries and groups of heads, "k", "d", "e".
-    """
-
-    value: int
-    use: Use | None
-    letters: Letters
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A forward or a backward pass, in one place of the program.
-
-    Attributes:
-        reads: tensors by name: "q", "k", "v", "dout".
-        makes: tensors by name: "out"; "dq", "dk", "dv".
-    """
-
-    reads: Mapping[str, Tensor]
-    makes: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What may be an attention.
-
-    Attributes:
-        op: the contraction that makes the scores.
-        scope, source: where it is from.
-        sizes: of each letter.
-        scores: the contraction's result.
-        argument: the value whose softmax is taken, and its letters.
-        inside: ids of the ops between the contractions.
-        sides: values that enter besides, which some argument makes.
-        forward, backward: the passes; a backward pass has all three gradients.
-    """
-
-    op: int
-    scope: str
-    source: str
-    sizes: Mapping[str, int]
-    scores: Tensor
-    argument: Tensor
-    inside: frozenset[int]
-    sides: tuple[Tensor, ...]
-    forward: tuple[Pass, ...]
-    backward: Pass | None
-    dots: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LeftAlone:
-    """What looks like attention and is not replaced, and why."""
-
-    op: int
-    scope: str
-    source: str
-    reason: str
 
 
 def candidates(view: View) -> Iterator[Found | LeftAlone]:
@@ -149,7 +82,7 @@ class _Finder:
     def __init__(self, view: View, scores: Op, exponential: Op) -> None:
         self.view, self.program = view, view.program
         self.scores, self.exponential = scores, exponential
-        self.dims = UnionFind()
+        self.dims = Dims(view)
         self.inside: dict[int, None] = {}
         self.region: set[int] = {self._number(scores.results[0])}
         self.late: set[int] = set()  # numbers that depend on the weights' gradient
@@ -223,7 +156,7 @@ class _Finder:
                     newly = []
                 if op.id not in self.inside:
                     self.inside[op.id] = None
-                    self._join(op)
+                    self.dims.join(op)
                 self.region.update(map(self._number, op.results))
                 stack += dict.fromkeys([*fresh, *newly])
             if len(self.inside) > _MOST_OPS:
@@ -233,32 +166,6 @@ class _Finder:
                     "the step returns the scores, the weights, or what is "
                     "computed of them"
                 )
-
-    def _join(self, op: Op) -> None:
-        """Dims of its operands and results that run over the same."""
-        assert op.rule is not None
-        tensors = zip(
-            (*op.operands, *op.results),
-            (*op.rule.operands, *op.rule.results),
-            strict=False,
-        )
-        by_factor: dict[int, tuple[int, int]] = {}
-        for v, dims in tensors:
-            if self.view.is_leaf(v):
-                continue
-            for d, factors in enumerate(dims):
-                major = op.rule.major(factors)
-                if major is None:
-                    continue
-                node = self._node(v, d)
-                if major in by_factor:
-                    self.dims.union(node, by_factor[major])
-                by_factor.setdefault(major, node)
-
-    def _node(self, v: int, d: int) -> tuple[int, int]:
-        """A dim of a tensor; those of size 1 do not count."""
-        shape = self.program.values[v].shape
-        return self._number(v), sum(n > 1 for n in shape[:d])
 
     def _add_gradients_of_weights(self) -> None:
         """Adds contractions whose results enter: the weights' gradients."""
@@ -277,7 +184,7 @@ class _Finder:
                     self.region.add(self._number(dot.results[0]))
                     self.late.add(self._number(dot.results[0]))
                     for op in between:
-                        self._join(op)
+                        self.dims.join(op)
                         self.inside[op.id] = None
                     self._grow(dot.results[0], late=True)
                     added = True
@@ -299,12 +206,12 @@ class _Finder:
 
     # -- what dims run over ------------------------------------------------------------
 
-    def _name_dims(self) -> _Letters:
+    def _name_dims(self) -> Lettering:
         rule = self.scores.rule
         assert rule is not None
         left, right = rule.operands[:2]
         of = [{rule.major(f) for f in dims} - {None} for dims in (left, right)]
-        names: dict[tuple[int, int], str] = {}
+        names: dict[Hashable, str] = {}
         result = self.scores.results[0]
         counts = {"b": 0, "q": 0}
         softmaxed = self._softmaxed()
@@ -312,7 +219,7 @@ class _Finder:
             major = rule.major(factors)
             if major is None:
                 continue
-            node = self.dims.find(self._node(result, d))
+            node = self.dims.of(result, d)
             if major in of[0] and major in of[1]:
                 kind = "b"
             else:
@@ -331,14 +238,14 @@ class _Finder:
         q_side = {
             0 if rule.major(f) in of[0] else 1
             for d, f in enumerate(rule.results[0])
-            if names.get(self.dims.find(self._node(result, d)), "")[:1] == "q"
+            if names.get(self.dims.of(result, d), "")[:1] == "q"
         }
         if len(q_side) != 1:
             raise Different("no dim of the scores runs over queries alone")
         [self.query_side] = q_side
-        return _Letters(self, names)
+        return Lettering(self.dims, names)
 
-    def _softmaxed(self) -> tuple[int, int]:
+    def _softmaxed(self) -> Hashable:
         """The dim along which exponentials are summed."""
         found = set()
         for op, _ in self.view.readers(self.exponential.results[0]):
@@ -349,14 +256,14 @@ class _Finder:
             for d, factors in enumerate(op.rule.operands[0]):
                 major = op.rule.major(factors)
                 if major is not None and major not in kept:
-                    found.add(self.dims.find(self._node(value, d)))
+                    found.add(self.dims.of(value, d))
         if len(found) != 1:
             raise Different("nothing sums its exponentials along one dim")
-        return found.pop()  # pyright: ignore[reportReturnType]
+        return found.pop()
 
     # -- which contraction is which ----------------------------------------------------
 
-    def _classified(self, letters: _Letters) -> dict[str, list[tuple[Op, int]]]:
+    def _classified(self, letters: Lettering) -> dict[str, list[tuple[Op, int]]]:
         found: dict[str, list[tuple[Op, int]]] = {}
         for uses in self.sinks.values():
             if len(uses) != 1:
@@ -377,7 +284,7 @@ class _Finder:
             found.setdefault(name, []).append((op, index))
         return found
 
-    def _argument(self, letters: _Letters) -> Tensor:
+    def _argument(self, letters: Lettering) -> Tensor:
         """What the softmax is of: the exponential's argument without its maximum."""
         v = self.exponential.operands[0]
         op = self.view.producer(v)
@@ -389,7 +296,7 @@ class _Finder:
             raise Different("the exponential is not of scores less a maximum")
         return Tensor(v, None, letters.of_value(v))
 
-    def _forward(self, mix: Op, index: int, letters: _Letters) -> Pass:
+    def _forward(self, mix: Op, index: int, letters: Lettering) -> Pass:
         scores = self._near(self.scores, mix)
         q, k = self.query_side, 1 - self.query_side
         reads = {
@@ -415,7 +322,7 @@ class _Finder:
         return best
 
     def _backward(
-        self, sinks: Mapping[str, list[tuple[Op, int]]], letters: _Letters
+        self, sinks: Mapping[str, list[tuple[Op, int]]], letters: Lettering
     ) -> Pass | None:
         derived = [name for name in ("dq", "dk", "dv") if name in sinks]
         if not derived and not self.gradient:
@@ -440,7 +347,7 @@ class _Finder:
         }
         return Pass(reads, makes)
 
-    def _given(self, weights: Op, letters: _Letters) -> int:
+    def _given(self, weights: Op, letters: Lettering) -> int:
         """Which operand of the weights' gradient is the gradient of the output."""
         for index in (0, 1):
             if any(x[:1] == "q" for x in letters.operand(weights, index, "e").letters):
@@ -449,7 +356,7 @@ class _Finder:
 
     # -- what enters besides -----------------------------------------------------------
 
-    def _sides(self, letters: _Letters) -> tuple[Tensor, ...]:
+    def _sides(self, letters: Lettering) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}
         for op_id in self.inside:
             op = self.program.ops[op_id]
@@ -466,85 +373,17 @@ class _Finder:
         v_op = self.view.producer(v)
         spans = "k" in names and any(x[:1] == "q" for x in names)
         shapes = ("broadcast_in_dim", "convert", "transpose", "reshape")
-        able = v_op is not None and v_op.rule is not None and v_op.kind in KNOWN
-        if not able or not (spans or v_op.kind in shapes) or v_op.kind == "reduce":
+        if v_op is None or v_op.rule is None or v_op.kind not in KNOWN:
             return [Tensor(v, use, names)]
-        if v_op.kind == "dot_general":
+        ends = v_op.kind in ("reduce", "dot_general")
+        if ends or not (spans or v_op.kind in shapes):
             return [Tensor(v, use, names)]
         found = []
-        of = dict(zip(_majors(v_op.rule, v_op.rule.results[0]), names, strict=False))
+        of = dict(zip(majors_of(v_op.rule, v_op.rule.results[0]), names, strict=False))
         for index, operand in enumerate(v_op.operands):
             if self.view.is_leaf(operand):
                 continue
-            own = _majors(v_op.rule, v_op.rule.operands[index])
+            own = majors_of(v_op.rule, v_op.rule.operands[index])
             letters = tuple("" if f is None else of.get(f, "") for f in own)
             found += self._traced(operand, (v_op.id, index), letters)
         return found
-
-
-def _majors(rule: Rule, dims: tuple[tuple[int, ...], ...]) -> list[int | None]:
-    return [rule.major(factors) for factors in dims]
-
-
-class _Letters:
-    """What dims run over, by name."""
-
-    def __init__(self, finder: _Finder, names: dict[tuple[int, int], str]) -> None:
-        self._finder, self._names = finder, names
-
-    def of_value(self, v: int) -> Letters:
-        """Of a value between the contractions."""
-        finder = self._finder
-        shape = finder.program.values[v].shape
-        return tuple(
-            self._names.get(finder.dims.find(finder._node(v, d)), "?") if n > 1 else ""
-            for d, n in enumerate(shape)
-        )
-
-    def _factors(self, op: Op, weights: int | None) -> dict[int, str]:
-        """The letters of a contraction's factors, by the operand that is known."""
-        assert op.rule is not None
-        if weights is None:
-            v, dims = op.results[0], op.rule.results[0]
-        else:
-            v, dims = op.operands[weights], op.rule.operands[weights]
-        majors = _majors(op.rule, dims)
-        pairs = zip(majors, self.of_value(v), strict=True)
-        return {f: letter for f, letter in pairs if f is not None and letter}
-
-    def operand(
-        self, op: Op, index: int, other: str, weights: int | None = None
-    ) -> Tensor:
-        """An operand; ``other`` names the dim that the known tensor does not have."""
-        assert op.rule is not None
-        known = self._factors(op, weights)
-        names = _named(_majors(op.rule, op.rule.operands[index]), known, other)
-        return Tensor(op.operands[index], (op.id, index), names)
-
-    def of_result(
-        self, op: Op, weights: int | None = None, other: str = "e"
-    ) -> Letters:
-        """A contraction's result."""
-        assert op.rule is not None
-        known = self._factors(op, weights)
-        return _named(_majors(op.rule, op.rule.results[0]), known, other)
-
-    def of_operand(self, op: Op, index: int) -> Letters:
-        """Of a side, by the result of the op that it enters."""
-        assert op.rule is not None
-        result = dict(
-            zip(
-                _majors(op.rule, op.rule.results[0]),
-                self.of_value(op.results[0]),
-                strict=True,
-            )
-        )
-        majors = _majors(op.rule, op.rule.operands[index])
-        return tuple("" if f is None else result.get(f, "?") for f in majors)
-
-
-def _named(majors: list[int | None], known: dict[int, str], other: str) -> Letters:
-    names = tuple("" if f is None else known.get(f, other) for f in majors)
-    if len({n for n in names if n}) < sum(bool(n) for n in names) or "?" in names:
-        raise Different("dims of a contraction are mixed up")
-    return names

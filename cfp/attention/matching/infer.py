@@ -8,56 +8,23 @@ with these, or the match is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 
-from cfp.analysis.unionfind import UnionFind
-from cfp.attention.matching.find import Different, Found, Letters, Tensor
+from cfp.attention.matching.found import Different, Found
+from cfp.attention.matching.reference import (
+    Meaning,
+    Named,
+    Reference,
+    index,
+    real,
+    squeezed,
+)
+from cfp.attention.matching.sample import Sample
 from cfp.attention.matching.view import View
 from cfp.program.evaluate import Evaluator, NotEvaluated
 
 _MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
-_SAMPLED = 20  # Positions besides the first, the middle and the last ones.
-_FEW = 2  # Coordinates of batch, heads and groups.
-_FEATURES = 3  # Coordinates of the dims of a head.
-_MOST_PLAIN = 4096  # Coordinates of a dim of which nothing is known.
 _CLOSE = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What a found attention computes.
-
-    Attributes:
-        tokens: the letter of the queries; the other "q" letters are groups of heads.
-        scale, softcap: as in `cfp.attention`.
-        causal, left, right: the mask by position.
-        side: "", or what enters besides: "padding" (a key is seen where it is true),
-            "hidden" (where it is false), "segments", "mask" (of bool, like "padding"
-            but for pairs), or "bias".
-    """
-
-    tokens: str
-    scale: float
-    softcap: float | None = None
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    side: str = ""
-
-    @property
-    def mask_text(self) -> str:
-        """The mask in words."""
-        words = []
-        if self.left is not None or self.right is not None:
-            words.append(f"window of {self.left} and {self.right}")
-        if self.causal:
-            words.append("causal")
-        if self.side:
-            words.append(self.side)
-        return ", ".join(words) or "full"
 
 
 class Prover:
@@ -80,17 +47,7 @@ class Prover:
             raise Different(f"it has {error}") from error
 
 
-class _Proof:
-    def __init__(self, view: View, evaluator: Evaluator, found: Found) -> None:
-        self.view, self.found, self.evaluator = view, found, evaluator
-        self.program = view.program
-        self.random = np.random.default_rng(7)
-        self.dims = UnionFind()
-        self._join_all()
-        self.sizes = found.sizes
-        self.tokens = self._tokens()
-        self._place(self._positions())
-
+class _Proof(Sample):
     def run(self) -> Meaning:
         """The meaning.
 
@@ -110,168 +67,6 @@ class _Proof:
             self._prove(meaning)
             self._place(self._positions())
         return meaning
-
-    # -- coordinates -------------------------------------------------------------------
-
-    def _join_all(self) -> None:
-        """Joins the dims of everything that is evaluated."""
-        seen: set[int] = set()
-        stack = [t.value for p in self._passes() for t in p.makes.values()]
-        stack += [t.value for p in self._passes() for t in p.reads.values()]
-        while stack:
-            v = stack.pop()
-            self._join_equal(v)
-            op = self.view.producer(v)
-            if op is None or op.id in seen or op.rule is None:
-                continue
-            outside = op.id not in self.found.inside
-            dots = op.id in self.found.dots.values() or op.id == self.found.op
-            is_dot = op.kind == "dot_general"
-            shapes = ("transpose", "convert", "reshape")
-            if is_dot and not self._is_ours(op.id):
-                continue
-            if outside and not dots and not is_dot:
-                if not self.view.is_leaf(v) and op.kind not in shapes:
-                    continue
-            seen.add(op.id)
-            by_factor: dict[int, tuple[int, int]] = {}
-            tensors = zip(
-                (*op.operands, *op.results),
-                (*op.rule.operands, *op.rule.results),
-                strict=False,
-            )
-            for x, dims in tensors:
-                self._join_equal(x)
-                for d, factors in enumerate(dims):
-                    major = op.rule.major(factors)
-                    if major is not None:
-                        node = (x, d)
-                        if major in by_factor:
-                            self.dims.union(node, by_factor[major])
-                        by_factor.setdefault(major, node)
-            stack += op.operands
-
-    def _is_ours(self, op: int) -> bool:
-        return op in self._contractions()
-
-    def _contractions(self) -> set[int]:
-        found = set()
-        for p in self._passes():
-            found |= {t.use[0] for t in p.reads.values() if t.use}
-            for t in p.makes.values():
-                found.add(self.program.values[t.value].producer)
-        return found | {self.found.op}
-
-    def _join_equal(self, v: int) -> None:
-        made = self.view.made(v)
-        if made == v:
-            return
-        mine = [d for d, n in enumerate(self.program.values[v].shape) if n > 1]
-        its = [d for d, n in enumerate(self.program.values[made].shape) if n > 1]
-        for a, b in zip(mine, its, strict=True):
-            self.dims.union((v, a), (made, b))
-
-    def _passes(self):
-        found = self.found
-        return [*found.forward, *([found.backward] if found.backward else [])]
-
-    def _tokens(self) -> str:
-        """Which letter runs over queries: that along which there are most."""
-        names = [x for x in self.sizes if x[:1] == "q"]
-        return max(names, key=lambda x: (self.sizes[x], x), default="q0")
-
-    def _positions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Some queries and some keys; the same where there are as many."""
-        counts = self.sizes.get(self.tokens, 1), self.sizes["k"]
-        queries, keys = (self._some(count) for count in counts)
-        return queries, queries if counts[0] == counts[1] else keys
-
-    def _some(self, count: int) -> np.ndarray:
-        near = [0, 1, 2, count // 2 - 1, count // 2, count // 2 + 1]
-        near += [count - 3, count - 2, count - 1]
-        near += [*self.random.integers(0, count, _SAMPLED)]
-        return np.unique(np.clip(near, 0, count - 1))
-
-    def _place(self, positions: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes these positions of queries and keys from now on."""
-        self.at: dict[str, np.ndarray] = {}
-        for letter, size in self.sizes.items():
-            few = _FEATURES if letter in ("d", "e") else _FEW
-            self.at[letter] = np.arange(min(few, size))
-        self.at[self.tokens], self.at["k"] = positions
-        self.coordinates: dict[object, np.ndarray] = {}
-        tensors = [
-            t for p in self._passes() for t in (*p.reads.values(), *p.makes.values())
-        ]
-        tensors += [self.found.scores, self.found.argument, *self.found.sides]
-        for t in tensors:
-            for d, letter in enumerate(t.letters):
-                if not letter:
-                    continue
-                root = self.dims.find((t.value, d))
-                known = self.coordinates.setdefault(root, self.at[letter])
-                if not np.array_equal(known, self.at[letter]):
-                    raise Different("dims of different kinds are one")
-
-    def _at(self, v: int, d: int) -> np.ndarray:
-        size = self.program.values[v].shape[d]
-        if size == 1:
-            return np.zeros(1, int)
-        found = self.coordinates.get(self.dims.find((v, d)))
-        if found is None:
-            if size > _MOST_PLAIN:
-                raise NotEvaluated("a long dim of which nothing is known")
-            return np.arange(size)
-        return found
-
-    # -- evaluation --------------------------------------------------------------------
-
-    def _random(self, v: int) -> np.ndarray:
-        shape = [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
-        return self.random.normal(size=shape)
-
-    def _run(self, wanted: list[Tensor], known: Mapping[int, np.ndarray]) -> list:
-        found = self.evaluator.run(
-            [t.value for t in wanted], known, self._at, self.view.made
-        )
-        return [
-            x.reshape(self._shape(t.value)) for t, x in zip(wanted, found, strict=True)
-        ]
-
-    def _shape(self, v: int) -> list[int]:
-        return [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
-
-    def _argument_of(
-        self, scores: np.ndarray | float, side: np.ndarray | None = None
-    ) -> np.ndarray:
-        """The softmax's argument, for scores (of one value, or as they lie)."""
-        t = self.found.scores
-        value = np.broadcast_to(np.asarray(scores, np.float64), self._shape(t.value))
-        known = {self.view.made(t.value): value, **self._sides(side)}
-        [x] = self._run([self.found.argument], known)
-        return self._ordered(x, self.found.argument.letters, t.letters)
-
-    def _sides(self, value: np.ndarray | None = None) -> dict[int, np.ndarray]:
-        """Sides, as they are read: random ones, or all of one value."""
-        known = {}
-        for side in self.found.sides:
-            v = self.view.made(side.value)
-            shape = self._shape(v)
-            if value is not None:
-                known[v] = np.broadcast_to(value, shape)
-            elif v in self.drawn:
-                known[v] = self.drawn[v]
-        return known
-
-    drawn: Mapping[int, np.ndarray] = {}
-
-    @staticmethod
-    def _ordered(x: np.ndarray, have: Letters, want: Letters) -> np.ndarray:
-        """An array with its dims in another order; dims of size 1 are left out."""
-        x = x.reshape([n for n, letter in zip(x.shape, have, strict=True) if letter])
-        names = [letter for letter in have if letter]
-        wanted = [letter for letter in want if letter]
-        return np.transpose(x, [names.index(letter) for letter in wanted])
 
     # -- what it computes --------------------------------------------------------------
 
@@ -402,23 +197,34 @@ class _Proof:
         made = [t for p in self._passes() for t in p.makes.values()]
         results = iter(self._run(made, known))
         inputs = iter(arrays)
+        side = self._named_side(meaning)
         for p in self._passes():
             given = {
-                name: (_squeezed(next(inputs), t.letters), _real(t.letters))
+                name: (squeezed(next(inputs), t.letters), real(t.letters))
                 for name, t in p.reads.items()
             }
-            expected = _Reference(self, meaning, given).results()
+            expected = Reference(meaning, given, self.at, side).results()
             for name, t in p.makes.items():
-                got = _squeezed(next(results), t.letters)
+                got = squeezed(next(results), t.letters)
                 want = np.einsum(
                     expected[name][0],
-                    [*map(_index, expected[name][1])],
-                    [*map(_index, _real(t.letters))],
+                    [*map(index, expected[name][1])],
+                    [*map(index, real(t.letters))],
                 )
                 far = np.linalg.norm(got - want)
                 if not far <= _CLOSE * (np.linalg.norm(want) + 1e-30):
                     raise Different(_OTHER_RESULT[name])
         self.drawn = {}
+
+    def _named_side(self, meaning: Meaning) -> Named | None:
+        """The side that was drawn: true where a key is seen, or a bias."""
+        for side in self.found.sides:
+            x = self.drawn[self.view.made(side.value)]
+            x = squeezed(x.reshape(self._shape(side.value)), side.letters)
+            if meaning.side != "bias" and not self.true_shows:
+                x = ~x
+            return x, real(side.letters)
+        return None
 
     def _root(self, v: int) -> int:
         """What a contraction reads, before it is transposed."""
@@ -459,99 +265,3 @@ _OTHER_RESULT = {
 def _rounded(x: float) -> float:
     """A factor without the noise of its measurement."""
     return float(f"{x:.7g}")
-
-
-def _real(letters: Letters) -> list[str]:
-    return [letter for letter in letters if letter]
-
-
-def _squeezed(x: np.ndarray, letters: Letters) -> np.ndarray:
-    return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
-
-
-_NAMES = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
-
-
-def _index(letter: str) -> int:
-    return _NAMES.index(letter)
-
-
-class _Reference:
-    """Attention and its gradients by the textbook, dims by their letters."""
-
-    def __init__(self, proof: _Proof, meaning: Meaning, given: Mapping) -> None:
-        self.proof, self.meaning, self.given = proof, meaning, given
-        names = {x for _, letters in given.values() for x in letters}
-        self.rows = [x for x in _NAMES if x in names and x not in ("k", "d", "e")]
-        self.pairs = [*self.rows, *(["k"] if "k" in names else [])]
-
-    def _sum(self, *terms, out: list[str]) -> np.ndarray:
-        args = []
-        for x, letters in terms:
-            args += [x, [*map(_index, letters)]]
-        return np.einsum(*args, [*map(_index, out)], optimize=True)
-
-    def _visible(self) -> np.ndarray:
-        proof, meaning = self.proof, self.meaning
-        shape = [1] * len(self.pairs)
-        q, k = proof.at[meaning.tokens], proof.at["k"]
-        if meaning.tokens not in self.pairs or "k" not in self.pairs:
-            return np.ones(shape, bool)
-        here, there = self.pairs.index(meaning.tokens), self.pairs.index("k")
-        q = q.reshape([-1 if i == here else 1 for i in range(len(shape))])
-        k = k.reshape([-1 if i == there else 1 for i in range(len(shape))])
-        seen = (q == q) & (k == k)
-        if meaning.causal:
-            seen &= k <= q
-        if meaning.left is not None:
-            seen &= q - k <= meaning.left
-        if meaning.right is not None:
-            seen &= k - q <= meaning.right
-        return seen
-
-    def _side(self) -> np.ndarray | None:
-        proof = self.proof
-        for side in proof.found.sides:
-            x = proof.drawn[proof.view.made(side.value)]
-            letters = side.letters
-            x = x.reshape(
-                [n for n, a in zip(proof._shape(side.value), letters, strict=True) if a]
-            )
-            names = _real(letters)
-            wanted = [a for a in self.pairs if a in names]
-            x = np.transpose(x, [names.index(a) for a in wanted])
-            sizes = iter(x.shape)
-            return x.reshape([next(sizes) if a in names else 1 for a in self.pairs])
-        return None
-
-    def results(self) -> dict[str, tuple[np.ndarray, list[str]]]:
-        """Output and gradients, each with the letters of its dims."""
-        meaning, given = self.meaning, self.given
-        q, k, v = given["q"], given["k"], given["v"]
-        raw = meaning.scale * self._sum(q, k, out=self.pairs)
-        slope = np.full((), meaning.scale)
-        x = raw
-        if meaning.softcap is not None:
-            x = meaning.softcap * np.tanh(raw / meaning.softcap)
-            slope = meaning.scale * (1 - np.tanh(raw / meaning.softcap) ** 2)
-        seen, side = self._visible(), self._side()
-        if side is not None and meaning.side == "bias":
-            x = x + side
-        elif side is not None:
-            seen = seen & (side if self.proof.true_shows else ~side)
-        x = np.where(seen, x, -np.inf)
-        weights = np.exp(x - x.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        p = (weights, self.pairs)
-        out = [*self.rows, "e"]
-        found = {"out": (self._sum(p, v, out=out), out)}
-        if "dout" not in given:
-            return found
-        dout = given["dout"]
-        dp = self._sum(dout, v, out=self.pairs)
-        dx = weights * (dp - (weights * dp).sum(axis=-1, keepdims=True))
-        ds = (dx * slope, self.pairs)
-        found["dv"] = (self._sum(p, dout, out=v[1]), v[1])
-        found["dq"] = (self._sum(ds, k, out=q[1]), q[1])
-        found["dk"] = (self._sum(ds, q, out=k[1]), k[1])
-        return found

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.find import Different, Found, LeftAlone, candidates
+from cfp.attention.matching.find import candidates
+from cfp.attention.matching.found import Different, Found, LeftAlone
 from cfp.attention.matching.graft import (
     Way,
     grafts,
@@ -14,7 +15,8 @@ from cfp.attention.matching.graft import (
     problem_of_found,
     roles_of,
 )
-from cfp.attention.matching.infer import Meaning, Prover
+from cfp.attention.matching.infer import Prover
+from cfp.attention.matching.reference import Meaning
 from cfp.attention.matching.view import View
 from cfp.attention.problem import Problem
 from cfp.program.graph import Program
@@ -31,6 +33,11 @@ class Match:
     found: Found
     meaning: Meaning
     problem: Problem
+
+    @property
+    def between(self) -> set[int]:
+        """The ops whose results a kernel does not keep: scores, weights."""
+        return {self.found.op, *self.found.inside}
 
     @property
     def ops(self) -> set[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.layout import Layout
@@ -26,36 +27,99 @@ from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
 
 NAME = "cross-entropy"
+PREFIX = "vocabulary/"
 _FORMS = {TOKEN: ROWS, VOCABULARY: COLUMNS, SCALAR: ONE}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What is spread over the axes of a mesh.
+
+    Attributes:
+        tokens: for each of the tokens' dims its axes.
+        words: the axes of the vocabulary.
+    """
+
+    tokens: tuple[Axes, ...] = ()
+    words: Axes = ()
+
+    def how(self, chunks: int) -> tuple[str, ...]:
+        """As plans record it: how many parts, then ``axis=role``."""
+        roles = [f"{a}=tokens{dim}" for dim, one in enumerate(self.tokens) for a in one]
+        return (name_of(chunks), *roles, *(f"{a}=words" for a in self.words))
+
+
+def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
+    """How many parts, and what is spread, from what plans record.
+
+    Args:
+        how: see `Spread.how`.
+        rank: how many dims tokens have.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    first, *words = how
+    roles = [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in words]
+    names = [f"tokens{dim}" for dim in range(rank)]
+    if not is_chunked(first) or not {role for _, role in roles} <= {*names, "words"}:
+        raise ValueError(f"cfp computes no cross-entropy by {', '.join(how)}")
+    tokens = tuple(tuple(a for a, role in roles if role == name) for name in names)
+    word_axes = tuple(a for a, role in roles if role == "words")
+    return int(first.removeprefix(PREFIX)), Spread(tokens, word_axes)
+
+
+def name_of(chunks: int) -> str:
+    """What so many parts are called among the kernels of a segment."""
+    return f"{PREFIX}{chunks}"
+
+
+def is_chunked(name: str) -> bool:
+    """Whether that is what a number of parts is called."""
+    number = name.removeprefix(PREFIX)
+    return name.startswith(PREFIX) and number.isdecimal() and 1 < int(number) < 10_000
+
+
+def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:
+    """What a layout spreads; None if it spreads the hidden dim, or says nothing."""
+    op = layout.frame.program.ops[found.contraction]
+    if op.id not in layout.axes or layout.unreduced(op):
+        return None
+    spec = layout.natural_spec(op, 0)
+    assert spec is not None, "a contraction that is laid out has a sharding"
+    return Spread(tuple(spec[:-1]), spec[-1])
 
 
 def build(
     program: Program,
     found: CrossEntropy,
     chunks: int,
-    layout: Layout | None = None,
+    spread: Spread | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Replacement | None:
     """Stages that compute a cross-entropy over parts of the vocabulary.
 
     Args:
         program: the program.
-        found: what takes the place of.
+        found: what it takes the place of.
         chunks: how many parts.
-        layout: how tokens and words are spread; on one device, if None.
+        spread: what is spread over a mesh.
+        sizes: of the mesh's axes.
 
     Returns:
-        None if it cannot be so: tokens or words would be cut unevenly, the hidden dim
-        is spread, or something is made too late to be read.
+        None if it cannot be so: tokens or words would be cut unevenly, or something is
+        made too late to be read.
     """
-    builder = _Builder(program, found, layout)
-    spread = builder.spread()
-    if spread is None:
-        return None
-    token_axes, word_axes = spread
+    spread, sizes = spread or Spread(), sizes or {}
+    builder = _Builder(program, found)
     op = program.ops[found.contraction]
     *tokens, words = program.values[op.results[0]].shape
-    parts = words // prod(builder.sizes[a] for a in word_axes)
-    if parts < chunks or not builder.keeps_dims(tuple(tokens), token_axes):
+    axes = spread.tokens or ((),) * len(tokens)
+    dims = zip((*tokens, words), (*axes, spread.words), strict=True)
+    if any(size % prod(sizes[a] for a in own) for size, own in dims):
+        return None
+    local = words // prod(sizes[a] for a in spread.words)
+    if local < chunks or not builder.keeps_dims(tuple(tokens), axes):
         return None
     sheet = Sheet(
         base=found.base,
@@ -63,36 +127,22 @@ def build(
         tokens=tuple(tokens),
         words=words,
         chunks=chunks,
-        token_axes=token_axes if any(token_axes) else (),
-        word_axes=word_axes,
+        token_axes=axes if any(axes) else (),
+        word_axes=spread.words,
     )
-    stages, steps = builder.stages(token_axes, word_axes)
+    stages, steps = builder.stages()
     if not all(is_in_order(program, stage) for stage in stages):
         return None
-    functions = ChunkedCrossEntropy(steps, sheet)
+    functions = ChunkedCrossEntropy(
+        steps, sheet, Spread(axes, spread.words).how(chunks)
+    )
     return Replacement(NAME, found.contraction, stages, functions)
 
 
 class _Builder:
-    def __init__(self, program: Program, found: CrossEntropy, layout: Layout | None):
-        self._program, self._found, self._layout = program, found, layout
+    def __init__(self, program: Program, found: CrossEntropy):
+        self._program, self._found = program, found
         self._reads = dict(found.reads)
-        self.sizes = dict(layout.frame.mesh) if layout is not None else {}
-
-    def spread(self) -> tuple[tuple[Axes, ...], Axes] | None:
-        """The axes of each of the tokens' dims, and those of words."""
-        op = self._program.ops[self._found.contraction]
-        shape = self._program.values[op.results[0]].shape
-        if self._layout is None or op.id not in self._layout.axes:
-            return ((),) * (len(shape) - 1), ()
-        if self._layout.unreduced(op):
-            return None
-        spec = self._layout.natural_spec(op, 0)
-        assert spec is not None, "a contraction that is laid out has a sharding"
-        for size, axes in zip(shape, spec, strict=True):
-            if size % prod(self.sizes[a] for a in axes):
-                return None
-        return tuple(spec[:-1]), spec[-1]
 
     def keeps_dims(self, tokens: tuple[int, ...], axes: tuple[Axes, ...]) -> bool:
         """Whether all that tokens have keeps their dims apart, if they are spread."""
@@ -111,13 +161,11 @@ class _Builder:
             return False
         return True
 
-    def stages(
-        self, token_axes: tuple[Axes, ...], word_axes: Axes
-    ) -> tuple[tuple[Stage, ...], tuple[Step, ...]]:
+    def stages(self) -> tuple[tuple[Stage, ...], tuple[Step, ...]]:
         """What each stage reads and makes, and what it does."""
         found = [self._reduced(one) for one in self._found.reductions]
         if self._found.products:
-            found.append(self._contracted(token_axes, word_axes))
+            found.append(self._contracted())
 
         def first(pair: tuple[Stage, Step]) -> int:
             return min(self._program.values[v].producer for v in pair[0].makes)
@@ -190,9 +238,7 @@ class _Builder:
         )
         return Stage(tuple(uses), (one.made,)), step
 
-    def _contracted(
-        self, token_axes: tuple[Axes, ...], word_axes: Axes
-    ) -> tuple[Stage, Step]:
+    def _contracted(self) -> tuple[Stage, Step]:
         products = self._found.products
         exprs = [one.wide for one in products]
         uses, takes = self._inputs([Expr(LOGITS, ""), *exprs])
@@ -206,7 +252,7 @@ class _Builder:
                 form = KERNEL if one.over == "words" else HIDDEN_ROWS
                 takes.append(self._array(form, one.other, one.other_dim))
             contractions.append((one.over, one.first, place))
-            makes.append(self._product(one, token_axes, word_axes))
+            makes.append(self._product(one))
         step = Step(
             "products",
             tuple(takes),
@@ -216,54 +262,9 @@ class _Builder:
         )
         return Stage(tuple(uses), tuple(one.made for one in products)), step
 
-    def _product(
-        self, one: Product, token_axes: tuple[Axes, ...], word_axes: Axes
-    ) -> Array:
+    def _product(self, one: Product) -> Array:
         if one.over == "words":
             return self._made(HIDDEN_ROWS, one.made)
         if one.other is None:
             return self._made(COLUMNS, one.made)
-        made = self._made(KERNEL, one.made, 0 if one.first else 1)
-        return Array(
-            made.form,
-            made.shape,
-            made.dtype,
-            words_dim=made.words_dim,
-            scattered=self._scattered(one.made, made.words_dim, token_axes, word_axes),
-        )
-
-    def _scattered(
-        self, value: int, words_dim: int, token_axes: tuple[Axes, ...], words: Axes
-    ) -> tuple[Axes, ...]:
-        """The token axes over which the layout wants a sum scattered, by dim."""
-        if self._layout is None:
-            return ()
-        spec = self._layout.spec(value)
-        if spec is None:
-            return ()
-        rows = {a for axes in token_axes for a in axes}
-        found: list[Axes] = []
-        shape = self._program.values[value].shape
-        for dim, axes in enumerate(spec):
-            own = words if dim == words_dim else ()
-            extra = axes[len(own) :]
-            ways = prod(self.sizes[a] for a in axes)
-            if axes[: len(own)] != own or not set(extra) <= rows or shape[dim] % ways:
-                return ()
-            found.append(extra)
-        return tuple(found)
-
-
-def chunk_counts(words: int, least: int = 512) -> tuple[int, ...]:
-    """How many parts are worth trying, with so many words in each at least."""
-    return tuple(n for n in (8,) if words // n >= least)
-
-
-def by_contraction(
-    founds: Mapping[int, CrossEntropy] | list[CrossEntropy],
-) -> Callable[[int], CrossEntropy | None]:
-    """Looks a cross-entropy up by its contraction."""
-    table = (
-        {one.contraction: one for one in founds} if isinstance(founds, list) else founds
-    )
-    return table.get
+        return self._made(KERNEL, one.made, 0 if one.first else 1)

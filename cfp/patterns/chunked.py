@@ -30,11 +30,13 @@ class ChunkedCrossEntropy:
         steps: what each stage does; the tokens' vectors and the kernel come first in
             what those take that make logits.
         sheet: what they have in common.
+        how: as plans record it.
         version: of this code.
     """
 
     steps: tuple[Step, ...]
     sheet: Sheet
+    how: tuple[str, ...] = ()
     version: int = 1
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
@@ -75,8 +77,8 @@ class ChunkedCrossEntropy:
         if one.form == ONE:
             return PartitionSpec()
         if one.form in (KERNEL, COLUMNS):
-            dims = [tuple(axes) for axes in one.scattered or ((),) * len(one.shape)]
-            dims[one.words_dim] = (*self.sheet.word_axes, *dims[one.words_dim])
+            dims: list[Any] = [()] * len(one.shape)
+            dims[one.words_dim] = self.sheet.word_axes
             return PartitionSpec(*dims)
         tokens, axes = self.sheet.tokens, self.sheet.token_axes
         return PartitionSpec(*row_axes(one.shape, tokens, axes))

@@ -275,13 +275,7 @@ class Local:
         if over == "words":
             value = value.astype(numpy_dtype(made.dtype)).reshape(self._local(made))
             return lax.psum(value, self._word_axes) if self._word_axes else value
-        rest = set(self._token_axes)
-        for dim, axes in enumerate(made.scattered):
-            for axis in axes:
-                value = lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
-                rest.discard(axis)
-        left = tuple(a for a in self._token_axes if a in rest)
-        return lax.psum(value, left) if left else value
+        return lax.psum(value, self._token_axes) if self._token_axes else value
 
 
 def _finite(most: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import numpy as np
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import CrossEntropy
 from cfp.patterns.expression import VOCABULARY
-from cfp.patterns.steps import resized
+from cfp.patterns.steps import Sheet, Step, resized
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program
@@ -79,23 +79,42 @@ def _differs(
     known = {v: drawn.array(v) for v in sorted({_value(program, u) for u in uses})}
     _at_words(program, found, evaluator, known, coordinates, first_word)
     right = dict(zip(wanted, evaluator.run(wanted, known, coordinates), strict=True))
-    sheet = functions.sheet.resized(sizes, _WIDE)
-    sheet = replace(sheet, chunks=2, first_word=first_word)
     steps = tuple(resized(step, sizes, _WIDE) for step in functions.steps)
-    small = ChunkedCrossEntropy(steps, sheet).plain()
-    kept: list[jax.Array] = []
-    for stage, step, function in zip(replacement.stages, steps, small, strict=True):
-        reads = [
+    reads = [
+        [
             jnp.asarray(known[_value(program, use)], numpy_dtype(one.dtype))
             for use, one in zip(stage.reads, step.takes, strict=True)
         ]
-        with jax.default_matmul_precision("highest"):
-            made = jax.jit(function)(*reads, *kept)
-        kept = list(made[len(stage.makes) :])
-        for v, got in zip(stage.makes, made, strict=False):
+        for stage, step in zip(replacement.stages, steps, strict=True)
+    ]
+    sheet = replace(functions.sheet.resized(sizes, _WIDE), chunks=2)
+    every = _computed(steps, sheet, first_word, reads)
+    for stage, step, made in zip(replacement.stages, steps, every, strict=True):
+        for v, got in zip(stage.makes, made, strict=True):
             if not _close(np.asarray(got, np.float64), right[v]):
                 return f"the {step.kind} is not what the program computes"
     return None
+
+
+def _computed(
+    steps: tuple[Step, ...], sheet: Sheet, first_word: int, reads: Any
+) -> list[list[jax.Array]]:
+    """What all stages make, compiled as one program for all first words."""
+
+    @jax.jit
+    def run(first_word: jax.Array, reads: Any) -> list[list[jax.Array]]:
+        kept: list[jax.Array] = []
+        made: list[list[jax.Array]] = []
+        own = replace(sheet, first_word=first_word)
+        functions = ChunkedCrossEntropy(steps, own).plain()
+        for step, function, args in zip(steps, functions, reads, strict=True):
+            found = [*function(*args, *kept)]
+            made.append(found[: len(step.makes)])
+            kept = found[len(step.makes) :]
+        return made
+
+    with jax.default_matmul_precision("highest"):
+        return run(jnp.int32(first_word), reads)
 
 
 def _value(program: Program, use: tuple[int, int]) -> int:

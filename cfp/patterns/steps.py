@@ -24,8 +24,6 @@ class Array:
         dtype: element type as MLIR writes it.
         leaf: of an expression, if it is one.
         words_dim: of a KERNEL or of COLUMNS, the dim that words have.
-        scattered: of a KERNEL that is made, for each dim the token axes over which it
-            is left scattered.
     """
 
     form: str
@@ -33,7 +31,6 @@ class Array:
     dtype: str
     leaf: Expr | None = None
     words_dim: int = 0
-    scattered: tuple[Axes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,6 @@ def resized(step: Step, sizes: Mapping[int, int], types: Mapping[str, str]) -> S
             shape=tuple(sizes[n] for n in one.shape),
             dtype=types.get(one.dtype, one.dtype),
             leaf=widened(one.leaf, types) if one.leaf else None,
-            scattered=(),
         )
 
     return replace(

@@ -50,8 +50,8 @@ class PlannerSettings:
             them; the leaders are raced with each, too. By default a short list for
             the platform.
         attention: kernels that may take the place of the step's attentions, the
-            preferred first; () leaves them as they are. By default those of GPUs, and
-            none on virtual CPU devices.
+            preferred first, such as ("cudnn", "chunked"). By default none: attentions
+            are left as they are written.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.

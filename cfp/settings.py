@@ -161,7 +161,6 @@ _LARGE = str(2**28)
 # compiler options are raced, not twenty".
 _GPU = PlatformDefaults(
     reach=_REACH,
-    attention=("cudnn", "tokamax", "pallas", "chunked"),
     limits_memory=True,
     # XLA's allocator does not split a free block of which less than this would stay,
     # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".

@@ -115,8 +115,7 @@ Attention = Annotated[
     typer.Option(
         metavar="KERNELS",
         help="What may compute the step's attentions, such as cudnn,chunked, the "
-        "preferred first; none leaves them as they are written. By default "
-        "cudnn,tokamax,pallas,chunked on GPUs, and none on virtual CPU devices.",
+        "preferred first. By default none: they are left as they are written.",
         show_default=False,
     ),
 ]

@@ -7,17 +7,17 @@ step's program (:mod:`cfp.program.misfit`).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanFileError, compose
 from cfp.plan.figures import figures_from_json
+from cfp.plan.json_text import read_json as read_json
+from cfp.plan.json_text import shown as _shown
 from cfp.plan.parts import PlanRow
 from cfp.plan.sites import sites_from_json
 from cfp.printable import printable
@@ -29,7 +29,6 @@ from cfp.race.programs import RaceRow
 
 FORMAT = 3
 
-_MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_CHARACTERS = 10_000
 _MOST_AXES = 16
 _MOST_DIMS = 64
@@ -52,25 +51,6 @@ _BESIDE = frozenset({"explanation", "variants"})
 
 _Mesh = Mapping[str, int]
 _Part = TypeVar("_Part")
-
-
-def read_json(path: str | Path) -> Any:
-    """Parses a plan's file.
-
-    Raises:
-        PlanFileError: it cannot be read, is too large, or is not JSON as plans are.
-    """
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except RecursionError as error:
-        reason = "it is nested too deeply"
-        raise PlanFileError(f"Cannot read a plan from {path}: {reason}.") from error
-    except (OSError, ValueError) as error:
-        raise PlanFileError(f"Cannot read a plan from {path}: {error}") from error
 
 
 def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, Any]:
@@ -159,25 +139,6 @@ def _read(reader: Callable[[Any], _Part], value: Any, where: str) -> _Part | Non
 
 
 # ------------------------------------------------------------------------------- JSON
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of which no field stands there twice: which one would count?"""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the field {_shown(twice)} twice")
-    return found
-
-
-def _no_number(name: str) -> Never:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
-def _shown(value: Any) -> str:
-    """A value as it may stand in a message: short, and in plain characters."""
-    return ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
 
 
 def _refuse(expected: str, got: str, where: str) -> Never:

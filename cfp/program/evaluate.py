@@ -111,6 +111,7 @@ class Evaluator:
         """
         found = dict(known)
         stack = [stands(v) for v in wanted]
+        waiting: set[int] = set()
         while stack:
             v = stack[-1]
             if v in found:
@@ -125,16 +126,22 @@ class Evaluator:
             reads = [stands(x) for x in op.operands]
             missing = [x for x in reads if x not in found]
             if missing:
+                if v in waiting:
+                    raise NotEvaluated("a value that is made of itself")
+                waiting.add(v)
                 stack += missing
                 continue
             sizes = [self._sizes(r, coordinates) for r in op.results]
             # What stands for a value may have other dims of size 1.
-            arrays = [
-                found[x].reshape(self._sizes(operand, coordinates))
-                for operand, x in zip(op.operands, reads, strict=True)
-            ]
-            with np.errstate(all="ignore"):
-                made = self._apply(op, arrays, sizes, coordinates)
+            try:
+                arrays = [
+                    found[x].reshape(self._sizes(operand, coordinates))
+                    for operand, x in zip(op.operands, reads, strict=True)
+                ]
+                with np.errstate(all="ignore"):
+                    made = self._apply(op, arrays, sizes, coordinates)
+            except ValueError as error:
+                raise NotEvaluated(f"{op.name}: coordinates do not fit") from error
             for r, array, size in zip(op.results, made, sizes, strict=True):
                 if list(array.shape) != size:
                     raise NotEvaluated(f"{op.name}: coordinates do not fit")

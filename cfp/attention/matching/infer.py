@@ -65,7 +65,7 @@ class _Proof(Sample):
         meaning = Meaning(self.tokens, scale, softcap, causal, left, right, side)
         for _ in range(2):
             self._prove(meaning)
-            self._place(self._positions())
+            self.place(self.positions())
         return meaning
 
     # -- what it computes --------------------------------------------------------------
@@ -78,7 +78,7 @@ class _Proof(Sample):
         dtype = self.program.values[side.value].dtype
         if dtype != "i1":
             return np.zeros(())
-        seen = [(self._argument_of(0.0, np.asarray(x)) > _MASKED).sum() for x in (0, 1)]
+        seen = [(self.argument_of(0.0, np.asarray(x)) > _MASKED).sum() for x in (0, 1)]
         self.true_shows = seen[1] > seen[0]
         return np.asarray(self.true_shows)
 
@@ -87,13 +87,13 @@ class _Proof(Sample):
     def _scale(self) -> tuple[float, float | None]:
         """Scale and soft cap, from the argument of a score that all have."""
         neutral = self._neutral()
-        zero = self._argument_of(0.0, neutral)
+        zero = self.argument_of(0.0, neutral)
         seen = zero > _MASKED
         if not seen.any():
             raise Different("no key is seen")
 
         def slope(score: float) -> float:
-            steps = self._argument_of(score, neutral)[seen] - zero[seen]
+            steps = self.argument_of(score, neutral)[seen] - zero[seen]
             if not np.allclose(steps, steps[0], rtol=_CLOSE, atol=1e-12):
                 raise Different("scores are not all scaled alike")
             return float(steps[0])
@@ -131,7 +131,7 @@ class _Proof(Sample):
         neutral = self._neutral()
 
         def distances() -> tuple[np.ndarray, np.ndarray]:
-            x = self._argument_of(0.0, neutral)
+            x = self.argument_of(0.0, neutral)
             letters = [n for n in self.found.scores.letters if n]
             order = [letters.index(n) for n in letters if n not in (self.tokens, "k")]
             rest = [letters.index(n) for n in (self.tokens, "k") if n in letters]
@@ -166,10 +166,10 @@ class _Proof(Sample):
                 middle = (low + high) // 2
                 first = counts[1] - 1 if sign > 0 else 0
                 other = first - sign * middle
-                some = self._some(counts[1])
+                some = self.some(counts[1])
                 some = np.unique([*some, first, other, other - 1, other + 1])
                 some = np.clip(some, 0, counts[1] - 1)
-                self._place((np.unique(some), np.unique(some)))
+                self.place((np.unique(some), np.unique(some)))
                 away, seen = distances()
 
         left, right = bound(1), bound(-1)
@@ -186,19 +186,19 @@ class _Proof(Sample):
             Different: they are others.
         """
         roots: dict[int, np.ndarray] = {}
-        for p in self._passes():
+        for p in self.passes():
             for t in p.reads.values():
                 roots.setdefault(self._root(t.value), np.empty(0))
-        known = {v: self._random(v) for v in roots}
+        known = {v: self.drawn_at(v) for v in roots}
         self.drawn = self._drawn(meaning)
         known |= self.drawn
-        tensors = [t for p in self._passes() for t in p.reads.values()]
-        arrays = self._run(tensors, known)
-        made = [t for p in self._passes() for t in p.makes.values()]
-        results = iter(self._run(made, known))
+        tensors = [t for p in self.passes() for t in p.reads.values()]
+        arrays = self.evaluated(tensors, known)
+        made = [t for p in self.passes() for t in p.makes.values()]
+        results = iter(self.evaluated(made, known))
         inputs = iter(arrays)
         side = self._named_side(meaning)
-        for p in self._passes():
+        for p in self.passes():
             given = {
                 name: (squeezed(next(inputs), t.letters), real(t.letters))
                 for name, t in p.reads.items()
@@ -220,7 +220,7 @@ class _Proof(Sample):
         """The side that was drawn: true where a key is seen, or a bias."""
         for side in self.found.sides:
             x = self.drawn[self.view.made(side.value)]
-            x = squeezed(x.reshape(self._shape(side.value)), side.letters)
+            x = squeezed(x.reshape(self.shape_of(side.value)), side.letters)
             if meaning.side != "bias" and not self.true_shows:
                 x = ~x
             return x, real(side.letters)
@@ -241,16 +241,17 @@ class _Proof(Sample):
         for side in self.found.sides:
             v = self.view.made(side.value)
             if meaning.side == "bias":
-                found[v] = self._random(v)
+                found[v] = self.drawn_at(v)
                 continue
-            array = self.random.random(self._shape(v)) < 0.7
+            array = self.random.random(self.shape_of(side.value)) < 0.7
             names = [x for x in side.letters]
             if "k" in names:
                 # The first key is seen by all, a causal mask or not.
                 place = [slice(None)] * array.ndim
                 place[names.index("k")] = slice(0, 1)
                 array[tuple(place)] = True
-            found[v] = array if self.true_shows else ~array
+            array = array if self.true_shows else ~array
+            found[v] = array.reshape(self.shape_of(v))
         return found
 
 

@@ -28,15 +28,18 @@ class Sample:
         self._join_all()
         self.sizes = found.sizes
         self.tokens = self._tokens()
-        self._place(self._positions())
+        self.place(self.positions())
 
     # -- coordinates -------------------------------------------------------------------
 
     def _join_all(self) -> None:
         """Joins the dims of everything that is evaluated."""
+        for side in self.found.sides:
+            self._join_equal(side.value)
+        path = self._to_sides()
         seen: set[int] = set()
-        stack = [t.value for p in self._passes() for t in p.makes.values()]
-        stack += [t.value for p in self._passes() for t in p.reads.values()]
+        stack = [t.value for p in self.passes() for t in p.makes.values()]
+        stack += [t.value for p in self.passes() for t in p.reads.values()]
         while stack:
             v = stack.pop()
             self._join_equal(v)
@@ -49,7 +52,7 @@ class Sample:
             shapes = ("transpose", "convert", "reshape")
             if is_dot and not self._is_ours(op.id):
                 continue
-            if outside and not dots and not is_dot:
+            if outside and not dots and not is_dot and op.id not in path:
                 if not self.view.is_leaf(v) and op.kind not in shapes:
                     continue
             seen.add(op.id)
@@ -70,12 +73,29 @@ class Sample:
                         by_factor.setdefault(major, node)
             stack += op.operands
 
+    def _to_sides(self) -> set[int]:
+        """The ops by which what enters besides becomes a mask or a bias."""
+        view, inside = self.view, self.found.inside
+        ends = {view.numbers.of[side.value] for side in self.found.sides}
+        stack = [v for op in inside for v in self.program.ops[op].operands]
+        found: set[int] = set()
+        while stack and ends:
+            v = stack.pop()
+            op = view.producer(v)
+            if view.numbers.of[v] in ends or op is None or op.id in found:
+                continue
+            if op.id in inside or op.kind == "dot_general" or view.is_leaf(v):
+                continue
+            found.add(op.id)
+            stack += op.operands
+        return found
+
     def _is_ours(self, op: int) -> bool:
         return op in self._contractions()
 
     def _contractions(self) -> set[int]:
         found = set()
-        for p in self._passes():
+        for p in self.passes():
             found |= {t.use[0] for t in p.reads.values() if t.use}
             for t in p.makes.values():
                 found.add(self.program.values[t.value].producer)
@@ -90,7 +110,7 @@ class Sample:
         for a, b in zip(mine, its, strict=True):
             self.dims.union((v, a), (made, b))
 
-    def _passes(self) -> list[Pass]:
+    def passes(self) -> list[Pass]:
         found = self.found
         return [*found.forward, *([found.backward] if found.backward else [])]
 
@@ -99,19 +119,19 @@ class Sample:
         names = [x for x in self.sizes if x[:1] == "q"]
         return max(names, key=lambda x: (self.sizes[x], x), default="q0")
 
-    def _positions(self) -> tuple[np.ndarray, np.ndarray]:
+    def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Some queries and some keys; the same where there are as many."""
         counts = self.sizes.get(self.tokens, 1), self.sizes["k"]
-        queries, keys = (self._some(count) for count in counts)
+        queries, keys = (self.some(count) for count in counts)
         return queries, queries if counts[0] == counts[1] else keys
 
-    def _some(self, count: int) -> np.ndarray:
+    def some(self, count: int) -> np.ndarray:
         near = [0, 1, 2, count // 2 - 1, count // 2, count // 2 + 1]
         near += [count - 3, count - 2, count - 1]
         near += [*self.random.integers(0, count, _SAMPLED)]
         return np.unique(np.clip(near, 0, count - 1))
 
-    def _place(self, positions: tuple[np.ndarray, np.ndarray]) -> None:
+    def place(self, positions: tuple[np.ndarray, np.ndarray]) -> None:
         """Takes these positions of queries and keys from now on."""
         self.at: dict[str, np.ndarray] = {}
         for letter, size in self.sizes.items():
@@ -120,7 +140,7 @@ class Sample:
         self.at[self.tokens], self.at["k"] = positions
         self.coordinates: dict[object, np.ndarray] = {}
         tensors = [
-            t for p in self._passes() for t in (*p.reads.values(), *p.makes.values())
+            t for p in self.passes() for t in (*p.reads.values(), *p.makes.values())
         ]
         tensors += [self.found.scores, self.found.argument, *self.found.sides]
         for t in tensors:
@@ -145,37 +165,38 @@ class Sample:
 
     # -- evaluation --------------------------------------------------------------------
 
-    def _random(self, v: int) -> np.ndarray:
+    def drawn_at(self, v: int) -> np.ndarray:
         shape = [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
         return self.random.normal(size=shape)
 
-    def _run(self, wanted: list[Tensor], known: Mapping[int, np.ndarray]) -> list:
+    def evaluated(self, wanted: list[Tensor], known: Mapping[int, np.ndarray]) -> list:
         found = self.evaluator.run(
             [t.value for t in wanted], known, self._at, self.view.made
         )
         return [
-            x.reshape(self._shape(t.value)) for t, x in zip(wanted, found, strict=True)
+            x.reshape(self.shape_of(t.value))
+            for t, x in zip(wanted, found, strict=True)
         ]
 
-    def _shape(self, v: int) -> list[int]:
+    def shape_of(self, v: int) -> list[int]:
         return [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
 
-    def _argument_of(
+    def argument_of(
         self, scores: np.ndarray | float, side: np.ndarray | None = None
     ) -> np.ndarray:
         """The softmax's argument, for scores (of one value, or as they lie)."""
         t = self.found.scores
-        value = np.broadcast_to(np.asarray(scores, np.float64), self._shape(t.value))
-        known = {self.view.made(t.value): value, **self._sides(side)}
-        [x] = self._run([self.found.argument], known)
-        return self._ordered(x, self.found.argument.letters, t.letters)
+        value = np.broadcast_to(np.asarray(scores, np.float64), self.shape_of(t.value))
+        known = {self.view.made(t.value): value, **self.given_sides(side)}
+        [x] = self.evaluated([self.found.argument], known)
+        return self.ordered(x, self.found.argument.letters, t.letters)
 
-    def _sides(self, value: np.ndarray | None = None) -> dict[int, np.ndarray]:
+    def given_sides(self, value: np.ndarray | None = None) -> dict[int, np.ndarray]:
         """Sides, as they are read: random ones, or all of one value."""
         known = {}
         for side in self.found.sides:
             v = self.view.made(side.value)
-            shape = self._shape(v)
+            shape = self.shape_of(v)
             if value is not None:
                 known[v] = np.broadcast_to(value, shape)
             elif v in self.drawn:
@@ -185,7 +206,7 @@ class Sample:
     drawn: Mapping[int, np.ndarray] = {}
 
     @staticmethod
-    def _ordered(x: np.ndarray, have: Letters, want: Letters) -> np.ndarray:
+    def ordered(x: np.ndarray, have: Letters, want: Letters) -> np.ndarray:
         """An array with its dims in another order; dims of size 1 are left out."""
         x = x.reshape([n for n, letter in zip(x.shape, have, strict=True) if letter])
         names = [letter for letter in have if letter]

@@ -47,12 +47,11 @@ class View:
         producer = self.program.values[v].producer
         if producer < 0:
             return 2, v
-        kind = self.program.ops[producer].kind
-        if kind == "convert" or kind in _PASSES:
-            return 2, v
-        if kind == "reshape":
-            return 1, v
-        return (0, v) if kind in KNOWN else (2, v)
+        op = self.program.ops[producer]
+        same = {self.numbers.of[x] for x in op.operands} & {self.numbers.of[v]}
+        if same or op.kind in _PASSES:
+            return 2, v  # only another view of what is made elsewhere
+        return (0, v) if op.kind in KNOWN else (1, v)
 
     def made(self, v: int) -> int:
         """The value that stands for all that are equal to one."""

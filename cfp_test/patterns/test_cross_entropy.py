@@ -14,7 +14,7 @@ from cfp.presets.classics import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
-from cfp_test.checking import differences, prepare, shardings
+from cfp_test.checking import differences, draw, prepare, shardings
 from cfp_test.programs.common import normal, training
 
 SIZES = (("x", 2), ("y", 2))
@@ -104,17 +104,31 @@ def test_what_only_looks_like_one_is_left_alone(loss):
     assert all(one.reason for one in found.left_alone)
 
 
+def choices(frame):
+    """By name: presets, and a choice that spreads the words over both axes."""
+    [found] = cross_entropies(frame.program).found.values()
+    known = {name: presets(frame)[name] for name in ("data_parallel", "fully_sharded")}
+    for seed in range(200):
+        drawn = draw(frame, seed)
+        spread = spread_of(lay_out(frame, drawn), found)
+        if spread is not None and spread.words:
+            kind = "words and tokens" if any(spread.tokens) else "words"
+            known.setdefault(kind, drawn)
+    return known
+
+
 @pytest.mark.parametrize(
-    "preset", ["data_parallel", "tensor_parallel", "fully_sharded"]
+    "name", ["data_parallel", "fully_sharded", "words", "words and tokens"]
 )
-def test_the_step_computes_the_same_and_holds_no_logits(preset):
-    case = case_of(by_optax)
+@pytest.mark.parametrize("loss", [gathered, biased], ids=lambda one: one.__name__)
+def test_the_step_computes_the_same_and_holds_no_logits(loss, name):
+    case = case_of(loss)
     program = case.frame.program
     [found] = cross_entropies(program).found.values()
-    known = presets(case.frame)
-    layout = lay_out(case.frame, known[preset])
+    layout = lay_out(case.frame, choices(case.frame)[name])
     spread = spread_of(layout, found)
-    assert spread is not None and (any(spread.tokens) or spread.words)
+    assert spread is not None and bool(spread.words) == name.startswith("words")
+    assert any(spread.tokens) == (name != "words")
     one = build(program, found, 4, spread, dict(case.mesh.shape))
     assert one is not None
     assert read_how(one.functions.how, 2) == (4, spread)
@@ -123,11 +137,16 @@ def test_the_step_computes_the_same_and_holds_no_logits(preset):
     told = dataclasses.replace(constraints(layout), replaced=(one,))
     constrain(lowering.module, program, case.mesh, told)
     erase_unread(lowering.module)
-    text = str(lowering.module)
-    assert f"tensor<4x6x{WORDS}xf32>" not in text
+    assert f"tensor<4x6x{WORDS}xf32>" not in str(lowering.module)
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
     assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+def test_what_spreads_the_hidden_dim_stays_as_written():
+    frame = case_of(by_optax).frame
+    [found] = cross_entropies(frame.program).found.values()
+    assert spread_of(lay_out(frame, presets(frame)["tensor_parallel"]), found) is None
 
 
 def test_names():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cfp.checking.difference import compare
     from cfp.context import PlannerSettings
     from cfp.devices.described import described
+    from cfp.devices.joining import join
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         PinError,
         PlanFileError,
         PlanMismatch,
+        ProcessError,
         StepNotTraceable,
         TargetError,
     )
@@ -56,9 +58,11 @@ _HOMES = {
         "PinError",
         "PlanFileError",
         "PlanMismatch",
+        "ProcessError",
         "StepNotTraceable",
         "TargetError",
     ),
+    "cfp.devices.joining": ("join",),
     "cfp.plan.plan": ("Plan",),
     "cfp.context": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
@@ -83,6 +87,7 @@ __all__ = [
     "PlanFileError",
     "PlanMismatch",
     "PlannerSettings",
+    "ProcessError",
     "StepNotTraceable",
     "TargetError",
     "Variant",
@@ -91,6 +96,7 @@ __all__ = [
     "attention_options",
     "compare",
     "described",
+    "join",
     "parallelize",
     "plan",
     "plan_fastest",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import PlannerSettings, open_context
+from cfp.context import PlannerSettings, agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.passes.pipeline import Pins, analyze_step, decide
@@ -27,6 +27,7 @@ from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import known_rates
+from cfp.profiling.conversation import together
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
@@ -128,7 +129,28 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    budget = parse_bytes(memory_budget)
+    with together(agreement_of(mesh).alone):
+        return _find_plan(
+            step,
+            mesh=mesh,
+            budget=parse_bytes(memory_budget),
+            pins=pins,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=settings,
+        )
+
+
+def _find_plan(
+    step: FlatStep,
+    *,
+    mesh: Mesh | DescribedMesh,
+    budget: int | None,
+    pins: Pins | None,
+    preset: str | None,
+    cache_dir: str | Path | None,
+    settings: PlannerSettings | None,
+) -> Found:
     analyzed = analyze_step(step, mesh, pins)
     if step.gives_unasked:
         warnings.warn(
@@ -139,6 +161,8 @@ def find_plan(
     analysis, interrupted = analyzed.analysis, False
     with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
         try:
+            program = analysis.frame.program.fingerprint[:12]
+            context.agreement.same({"program": program, "preset": str(preset)})
             if preset is not None:
                 solution = preset_solution(analysis, preset)
                 is_there = context.described is None

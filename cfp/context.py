@@ -6,15 +6,18 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from cfp.attention.kernels import KERNELS
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MeshError, compose
+from cfp.profiling.common_store import open_store
+from cfp.profiling.conversation import together
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.marks import Limits
 from cfp.profiling.options import MeasureOptions
@@ -174,7 +177,12 @@ class PlanContext:
     @property
     def is_alone(self) -> bool:
         """Whether no other process has some of the devices."""
-        return Agreement.of(self.devices).alone
+        return self.agreement.alone
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of the processes that have the devices."""
+        return agreement_of(self.mesh)
 
     @property
     def measure(self) -> MeasureOptions:
@@ -260,10 +268,54 @@ def open_context(
             "cfp.PlannerSettings(per_kind=8), for instance."
         )
     settings = settings or PlannerSettings()
+    agreement = agreement_of(mesh)
+    with together(agreement.alone):
+        yield from _opened(mesh, cache_dir, budget_bytes, settings, agreement)
+
+
+def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
+    """Of the processes that have a mesh's devices.
+
+    Raises:
+        MeshError: some processes have none of them.
+    """
+    if not isinstance(mesh, Mesh):
+        return Agreement(alone=True)
+    agreement = Agreement.of(mesh)
+    if not agreement.alone:
+        theirs = {device.process_index for device in mesh.devices.flat}
+        if without := sorted(set(range(jax.process_count())) - theirs):
+            raise MeshError(
+                compose(
+                    "The mesh leaves out processes of this program.",
+                    expected="a mesh with devices of all processes, or of one only",
+                    got=f"{dict(mesh.shape)} of devices of processes "
+                    f"{sorted(theirs)}, without {without}",
+                    attempt=f"a mesh of all {jax.device_count()} devices, or fewer "
+                    "processes",
+                )
+            )
+    return agreement
+
+
+def _opened(
+    mesh: Mesh | DescribedMesh,
+    cache_dir: str | Path | None,
+    budget_bytes: int | None,
+    settings: PlannerSettings,
+    agreement: Agreement,
+) -> Iterator[PlanContext]:
     if isinstance(mesh, DescribedMesh):
         environment = tuple(mesh.environment.items())
     else:
         environment = environment_parts(list(mesh.devices.flat))
+        agreement.same(
+            {
+                "mesh": f"{dict(mesh.shape)} of {[d.id for d in mesh.devices.flat]}",
+                "memory budget": str(budget_bytes),
+                "settings": repr(replace(settings, progress=None)),
+            }
+        )
     defaults = defaults_of(dict(environment)["platform"])
     device_bytes = device_memory(mesh)
     memory = None
@@ -274,7 +326,7 @@ def open_context(
             limits_memory=defaults.limits_memory,
             reserve_bytes=defaults.reserve_bytes,
         )
-    with ProfileStore(store_path(cache_dir)) as store:
+    with open_store(store_path(cache_dir), agreement) as store:
         yield PlanContext(
             mesh=mesh,
             store=store,

@@ -62,6 +62,10 @@ class DeviceError(CfpError):
     """A device is missing, busy, or failed while it was measured."""
 
 
+class ProcessError(CfpError):
+    """The processes of a program differ, or one of them has failed, or is gone."""
+
+
 class CompilerError(CfpError):
     """The compiler made a program that computes something else than it should."""
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from cfp.devices.joining import Membership, join_if_asked
 from cfp.errors import CfpError, DeviceError, MeshError, compose
 
 PLATFORMS = ("cpu", "cuda")
@@ -96,9 +100,15 @@ def select(platform: str | None, axes: Axes | None) -> None:
 
     Raises:
         CfpError: there is no such platform, or not so many virtual devices.
+        ProcessError: this is one of several processes, which cannot be brought
+            together.
     """
-    if platform is None:
-        return
+    if platform is not None:
+        _select(platform, axes)
+    join_if_asked()
+
+
+def _select(platform: str, axes: Axes | None) -> None:
     count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
     if platform not in PLATFORMS:
         raise CfpError(
@@ -127,7 +137,26 @@ def select(platform: str | None, axes: Axes | None) -> None:
             for flag in os.environ.get("XLA_FLAGS", "").split()
             if not flag.startswith(_COUNT_FLAG)
         ]
-        os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT_FLAG}={count}"])
+        share = _share(count)
+        os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT_FLAG}={share}"])
+
+
+def _share(count: int) -> int:
+    """How many of some virtual devices this process has, if there are several."""
+    member = Membership.of(None, None, None, os.environ)
+    if member is None:
+        return count
+    if count < member.processes:
+        raise MeshError(
+            compose(
+                "There is a process without a device.",
+                expected=f"{member.processes} devices or more, one for each process",
+                got=str(count),
+                attempt="a larger mesh, or fewer processes",
+            )
+        )
+    each, more = divmod(count, member.processes)
+    return each + (member.process_id < more)
 
 
 def make_mesh(axes: Axes | None) -> Mesh:
@@ -162,7 +191,7 @@ def make_mesh(axes: Axes | None) -> Mesh:
             compose(
                 "There are too few devices.",
                 expected=f"{wanted} devices for the mesh {mesh_text(axes)}",
-                got=f"{len(devices)} of platform {kind}",
+                got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
                 attempt=f"--devices {len(devices)}, or --platform cpu for virtual "
                 "devices"
                 if len(devices) > 1
@@ -172,6 +201,15 @@ def make_mesh(axes: Axes | None) -> Mesh:
     names = tuple(name for name, _ in axes)
     sizes = tuple(size for _, size in axes)
     return jax.make_mesh(sizes, names, devices=devices[:wanted])
+
+
+def _by_process(devices: Sequence[Any]) -> str:
+    """How many of some devices each process has; "" if there is one process."""
+    counts = Counter(device.process_index for device in devices)
+    if len(counts) == 1:
+        return ""
+    each = ", ".join(f"{count} in process {i}" for i, count in sorted(counts.items()))
+    return f": {each}"
 
 
 def has_gpu() -> bool:

@@ -28,6 +28,7 @@ from cfp.errors import CfpError, compose
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
 from cfp.program.fixed import fixed, released
+from cfp.program.put import put
 
 _EXAMPLE = (
     "def tiny():\n"
@@ -382,7 +383,7 @@ def _make(arg: Any, shardings: Any, key: jax.Array) -> Any:
             draw = jax.jit(_random, static_argnums=(1, 2), out_shardings=sharding)
             made.append(draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
         else:
-            made.append(jax.device_put(jnp.asarray(leaf), sharding))
+            made.append(put(jnp.asarray(leaf), sharding))
     return released(tree_unflatten(tree, made))
 
 

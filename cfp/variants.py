@@ -20,15 +20,17 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.api import Found, Pins, find_plan
-from cfp.context import PlannerSettings, device_memory
+from cfp.context import PlannerSettings, agreement_of, device_memory
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import Job
+from cfp.profiling.common_store import open_store
+from cfp.profiling.conversation import together
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
-from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
 from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
@@ -276,7 +278,11 @@ def _race_winners(
         for name, one in found
     ]
     mesh = _mesh(found[0][1])
-    with ProfileStore(store_path(cache_dir)) as store:
+    agreement = agreement_of(mesh)
+    with (
+        together(agreement.alone),
+        open_store(store_path(cache_dir), agreement) as store,
+    ):
         results = race_programs(
             found[0][1].analysis.frame.program,
             mesh,

@@ -96,10 +96,9 @@ mesh = jax.make_mesh((4,), ("x",))
 """
 _PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
 _EXPORT = f"{_PLAN}.export_python('sharded.py')\n"
-_RUN = "run(train_step, lambda key: state, [batch] * 2, args)\n"
-_SAVED = f"{_PLAN}.save('plan.json')\n"
+_TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
 # JAX is one process here, and finds no others.
-_ALONE = "jax.distributed.initialize = lambda: None\n"
+_ALONE = "cfp.join = lambda: None\n"
 # (page, words of the block) -> what goes before it, and after it.
 AROUND = {
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
@@ -109,10 +108,10 @@ AROUND = {
         "assert deeper.rung == 'estimated' and deeper.search['adapted']\n",
     ),
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
-    ("frameworks.md", "jax.distributed"): (_STEP + _SAVED + _ALONE, _RUN),
+    ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
 }
 # Of the blocks that run here those that take a preset, or plan nothing, are quick.
-QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "jax.distributed")
+QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "mesh_utils")
 
 
 def programs() -> list:

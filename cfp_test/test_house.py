@@ -60,6 +60,10 @@ MLIR_ATTRIBUTES = ("_lowering",)
 NON_PUBLIC: set[tuple[str, str]] = {
     # The key by which jax.jit knows one configuration from another.
     ("program/meaning.py", "jax._src.config.trace_context"),
+    # The client of jax.distributed, which carries what processes say to each other.
+    ("program/channel.py", "jax._src.distributed"),
+    # Public, whatever its name: the end of a process whose devices wait for ever.
+    ("profiling/conversation.py", "._exit"),
 }
 
 MAX_LINES = 400

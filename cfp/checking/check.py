@@ -23,6 +23,7 @@ from cfp.checking.difference import Difference, compare, norms
 from cfp.plan.plan import Plan
 from cfp.program.fixed import fixed, released
 from cfp.program.graft import Constraints, Spec
+from cfp.program.put import fetch
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
 from cfp.runtime.execute import CompiledStep, compile_step
@@ -180,7 +181,9 @@ class Check:
         self._args = list(args)
         # To where results of one device will be: from step to step nothing moves.
         [device] = self._alone.out_shardings[0].device_set
-        self._args = self._each(lambda arg: fresh(jax.device_put(arg, device)))
+        self._args = self._each(
+            lambda arg: fresh(jax.device_put(self._here(arg), device))
+        )
 
     def step(self) -> Comparison:
         """Runs a step on both sides.
@@ -191,7 +194,7 @@ class Check:
         expected = self._alone(*self._each(fresh))
         alone = [(norms(expected), compare(expected, expected))]
         alone += [self._nudged(expected, seed) for seed in range(NUDGES)]
-        found = self.planned(*self._each(fresh))
+        found = self._here(self.planned(*self._each(fresh)))
         before = self._before(expected)
         sides = (compare(found, expected), norms(found), compare(before, expected))
         made = _comparison(alone, *sides)
@@ -201,6 +204,16 @@ class Check:
             made = _comparison(alone, *sides)
         feed_back(self._args, expected, self._feedback)
         return made
+
+    def _here(self, tree: Any) -> Any:
+        """Arrays of which other processes have parts, on one device of this one."""
+        [device] = self._alone.out_shardings[0].device_set
+
+        def here(leaf: Any) -> Any:
+            is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            return fetch(leaf, device) if is_global else leaf
+
+        return released(jax.tree.map(here, fixed(tree)))
 
     def _nudged(self, expected: Any, seed: int) -> _Alone:
         """What one device makes of arguments in the neighbourhood."""
@@ -279,7 +292,7 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         plan.options,
         wide=True,
     )
-    return planned, compile_alone(step, mesh.devices.flat[0])
+    return planned, compile_alone(step, mesh.local_devices[0])
 
 
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:

@@ -14,9 +14,12 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.checking.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
 from cfp.checking.difference import Difference
+from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
+from cfp.profiling.conversation import together
 from cfp.profiling.overwritten import count_rematerialized
+from cfp.profiling.processes import Agreement
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
@@ -123,8 +126,34 @@ def run_trial(
     Raises:
         PlanMismatch: the plan is not for this target.
         DeviceError: the step failed on the devices.
+        ProcessError: another process has failed, or is gone.
         CfpError: it cannot run more than once.
     """
+    agreement = agreement_of(plan.mesh)
+    with together(agreement.alone):
+        return _run_trial(
+            plan,
+            target,
+            agreement=agreement,
+            steps=steps,
+            check=check,
+            tolerance=tolerance,
+            seed=seed,
+            progress=progress,
+        )
+
+
+def _run_trial(
+    plan: Plan,
+    target: Target,
+    *,
+    agreement: Agreement,
+    steps: int,
+    check: bool,
+    tolerance: float | None,
+    seed: int,
+    progress: Callable[[str], None] | None,
+) -> Trial:
     tell = progress or (lambda _: None)
     step = flatten_step(
         target.step,
@@ -151,6 +180,7 @@ def run_trial(
             tell(f"step {number + 1} of {steps}")
             results.append(_one_step(compiled, args, feedback, checking))
     except jax.errors.JaxRuntimeError as error:
+        agreement.end_of_run(str(error).strip())
         raise DeviceError(
             compose(
                 "The step failed on the devices.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from cfp.cli import (
 from cfp.cli.options import INTERRUPTED, PASS_ON
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor.command import main as doctor
+from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 
 class Commands(TyperGroup):
@@ -97,8 +99,38 @@ def _common(
             is_eager=True,
         ),
     ] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Run as one of several processes, on all of their devices: where "
+            "process 0 is reached. Give the command to every process.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", help="How many processes there are.")
+    ] = None,
+    process_id: Annotated[
+        int | None,
+        typer.Option(metavar="I", help="The number of this one, from 0 to N - 1."),
+    ] = None,
+    join: Annotated[
+        bool,
+        typer.Option(
+            "--join",
+            help="The same, where JAX finds the others by itself: under Slurm, Open "
+            "MPI, Kubernetes.",
+        ),
+    ] = False,
 ) -> None:
-    pass
+    # Commands that use devices read them there; so do programs that call cfp.join().
+    given = {
+        COORDINATOR: coordinator,
+        PROCESSES: processes,
+        PROCESS_ID: process_id,
+        JOIN: "1" if join else None,
+    }
+    os.environ.update({k: str(v) for k, v in given.items() if v is not None})
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from cfp.cli.supervise import Supervision
 from cfp.context import PlannerSettings
+from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
@@ -255,7 +257,7 @@ def print_error(message: str) -> None:
         console.print("error:", style="bold red", end=" ")
         console.print(message, markup=False, highlight=False)
     else:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _interrupted(workdir: Path | None) -> str:
@@ -299,7 +301,8 @@ def settings(
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
     if given.get("attention") is not None:
-        made = replace(made, attention=attention_kernels(given["attention"]))
+        names = [name for name in given["attention"].split(",") if name != "none"]
+        made = replace(made, attention=tuple(names))
     if given.get("whole_race"):
         made = replace(made, repeats=None)
     if "run_timeout" in given:
@@ -314,17 +317,23 @@ def settings(
     )
 
 
-def attention_kernels(text: str) -> tuple[str, ...]:
-    """The kernels that ``--attention`` names; none for "none"."""
-    return () if text == "none" else tuple(text.split(","))
-
-
 @contextlib.contextmanager
 def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
     """Keeps stdout for one document: what else is printed goes to stderr."""
     stdout = sys.stdout
+
+    def print_json(text: str) -> None:
+        if not is_follower():
+            print(text, file=stdout)
+
     with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
-        yield lambda text: print(text, file=stdout)
+        yield print_json
+
+
+def leave_printing_to_process_0() -> None:
+    """Has a process that is not the first of several print nothing but errors."""
+    if is_follower():
+        sys.stdout = io.StringIO()
 
 
 def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
@@ -376,7 +385,7 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     Raises:
         CfpError: the file cannot be written.
     """
-    if path is None:
+    if path is None or is_follower():
         return
     folder = path.parent
     if path.is_dir() or not folder.is_dir():

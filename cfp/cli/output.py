@@ -8,6 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.console import RenderableType
 
+from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.report.console import literal_console
@@ -26,7 +27,7 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
     Raises:
         CfpError: it cannot be.
     """
-    if output is None:
+    if output is None or is_follower():
         return
     try:
         made.save(output)

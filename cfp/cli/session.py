@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
+from cfp.cli.options import leave_printing_to_process_0
+from cfp.devices.joining import is_follower
 from cfp.passes.pipeline import Pins, analyze_step
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering
@@ -71,6 +73,7 @@ def open_target(
         CfpError: there is no such target, platform or number of devices.
     """
     platform.select(platform_name, axes)
+    leave_printing_to_process_0()
     # The target first: to say that it does not exist takes no device.
     target = resolve(text, options, donate=donate, static=static)
     return target, platform.make_mesh(axes)
@@ -102,7 +105,7 @@ def analyse(target: Target, mesh: Mesh, pins: Pins | None = None) -> Session:
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
     """Writes the analysis below the working folder, if there is one."""
-    if workdir is None:
+    if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER
     dump_analysis(folder, session.analysis, session.lowering.text)

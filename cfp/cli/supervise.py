@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
 from cfp.profiling import marks
 from cfp.profiling.deaths import Ended, bury
@@ -74,6 +75,9 @@ class Supervision:
                 signal.pthread_sigmask(signal.SIG_SETMASK, usual)
                 return
             parent.attend()
+            if is_asked():
+                # A child would find the other processes at another point.
+                raise SystemExit(parent.among_several())
             if not parent.may_go_on():
                 raise SystemExit(parent.exit_code)
             now = _count_good(store_path) + more_done()
@@ -180,6 +184,28 @@ class _Parent:
         return not stopped and any(
             death.pid == self._child and death.suspects for death in deaths
         )
+
+    def among_several(self) -> int:
+        """The exit code of one process of several, and why it died if it did."""
+        if not self._names():
+            return self.exit_code
+        _clear_line()
+        with ProfileStore(self._store_path) as store:
+            # Whether it died of what it ran, or another process did, is not known.
+            bury(store, {})
+        code = os.waitstatus_to_exitcode(self._status)
+        if self._overdue or (code < 0 and self._stop is None):
+            how = "took too long" if self._overdue else signal.Signals(-code).name
+            told = compose(
+                f"This process of several was ended: {how}.",
+                expected="all processes to go on together",
+                got="the end of this one; SIGABRT is how JAX ends a process when "
+                "another one, or the coordinator, is gone",
+                attempt="see what the others printed; then start all processes again: "
+                "what was measured is kept",
+            )
+            print(f"error: {told}", file=sys.stderr)
+        return self.exit_code
 
 
 def _die_with(pipe: int) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
+from cfp.cli import options as o
 from cfp.devices.described import Cluster, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.targets import MICROBATCHES, Target, resolve
@@ -59,6 +60,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     shapes, every = _shapes(given)
     cluster = _cluster(given)
     platform.select("cpu" if cluster else given["platform"], shapes[0])
+    o.leave_printing_to_process_0()
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(

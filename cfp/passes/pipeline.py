@@ -19,6 +19,7 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
+from cfp.plan.common import common_plan
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
@@ -90,6 +91,6 @@ def decide(
         dict(context.environment),
         outcome,
         solution.problem,
-        BuildEnvironment.beside(context.store.path),
+        BuildEnvironment.beside(context.store.build_path),
     )
-    return plan, outcome
+    return common_plan(context.agreement, plan), outcome

@@ -29,14 +29,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     started = time.perf_counter()
     if context.by_estimates:
         return _estimated(context, analysis, started)
-    options = context.measure
-    rates = measure_rates(
-        context.devices,
-        context.store,
-        retry_failures=options.retry_failures,
-        progress=options.progress,
-        limits=options.limits,
-    )
+    rates = _measured_rates(context)
     named, found, looker = look_up(
         context, analysis, rates, measure=context.settings.measure is not False
     )
@@ -129,6 +122,17 @@ def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
     )
 
 
+def _measured_rates(context: PlanContext) -> Rates:
+    options = context.measure
+    return measure_rates(
+        context.devices,
+        context.store,
+        retry_failures=options.retry_failures,
+        progress=options.progress,
+        limits=options.limits,
+    )
+
+
 def compiles(context: PlanContext, interrupted: bool = False) -> bool:
     """Whether a plan is compiled before it is the answer."""
     if context.described is not None:
@@ -145,11 +149,13 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     """Options by estimates, of virtual or described devices; nothing is run."""
     context.measure.tell("estimating what each strategy takes")
     described = context.described
-    rates = (
-        described.rates
-        if described is not None
-        else Rates.of_virtual_devices(context.devices)
-    )
+    if described is not None:
+        rates = described.rates
+    elif context.is_alone:
+        rates = Rates.of_virtual_devices(context.devices)
+    else:
+        # What lies between processes may be anything, and is found out in seconds.
+        rates = _measured_rates(context)
     estimates = estimate_kinds(analysis, rates)
     named = leading_classics(analysis, estimates, presets(analysis.frame))
     found = estimate_options(

@@ -16,6 +16,7 @@ from cfp.errors import PlanMismatch, compose
 from cfp.plan.parts import path_text, specs_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
+from cfp.program.put import put
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,29 @@ def _same_types(
     arguments: Arguments, known: Mapping[str, int], leaves: Sequence[Any]
 ) -> bool:
     return all(
-        arguments.types[i].partition("[")[2] == _dims(np.shape(leaf))
-        for i, (_, leaf) in zip(known.values(), leaves, strict=True)
+        np.shape(leaf) in (shape, _part(arguments.sharding(spec, len(shape)), shape))
+        for (_, leaf), shape, spec in zip(
+            leaves,
+            (_shape(arguments.types[i]) for i in known.values()),
+            (arguments.specs[i] for i in known.values()),
+            strict=True,
+        )
     )
+
+
+def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what a process passes: of what its own devices are to have."""
+    pieces = sharding.addressable_devices_indices_map(shape).values()
+    ranges = [
+        {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
+        for dim, size in enumerate(shape)
+    ]
+    return tuple(sum(end - start for start, end in found) for found in ranges)
+
+
+def _shape(type_text: str) -> tuple[int, ...]:
+    dims = type_text.partition("[")[2].removesuffix("]")
+    return tuple(int(size) for size in dims.split(",") if size)
 
 
 def _dims(shape: Sequence[int]) -> str:
@@ -108,13 +129,12 @@ def _dims(shape: Sequence[int]) -> str:
 
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """One array of the batch, or this process's part of it."""
-    dtype, _, dims = arguments.types[i].partition("[")
-    shape = tuple(int(size) for size in dims.removesuffix("]").split(",") if size)
+    dtype, shape = arguments.types[i].partition("[")[0], _shape(arguments.types[i])
     sharding = arguments.sharding(arguments.specs[i], len(shape))
     if isinstance(leaf, jax.Array):
         if leaf.shape != shape:
             raise _other_size(arguments, i, leaf)
-        return jax.device_put(leaf, sharding)
+        return put(leaf, sharding)
     part = np.asarray(leaf)
     # What NumPy has in 64 bits JAX has in 32, unless it is told otherwise.
     if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:

@@ -104,7 +104,7 @@ def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
     """The rates of devices that were timed before; None if not all of it is known."""
     mesh, by_key = _probes_by_key(mesh)
-    found = store.get_many([key.digest for key in by_key])
+    found = store.common([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):
         return None
     return _rates(mesh, [(probe, found[key.digest]) for key, probe in by_key.items()])

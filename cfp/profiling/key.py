@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import jax
 
 from cfp.errors import DeviceError, compose
-from cfp.profiling.processes import mocked_topology
+from cfp.profiling.processes import Agreement, mocked_topology
 from cfp.profiling.topology import gpu_parts
 
 Parts = tuple[tuple[str, str], ...]
@@ -43,6 +44,10 @@ _ALLOCATOR_VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
 _SHOWN_CHARACTERS = 60
+# Of a host, and so not the same for all processes of a program.
+_OF_A_HOST = frozenset(
+    ("allocator", "driver", "host", "links", "nccl", "power_limit", "processor")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +130,14 @@ class Device(Protocol):
 def environment_parts(devices: Sequence[Device]) -> Parts:
     """The parts of a key that say where something was measured.
 
+    Where several processes have the devices, they are process 0's in all.
+
     Args:
       devices: `jax.Device`s: all devices of the mesh, of every process.
 
     Raises:
       DeviceError: if there are none.
+      ProcessError: if processes differ in versions, kinds of devices or flags.
     """
     if not devices:
         raise DeviceError(
@@ -180,7 +188,22 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     elif platform_name == "cpu":
         # Every CPU's device kind is "cpu".
         parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
-    return tuple(parts.items())
+    agreement = Agreement.about({device.process_index for device in devices})
+    if not agreement.alone:
+        hosts = agreement.gathered("hosts", socket.gethostname())
+        known = list(dict.fromkeys(hosts))
+        # What lies between two hosts is slower than what lies inside of one.
+        parts["hosts"] = ",".join(
+            str(known.index(hosts[device.process_index])) for device in devices
+        )
+        alike = {
+            name.replace("_", " "): text
+            for name, text in parts.items()
+            if name not in _OF_A_HOST
+        }
+        agreement.same(alike)
+    found = agreement.decided("the environment", list(parts.items()))
+    return tuple((name, text) for name, text in found)
 
 
 def _is_here(device: Device) -> bool:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import Job
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
@@ -58,7 +59,7 @@ class Looker:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
         digests = {job.key.digest for job in jobs}
-        known = self._store.get_many(digests)
+        known = self._store.common(digests)
         self.known |= known.keys() - self._measured
         self._asked += 1
         if not self._measure:
@@ -85,7 +86,8 @@ class Looker:
                 limits=how.limits,
             ).records
         except KeyboardInterrupt:
-            if self._asked == 1:
+            # Of several processes the others would go on.
+            if self._asked == 1 or not Agreement.of(self._mesh).alone:
                 raise
             self.interrupted = True
-            return self._store.get_many(digests)
+            return self._store.common(digests)

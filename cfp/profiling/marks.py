@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import jax
+
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.locks import lock_file
 from cfp.profiling.marks_folder import (
@@ -94,8 +96,9 @@ class Marks:
             file = open_private(self.folder.path / f"{self._mine.name}.alive", "ab")
             self._files.enter_context(file)
             lock_file(file)
-        # Somebody else's is left alone: pytest's, or one that the user asked for.
-        if witnessed := not faulthandler.is_enabled():
+        # Somebody else's is left alone: pytest's, or one that the user asked for. Of
+        # several processes one is ended when another dies, whatever it runs.
+        if witnessed := not faulthandler.is_enabled() and jax.process_count() == 1:
             faulthandler.enable(file, all_threads=False)
             self._files.callback(faulthandler.disable)
         self._mine = replace(self._mine, witnessed=witnessed, oom_kills=oom_kills())

@@ -176,7 +176,7 @@ class _State:
         return task.key.digest in self.records
 
     def look_up(self) -> None:
-        known = self.store.get_many(self.tasks)
+        known = self.store.common(self.tasks)
         self.to_retry = {
             digest: record
             for digest, record in known.items()

@@ -128,7 +128,7 @@ def profile(
       DeviceError: if the devices answer no more after something crashed on them.
     """
     timing = timing or TimingOptions()
-    environment = environment or BuildEnvironment.beside(store.path)
+    environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     runner = _Runner(program, mesh, timing)
     tasks = [
@@ -210,6 +210,7 @@ def execute(
             agree=agreement.seconds,
         )
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        agreement.end_of_run(reason_of(error))
         return built.record(
             "out_of_memory" if is_out_of_memory(error) else "crashed",
             reason=reason_of(error),
@@ -217,6 +218,7 @@ def execute(
         )
     finally:
         loop.free()
+    agreement.end_of_run("")
     return built.record(
         "ok",
         samples_ms=found.samples_ms,

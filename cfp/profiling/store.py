@@ -148,6 +148,15 @@ class ProfileStore:
         found = self._do(read)
         return {key: found[key] for key in wanted if key in found}
 
+    @property
+    def build_path(self) -> Path:
+        """Beside which compilers keep what they have learnt."""
+        return self.path
+
+    def common(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
+        """Like `get_many`: what all processes of a program go by."""
+        return self.get_many(keys)
+
     def records(self) -> list[ProfileRecord]:
         """All records, ordered by key."""
         return self._do(

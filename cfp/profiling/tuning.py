@@ -58,7 +58,7 @@ def tune_kernels(
       How many were built; none where the compiler has nothing to try out, or more
       to learn.
     """
-    environment = BuildEnvironment.beside(store.path)
+    environment = BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
         return 0

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_structure, treedef_is_leaf
 
 from cfp.errors import PlanMismatch
+from cfp.program.put import put
 from cfp.program.shared import Apart
 from cfp.program.step import FlatStep, abstract
 
@@ -255,4 +256,4 @@ def _put(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.
         leaf = np.asarray(leaf, aval.dtype)
     elif not isinstance(leaf, jax.Array):
         leaf = jnp.asarray(leaf, aval.dtype)
-    return jax.device_put(leaf, sharding)
+    return put(leaf, sharding)

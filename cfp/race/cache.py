@@ -121,7 +121,7 @@ def of_one_race(
         store: what knows them.
     """
     keys = _keys_among(jobs, budget_bytes)
-    found = store.get_many(key.digest for key in keys.values())
+    found = store.common(key.digest for key in keys.values())
     return {
         digest: replace(
             found[key.digest],

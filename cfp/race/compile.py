@@ -16,6 +16,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.threads import default_threads, with_settings
@@ -77,7 +78,7 @@ def compile_programs(
     built = {} if built is None else built
     jobs = {one.job.key.digest: one.job for one in programs}
     bury(store, about=jobs)
-    known = still_good(store.get_many(jobs), options.retry_failures, budget_bytes)
+    known = still_good(store.common(jobs), options.retry_failures, budget_bytes)
     new = [one for one in programs if one.job.key.digest not in known]
     fresh: dict[str, ProfileRecord | Built] = {}
     with Marks(store.path, options.limits, program.name) as marks:
@@ -195,6 +196,17 @@ def _within(
     return outcome.record("out_of_memory", reason=reason)
 
 
+def _everywhere(
+    agreement: Agreement, outcome: Built | ProfileRecord
+) -> Built | ProfileRecord:
+    """A build's outcome, where it was built in all processes; else why not."""
+    [ready] = agreement.everywhere([isinstance(outcome, Built)], "whether it is built")
+    if ready or isinstance(outcome, ProfileRecord):
+        return outcome
+    reason = "another process could not build it"
+    return outcome.record("compile_error", reason=reason)
+
+
 class _Builds:
     """Programs that are built side by side, each once."""
 
@@ -220,8 +232,9 @@ class _Builds:
         """What became of each, by key; what there was no time for is left out."""
         if not self._jobs:
             return
+        agreement = Agreement.of(self._mesh)
         there = {d for d, names in self._names.items() if self._built.keys() & {*names}}
-        environment = BuildEnvironment.beside(store.path)
+        environment = BuildEnvironment.beside(store.build_path)
         platform = self._mesh.devices.flat[0].platform
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()
@@ -231,7 +244,8 @@ class _Builds:
             works: list[str] = []
 
             def build_in_time(digest: str) -> Built | ProfileRecord | None:
-                if works and time.monotonic() > end:
+                # Several processes have clocks of their own.
+                if agreement.alone and works and time.monotonic() > end:
                     return None
                 outcome = self._build(self._jobs[digest], environment)
                 works.extend([digest] if isinstance(outcome, Built) else [])
@@ -242,7 +256,7 @@ class _Builds:
                 if digest not in there:
                     options.tell(f"compiling {job.label}")
                 if (outcome := next(built)) is not None:
-                    yield digest, outcome
+                    yield digest, _everywhere(agreement, outcome)
 
     def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
         names = self._names[job.key.digest]

@@ -161,7 +161,7 @@ class Run:
         """Races leaders with other compiler options; how these did, and the others."""
         context = self.context
         first, new = second_race(raced, context.compiler_options, self.presets)
-        if not new or time.monotonic() > context.end:
+        if not new or context.agreement.is_over(context.end):
             return [], raced
         names = {one.name for one in first}
         for name in self.built.keys() - names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -16,6 +15,7 @@ from cfp.profiling.builder import Built, Job
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
@@ -97,7 +97,7 @@ def race_programs(
     jobs = {one.job.key.digest: one.job for one in programs}
     bury(store, about=jobs)
     retry = options.retry_failures
-    known = still_good(store.get_many(jobs), retry, budget_bytes)
+    known = still_good(store.common(jobs), retry, budget_bytes)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
@@ -169,6 +169,7 @@ class _Turns:
         ready = {d: one for d, one in self.outcomes.items() if isinstance(one, Built)}
         order = before = list(ready)
         platform = self.place[1].devices.flat[0].platform
+        agreement = Agreement.of(self.place[1])
 
         def time_of(digest: str) -> float:
             return ratios[digest] * records[digest].time_ms
@@ -187,7 +188,7 @@ class _Turns:
             times = {d: time_of(d) for d in ready}
             best = min((times[d] for d in order), default=0.0)
             steady = min((times[d] for d in order if d in before), default=0.0)
-            if time.monotonic() > end:
+            if agreement.is_over(end):
                 break
             settled = steady == min(times.values(), default=0.0)
             able = sorted((d for d in order if records[d].ok), key=time_of)

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.context import PlannerSettings
+from cfp.devices.joining import is_follower
 from cfp.profiling.runner import Progress
 from cfp.report.console import literal_console
 
@@ -75,7 +76,7 @@ class Display:
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._event: Progress | str = "starting"
-        if quiet:
+        if quiet or is_follower():
             return
         if not console.is_terminal or console.is_dumb_terminal:
             self._lines = lines or PlainLines()

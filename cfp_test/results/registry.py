@@ -16,10 +16,12 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    several,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
     curves_page,
+    export_times,
     hostile_files,
     house,
     planning_ahead,
@@ -166,6 +168,12 @@ PAGES: tuple[Page, ...] = (
         figures=_doctor,
         has_text=False,
     ),
+    Page(
+        name="export_h200_202611",
+        sources=("export_h200_202611.json",),
+        figures=export_times.figures,
+        has_text=False,
+    ),
     _with_noted("full_models_h200x2_202611", building.full_models),
     _page("gpt4_h200x4_202611", _plans, *_GPT4),
     _page("gpt_h200x4_202611", _plans, *_GPT),
@@ -231,4 +239,6 @@ PAGES: tuple[Page, ...] = (
     _page("programs_cpu_202611", checked.programs),
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
+    _page("several_cpu_202611", several.processes),
+    _page("slow_link_cpu_202611", several.slow_link),
 )

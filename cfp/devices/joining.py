@@ -1,0 +1,271 @@
+"""Brings the processes of a program together, with deadlines and words for what fails.
+
+`jax.distributed.initialize` does it; where it cannot, it ends the process without
+saying which of the others is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+import jax
+
+from cfp.errors import ProcessError, compose
+from cfp.profiling.conversation import conversation
+from cfp.profiling.processes import differing
+
+COORDINATOR, PROCESSES, PROCESS_ID = (
+    "CFP_COORDINATOR",
+    "CFP_PROCESSES",
+    "CFP_PROCESS_ID",
+)
+# Asks commands to join without saying whom.
+JOIN = "CFP_JOIN"
+# How long others may take to come, and to give a sign of life.
+JOIN_SECONDS, LOST_SECONDS = 50, 20
+_LOOK_SECONDS = 0.2
+# JAX ends the process at its own deadline, with fewer words.
+_LATER_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Which process of a program this one is.
+
+    Attributes:
+        coordinator: HOST:PORT where process 0 is reached.
+        processes: how many there are.
+        process_id: the number of this one.
+    """
+
+    coordinator: str
+    processes: int
+    process_id: int
+
+    @classmethod
+    def of(
+        cls,
+        coordinator: str | None,
+        processes: int | None,
+        process_id: int | None,
+        environment: Mapping[str, str],
+    ) -> Membership | None:
+        """What is given, or else the environment says; None if neither says anything.
+
+        Raises:
+            ProcessError: it is incomplete, or contradicts itself.
+        """
+        count = _number(PROCESSES, processes, environment)
+        mine = _number(PROCESS_ID, process_id, environment)
+        where = coordinator or environment.get(COORDINATOR)
+        if where is None and count is None and mine is None:
+            return None
+        host, colon, port = (where or "").rpartition(":")
+        complete = bool(host and colon and port.isdecimal()) and int(port) < 2**16
+        if not complete or count is None or mine is None or not 0 <= mine < count:
+            raise ProcessError(
+                compose(
+                    "Which process of the program this is cannot be told.",
+                    expected="a coordinator HOST:PORT, a number of processes N, and "
+                    "the number of this one, from 0 to N - 1",
+                    got=f"coordinator {where or 'missing'}, processes "
+                    f"{'missing' if count is None else count}, process id "
+                    f"{'missing' if mine is None else mine}",
+                    attempt="--coordinator host0:1234 --processes 2 --process-id 0 on "
+                    "the first and --process-id 1 on the second; or the variables "
+                    f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}",
+                )
+            )
+        assert where is not None
+        return cls(coordinator=where, processes=count, process_id=mine)
+
+
+def join(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    join_seconds: int = JOIN_SECONDS,
+    lost_seconds: int = LOST_SECONDS,
+) -> None:
+    """Joins the processes of a program; before anything else that uses JAX's devices.
+
+    ``jax.distributed.initialize``, with deadlines of less than a minute and a message
+    for what keeps the processes apart. What is not given is read from the environment
+    (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``), or else found by JAX
+    as under Slurm, Open MPI and Kubernetes.
+
+    Args:
+        coordinator: HOST:PORT where process 0 is reached by all.
+        processes: how many there are.
+        process_id: the number of this one; 0 opens the port.
+        join_seconds: how long to wait for the others.
+        lost_seconds: how long a process may give no sign of life until all end.
+
+    Raises:
+        ProcessError: there is no coordinator, not all processes come, or they run
+            different versions.
+    """
+    member = Membership.of(coordinator, processes, process_id, os.environ)
+    end = time.monotonic() + join_seconds
+    where: dict[str, object] = {}
+    if member is not None:
+        _look(member, end, join_seconds)
+        where = {
+            "coordinator_address": member.coordinator,
+            "num_processes": member.processes,
+            "process_id": member.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+
+    def initialize() -> None:
+        jax.distributed.initialize(
+            **where,  # pyright: ignore[reportArgumentType]
+            initialization_timeout=join_seconds + _LATER_SECONDS,
+            heartbeat_timeout_seconds=lost_seconds,
+            shutdown_timeout_seconds=lost_seconds,
+        )
+
+    _in_time(initialize, max(end - time.monotonic(), 1.0), member, join_seconds)
+    if (talk := conversation()) is not None:
+        # Before the heartbeats are missed: there is more to say here.
+        talk.after_failure = min(talk.after_failure, 0.6 * lost_seconds)
+    _compare_versions()
+
+
+def _look(member: Membership, end: float, join_seconds: int) -> None:
+    """Waits until the coordinator's port answers; process 0 sees that it is free."""
+    host, _, port = member.coordinator.rpartition(":")
+    host = host.strip("[]")
+    if member.process_id == 0:
+        try:
+            with socket.create_server(("", int(port))):
+                return
+        except OSError as error:
+            raise ProcessError(
+                compose(
+                    f"Process 0 cannot open port {port}, where the others look for it.",
+                    expected="a port that is free",
+                    got=str(error),
+                    attempt="another port, the same in all processes",
+                )
+            ) from error
+    reason = ""
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection((host, int(port)), timeout=5.0):
+                return
+        except OSError as error:
+            reason = str(error)
+        time.sleep(_LOOK_SECONDS)
+    raise ProcessError(
+        compose(
+            f"There is no coordinator at {member.coordinator}.",
+            expected=f"process 0 of {member.processes}, listening there within "
+            f"{join_seconds} s",
+            got=reason,
+            attempt="start process 0, too; give the address that this host reaches it "
+            "by; see that no firewall keeps the port shut",
+        )
+    )
+
+
+def _in_time(
+    initialize: Callable[[], None],
+    seconds: float,
+    member: Membership | None,
+    join_seconds: int,
+) -> None:
+    """Initialises in a thread, which nothing can interrupt, and waits for it."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            initialize()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="cfp-join", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        assert member is not None or not failures
+        of = f"{member.processes} processes" if member else "processes"
+        raise ProcessError(
+            compose(
+                f"Not all {of} of this program have come together.",
+                expected=f"all of them within {join_seconds} s",
+                got=f"only some at {member.coordinator if member else 'the address'}",
+                attempt="start all processes at about the same time, each with a "
+                "number of its own; see what the missing ones printed",
+            )
+        )
+    if failures:
+        raise ProcessError(
+            compose(
+                "The processes cannot be brought together.",
+                expected="jax.distributed.initialize to work",
+                got=(str(failures[0]).strip().splitlines() or [repr(failures[0])])[0],
+                attempt=f"cfp.join(coordinator, processes, process_id), or the "
+                f"variables {COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of "
+                "Slurm and the like JAX cannot find the others by itself",
+            )
+        ) from failures[0]
+
+
+def _compare_versions() -> None:
+    talk = conversation()
+    if talk is None:
+        return
+    versions = {
+        f"version of {name}": metadata.version(name) for name in ("jaxlib", "cfp")
+    }
+    versions = {"version of jax": jax.__version__, **versions}
+    if (difference := differing(talk.gathered("versions", versions))) is not None:
+        raise difference
+
+
+def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int | None:
+    if given is not None or name not in environment:
+        return given
+    text = environment[name]
+    if not text.isdecimal():
+        raise ProcessError(f"{name} is {text!r}. Expected a number, such as 2.")
+    return int(text)
+
+
+def is_asked(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment has a command be one of several processes."""
+    found = os.environ if environment is None else environment
+    names = (COORDINATOR, PROCESSES, PROCESS_ID)
+    return any(map(found.get, names)) or found.get(JOIN, "") not in ("", "0")
+
+
+def join_if_asked() -> None:
+    """Joins other processes if the environment asks for it; see :func:`join`."""
+    if is_asked() and not jax.distributed.is_initialized():
+        join(
+            join_seconds=_seconds("CFP_JOIN_SECONDS", JOIN_SECONDS),
+            lost_seconds=_seconds("CFP_LOST_SECONDS", LOST_SECONDS),
+        )
+
+
+def _seconds(name: str, usual: int) -> int:
+    found = _number(name, None, os.environ)
+    return usual if found is None else found
+
+
+def is_follower() -> bool:
+    """Whether another process of this program decides, prints and writes files.
+
+    Asks for no devices.
+    """
+    if (talk := conversation()) is not None:
+        return talk.channel.process != 0
+    return os.environ.get(PROCESS_ID, "0") != "0"

@@ -1,0 +1,284 @@
+"""What the processes of a program say to each other, one thing after another.
+
+Each has a number and a name, so that processes which are not at the same point find
+out, and each is waited for with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from cfp.errors import ProcessError, compose
+from cfp.program.channel import Channel, open_channel
+
+# How long others may take for what this process has finished: a build may take half an
+# hour. A process that died is found out by jax.distributed, by its heartbeats.
+PATIENCE_SECONDS = 2400.0
+# Or once something failed here: it fails there, too, or the other is gone.
+AFTER_A_FAILURE_SECONDS = 15.0
+AFTER_A_RUN = "the outcome of a run"
+_LOOK_SECONDS = 1.0
+_LOOKS = 5
+_SAY_SECONDS = 5.0
+# From hearing that another has failed to the end of a process that does not react:
+# its devices wait for the other's, which nothing can interrupt.
+_GRACE_SECONDS = 5.0
+_ROOT = "cfp"
+_FAILED = "failed"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What the processes say in turn; one for each client of `jax.distributed`.
+
+    Attributes:
+        channel: what carries it.
+        patience: seconds to wait for another process.
+        after_failure: the same, once something failed here.
+        chapter: how many times planning began.
+        number: how many things were said in this chapter.
+        depth: how many plans are being made, one within another.
+    """
+
+    channel: Channel
+    patience: float = PATIENCE_SECONDS
+    after_failure: float = AFTER_A_FAILURE_SECONDS
+    chapter: int = 0
+    number: int = 0
+    depth: int = 0
+
+    def decided(self, what: str, value: Any) -> Any:
+        """Process 0's value; see `cfp.profiling.processes.Agreement`."""
+        key = self._next()
+        if self.channel.process == 0:
+            self._put(f"{key}/all", what, value)
+            return value
+        return self._wait(key, 0, f"{key}/all", what)
+
+    def gathered(self, what: str, value: Any) -> list[Any]:
+        """All processes' values, in order."""
+        key, me = self._next(), self.channel.process
+        if me:
+            self._put(f"{key}/{me}", what, value)
+            return self._wait(key, 0, f"{key}/all", what, answered=True)
+        others = range(1, self.channel.count)
+        values = [
+            value,
+            *(self._wait(key, other, f"{key}/{other}", what) for other in others),
+        ]
+        self._put(f"{key}/all", what, values)
+        return values
+
+    def after_a_run(self, failure: str) -> list[str]:
+        """What a run failed with in all processes, which follows soon.
+
+        Raises:
+            ProcessError: another is gone, which is why it failed here.
+        """
+        patience, self.patience = self.patience, self.after_failure
+        try:
+            return self.gathered(AFTER_A_RUN, failure)
+        except ProcessError as error:
+            first, *_ = str(error).splitlines()
+            raise ProcessError(
+                compose(
+                    "A program failed in this process of several, which cannot go on "
+                    "without the others.",
+                    expected="the same outcome in all processes",
+                    got=f"{failure.splitlines()[0]}. {first}",
+                    attempt="see what the other processes printed, and whether one of "
+                    "them has ended; then start all again: what was measured is kept",
+                )
+            ) from error
+        finally:
+            self.patience = patience
+
+    def failures(self) -> dict[int, str]:
+        """What other processes have failed with in this chapter, by number."""
+        found = self.channel.below(f"{self._folder}/{_FAILED}")
+        return {int(n): t for n, t in found.items() if int(n) != self.channel.process}
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process fails."""
+        text = str(error).strip() or type(error).__name__
+        if not isinstance(error, ProcessError):
+            text = f"{type(error).__name__}: {text}"
+        # The coordinator may be what is gone; the error itself says more than that.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            key = f"{self._folder}/{_FAILED}/{self.channel.process}"
+            self.channel.put(key, f"{text} [{socket.gethostname()}, pid {os.getpid()}]")
+
+    @property
+    def _folder(self) -> str:
+        return f"{_ROOT}/{self.chapter}"
+
+    def _next(self) -> str:
+        self.number += 1
+        return f"{self._folder}/{self.number}"
+
+    def _put(self, key: str, what: str, value: Any) -> None:
+        self.channel.put(key, json.dumps({"what": what, "value": value}))
+
+    def _wait(
+        self, key: str, other: int, place: str, what: str, answered: bool = False
+    ) -> Any:
+        """What another process says at a place, which is to be what was expected.
+
+        Args:
+            key: of what is said now.
+            other: the process.
+            place: where it says so.
+            what: what is expected.
+            answered: whether this process has said its part.
+        """
+        began, said = time.monotonic(), False
+        while (text := self.channel.get(place, _LOOK_SECONDS)) is None:
+            waited = time.monotonic() - began
+            if failed := self.failures():
+                raise lost(failed)
+            if not answered:
+                # A process that waits for another thing at this place finds out.
+                self._put(f"{key}/{self.channel.process}", what, None)
+            for which, meant in self.channel.below(key).items():
+                self._compare(which, json.loads(meant)["what"], what)
+            if waited > self.patience:
+                raise self._silent(other, what, waited)
+            if waited > _SAY_SECONDS and not said:
+                said = True
+                _log.warning(
+                    "waiting for process %d of %d, for %s. If it has ended, this "
+                    "process ends, too, when its heartbeats are missed",
+                    other,
+                    self.channel.count,
+                    what,
+                )
+        found = json.loads(text)
+        self._compare(str(other), found["what"], what)
+        return found["value"]
+
+    def _compare(self, which: str, theirs: str, ours: str) -> None:
+        if theirs == ours:
+            return
+        if theirs == AFTER_A_RUN:
+            # There a program failed, which it is about to say.
+            for _ in range(_LOOKS):
+                if failed := self.failures():
+                    raise lost(failed)
+                time.sleep(_LOOK_SECONDS)
+        other = 0 if which == "all" else int(which)
+        raise ProcessError(
+            compose(
+                "The processes of this program are not at the same point of planning.",
+                expected=f"{ours}, as process {self.channel.process} does",
+                got=f"{theirs} from process {other}",
+                attempt="the same program in all processes, which calls cfp in the "
+                "same order; if it is the same, please report this",
+            )
+        )
+
+    def _silent(self, other: int, what: str, waited: float) -> ProcessError:
+        return ProcessError(
+            compose(
+                f"Process {other} of {self.channel.count} does not answer.",
+                expected=f"{what} from it",
+                got=f"nothing for {waited:.0f} s; it is gone, or hangs",
+                attempt="see what it printed; then start all processes again: what "
+                "was measured is kept",
+            )
+        )
+
+
+def lost(failed: dict[int, str]) -> ProcessError:
+    """The error of a process when others have failed."""
+    numbers = ", ".join(map(str, sorted(failed)))
+    first, *more = failed[min(failed)].splitlines()
+    return ProcessError(
+        compose(
+            f"Process {numbers} of this program has failed, and so this one ends.",
+            expected="all processes to go on together",
+            got="\n    ".join([first, *more]),
+            attempt="see what it printed; then start all processes again: what was "
+            "measured is kept",
+        )
+    )
+
+
+def conversation() -> Conversation | None:
+    """This program's; None where it has one process."""
+    channel = open_channel()
+    return None if channel is None else _of_channel(channel)
+
+
+@lru_cache(maxsize=1)
+def _of_channel(channel: Channel) -> Conversation:
+    # It counts what was said, and there is one client in a process.
+    return Conversation(channel)
+
+
+@contextlib.contextmanager
+def together(alone: bool) -> Iterator[None]:
+    """A plan that all processes make together: each hears of another's failure.
+
+    Meanwhile a thread looks whether one has failed. A process that does not react to
+    it, because its devices wait for the other's, is ended with a message.
+
+    Args:
+        alone: whether there is only one process.
+    """
+    talk = None if alone else conversation()
+    if talk is None:
+        yield
+        return
+    if talk.depth == 0:
+        talk.chapter += 1
+        talk.number = 0
+    talk.depth += 1
+    done = threading.Event()
+    if talk.depth == 1:
+        arguments = (talk, done.wait)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+    try:
+        yield
+        if talk.depth == 1:
+            _tidy_up(talk)
+    except BaseException as error:
+        talk.fail(error)
+        raise
+    finally:
+        done.set()
+        talk.depth -= 1
+
+
+def _tidy_up(talk: Conversation) -> None:
+    """Removes what was said in the chapter before, which all have read by now."""
+    talk.gathered("the end of planning", None)
+    if talk.channel.process == 0:
+        talk.channel.forget(f"{_ROOT}/{talk.chapter - 1}")
+
+
+def _watch(talk: Conversation, is_done: Callable[[float], bool]) -> None:
+    while not is_done(_LOOK_SECONDS):
+        try:
+            failed = talk.failures()
+        except jax.errors.JaxRuntimeError:
+            return  # The coordinator is gone: jax.distributed ends this process.
+        if not failed:
+            continue
+        if not is_done(_GRACE_SECONDS):
+            print(f"error: {lost(failed)}", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,68 @@
+"""Keys and values that all processes of a program see, beside their devices.
+
+`jax.distributed` keeps them for the runtime, and has no public name for them. What is
+said here reaches a process that waits, and none waits without a deadline: a collective
+waits for its devices for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+_LATE = "DEADLINE_EXCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What the processes of a program tell each other.
+
+    Attributes:
+        process: the number of this one.
+        count: how many there are.
+        coordinator: HOST:PORT of process 0, or "" if it is not known.
+    """
+
+    process: int
+    count: int
+    coordinator: str
+    _client: Any
+
+    def put(self, key: str, text: str) -> None:
+        """Says something; what is said already is replaced."""
+        self._client.key_value_set(key, text, allow_overwrite=True)
+
+    def get(self, key: str, seconds: float) -> str | None:
+        """What is said under a key, waiting for it; None if that takes longer.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the coordinator cannot be reached.
+        """
+        try:
+            return self._client.blocking_key_value_get(key, int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if _LATE not in str(error):
+                raise
+            return None
+
+    def below(self, folder: str) -> Mapping[str, str]:
+        """All that is said by now under keys that begin with a folder's name."""
+        found = self._client.key_value_dir_get(f"{folder}/")
+        return {key.removeprefix(f"{folder}/"): text for key, text in found}
+
+    def forget(self, folder: str) -> None:
+        """Removes all keys that begin with a folder's name."""
+        self._client.key_value_delete(f"{folder}/")
+
+
+def open_channel() -> Channel | None:
+    """The channel of this program; None where it has one process."""
+    state = distributed.global_state
+    if state.client is None or state.num_processes < 2:
+        return None
+    address = state.coordinator_address or ""
+    return Channel(state.process_id, state.num_processes, address, state.client)

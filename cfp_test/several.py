@@ -1,0 +1,118 @@
+"""Programs of several processes on this machine: started together, and their ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cfp_test.cli_runner import ROOT
+from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.waiting import GUARD_SECONDS
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def messages(self) -> str:
+        """What it said of errors, without the stack of a process that JAX ended."""
+        return self.err.partition("*** Check failure stack trace")[0]
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def variables(number: int, count: int, port: int, devices: int) -> dict[str, str]:
+    """The environment of one of several processes, with virtual devices."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("CFP_")}
+    flags = f"{QUICK_FLAGS} --xla_force_host_platform_device_count={devices}"
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(ROOT),
+        "CFP_COORDINATOR": f"localhost:{port}",
+        "CFP_PROCESSES": str(count),
+        "CFP_PROCESS_ID": str(number),
+    }
+
+
+def start(
+    command: Sequence[str],
+    folder: Path,
+    devices: Sequence[int],
+    *,
+    only: Sequence[int] | None = None,
+    **more: str,
+) -> list[subprocess.Popen[str]]:
+    """Starts the processes of a program.
+
+    Args:
+        command: what each runs with this Python.
+        folder: where.
+        devices: how many virtual devices each has.
+        only: the numbers of those that are started; all by default.
+        more: variables of all.
+    """
+    port, count = free_port(), len(devices)
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**variables(number, count, port, devices[number]), **more},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for number in (range(count) if only is None else only)
+    ]
+
+
+def ends(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+    """Waits for all of them; none outlives a failure."""
+    found: dict[int, Ended] = {}
+
+    def wait(number: int, process: subprocess.Popen[str]) -> None:
+        out, err = process.communicate(timeout=GUARD_SECONDS)
+        found[number] = Ended(process.returncode, out, err)
+
+    waits = [threading.Thread(target=wait, args=pair) for pair in enumerate(started)]
+    try:
+        for one in waits:
+            one.start()
+        for one in waits:
+            one.join()
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return [found[number] for number in range(len(started))]
+
+
+def run_all(
+    command: Sequence[str], folder: Path, devices: Sequence[int], **more: str
+) -> list[Ended]:
+    """Starts the processes of a program, and waits for their ends."""
+    return ends(start(command, folder, devices, **more))
+
+
+def described(found: Sequence[Ended]) -> str:
+    """What processes printed, for the message of an assertion."""
+    parts: list[str] = []
+    for number, one in enumerate(found):
+        parts += [f"--- process {number}: {one.code}", one.out[-3000:], one.err[-3000:]]
+    return "\n".join(parts)

@@ -65,6 +65,8 @@ class PlannerSettings:
         attention: kernels that may take the place of the step's attentions, the
             preferred first, such as ("cudnn", "chunked"). By default none: attentions
             are left as they are written.
+        cross_entropy: over so many parts of the vocabulary a cross-entropy may be
+            computed, so that its logits are never held; 0 leaves it as it is.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
@@ -97,6 +99,7 @@ class PlannerSettings:
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
+    cross_entropy: int = 0
     race: bool = True
     repeats: int | None = 4
     measure: bool | None = None
@@ -116,6 +119,11 @@ class PlannerSettings:
             raise CfpError(
                 f"Expected one strategy or more to measure for each kind of segment, "
                 f"got per_kind={self.per_kind}."
+            )
+        if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
+            raise CfpError(
+                "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "
+                f"cross-entropies as they are, got cross_entropy={self.cross_entropy}."
             )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(

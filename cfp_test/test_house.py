@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("units", "printable", "settings"),
     ("program",),
     ("analysis",),
-    ("attention",),
+    ("attention", "patterns"),
     ("presets",),
     ("profiling",),
     ("devices",),

@@ -113,9 +113,13 @@ def look_up(
 
 
 def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
-    """What may compute the step's attentions."""
-    names, platform = context.attention, context.platform
-    return Kernels(analysis=analysis, names=names, platform=platform)
+    """What may compute the step's attentions and cross-entropies."""
+    return Kernels(
+        analysis=analysis,
+        names=context.attention,
+        parts=context.settings.cross_entropy,
+        platform=context.platform,
+    )
 
 
 def _measured_rates(context: PlanContext) -> Rates:

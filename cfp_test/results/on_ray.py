@@ -36,8 +36,8 @@ def kills(data: Mapping[str, Any]) -> str:
         "",
         f"{len(good)} of {len(disturbed)} disturbed plannings gave the undisturbed "
         f"plan and a store with the same keys; {again} programs were run again that "
-        f"were stored. **{data['wanted']} of each kind were wanted**: the runs were ended "
-        "early, since the machine was needed.",
+        f"were stored. **{data['wanted']} of each kind were wanted**: the runs were "
+        "ended early, since the machine was needed.",
         "",
         "| killed | trials | of | after events | same plan | same keys | stored, run "
         "again | builds at most | median s |",

@@ -138,7 +138,7 @@ def _implementations(
             call=jax.checkpoint(all_scores),
         ),
         Implementation(name="flax", library="flax", call=_with(form, _flax)),
-        *tokamaxes(by_tokamax, tokamax_backends),
+        *tokamaxes(by_tokamax, tokamax_backends, triton=""),
     )
 
 

@@ -69,19 +69,22 @@ def _layer_norm_tokamax(
     )
 
 
-def tokamaxes(call, backends: tuple[str, ...]) -> tuple[Implementation, ...]:
+def tokamaxes(
+    call, backends: tuple[str, ...], triton: str = "jax_triton"
+) -> tuple[Implementation, ...]:
     """What tokamax offers of an operator.
 
     Args:
         call: takes the operator's arguments, and `backend`.
         backends: names that tokamax gives its implementations.
+        triton: a module that its Triton kernel needs.
     """
     return tuple(
         Implementation(
             name=f"tokamax_{backend}",
             library="tokamax",
             call=functools.partial(call, backend=backend),
-            probe=probe.tokamax(backend),
+            probe=probe.tokamax(backend, triton if backend == "triton" else ""),
         )
         for backend in backends
     )
@@ -217,7 +220,7 @@ DROPOUT_ADD_LAYER_NORM = Operator(
             "tokamax_triton",
             "tokamax",
             functools.partial(_layer_norm_tokamax, backend="triton"),
-            probe.tokamax("triton"),
+            probe.tokamax("triton", "jax_triton"),
         ),
     ),
 )

@@ -56,9 +56,16 @@ def cudnn_reason() -> Reason:
 
 
 @cache
-def tokamax_reason(backend: str) -> Reason:
-    """Why tokamax with one of its implementations cannot be used."""
+def tokamax_reason(backend: str, needs: str = "") -> Reason:
+    """Why tokamax with one of its implementations cannot be used.
+
+    Args:
+        backend: its name for it.
+        needs: a module that this implementation needs besides.
+    """
     if reason := import_reason("tokamax"):
+        return reason
+    if needs and (reason := import_reason(needs)):
         return reason
     return {
         "triton": gpu_reason(8.0),
@@ -72,9 +79,9 @@ def pallas(module: str) -> Callable[[], Reason]:
     return partial(pallas_reason, module)
 
 
-def tokamax(backend: str) -> Callable[[], Reason]:
+def tokamax(backend: str, needs: str = "") -> Callable[[], Reason]:
     """The probe of an implementation of tokamax."""
-    return partial(tokamax_reason, backend)
+    return partial(tokamax_reason, backend, needs)
 
 
 def library(name: str) -> Callable[[], Reason]:

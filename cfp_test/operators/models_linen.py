@@ -31,7 +31,9 @@ class FlaxConv1D(nn.Module):
     @nn.compact
     def __call__(self, x):
         shape = (self.features, x.shape[-1])
-        kernel = self.param("kernel", nn.initializers.normal(0.3), shape)
+        # At any width, so that rounding in bfloat16 is not blown up layer by layer.
+        scaled = nn.initializers.normal(x.shape[-1] ** -0.5)
+        kernel = self.param("kernel", scaled, shape)
         bias = self.param("bias", nn.initializers.normal(0.3), (self.features,))
         return x @ kernel.T + bias
 

@@ -35,11 +35,14 @@ def page(data: Mapping[str, Any]) -> str:
         "compared with a float32 oracle with random cotangents; the largest relative "
         "difference of norms is shown. A shape is batch, tokens, hidden, heads, "
         "vocabulary. MB are those of temporaries, besides inputs and outputs. Percent "
-        "are those of the roofline that the datasheet allows; the times are medians.",
+        "are those of the roofline that the datasheet allows; the times are medians. "
+        "Programs are compiled in threads, as many as there are cores: seconds to "
+        "compile are those of a busy machine.",
         "",
         "Made by `python cfp_test/scripts/operators_gpu.py FILE`, and this page by "
         "`python -m cfp_test.results`.",
         "",
+        *(line for note in data.get("notes", ()) for line in (note, "")),
         "## What loads",
         "",
         _available(data["available"]),
@@ -175,7 +178,9 @@ def _injection(found: Sequence[Mapping[str, Any]]) -> str:
                 fixed(one["after_ms"], 3),
                 *(None if size is None else fixed(size / 1e6, 1) for size in sizes),
                 ", ".join(f"{n} {e:.1e}" for n, e in one["errors"].items()),
-                one["verdict"].rpartition(": ")[2],
+                one["verdict"].rpartition(": ")[2]
+                if one.get("right", True)
+                else "wrong: it computes something else",
             ]
         )
     return table(

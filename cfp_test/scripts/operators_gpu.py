@@ -145,6 +145,7 @@ def compared(
     del gradients, new, plain
     verdict = worth(before, after, *made["args"], rounds=10, seconds=2.0)
     report = made["report"]
+    right = all(error <= LIMIT for error in errors.values())
     return {
         "model": name,
         "config": f"{config.layers} layers of {config.hidden}, batch {batch} x "
@@ -152,12 +153,12 @@ def compared(
         "replaced": [part.operators for part in report.replaced],
         "left": [f"{part.path} ({part.kind}): {part.reason}" for part in report.left],
         "errors": errors,
-        "right": all(error <= LIMIT for error in errors.values()),
+        "right": right,
         "before_ms": verdict.before_ms,
         "after_ms": verdict.after_ms,
         "before_bytes": verdict.before_bytes,
         "after_bytes": verdict.after_bytes,
-        "verdict": verdict.text(),
+        "verdict": verdict.text() if right else "wrong: not to be used",
     }
 
 

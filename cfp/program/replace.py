@@ -309,14 +309,16 @@ def _lowered(
     )
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
+    # JAX may name the one mesh twice.
+    meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    names = {_symbol(op.operation): "cfp_mesh" for op in meshes}
+    for op in meshes[1:]:
+        op.operation.erase()
     text = str(module)
-    names: dict[str, str] = {}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation
-        if op.name == "sdy.mesh":
-            names[_symbol(op)] = "cfp_mesh"
-        elif op.name == "func.func" and _symbol(op) != "main":
+        if op.name == "func.func" and _symbol(op) != "main":
             names[_symbol(op)] = f"cfp_{prefix}_{_symbol(op)}"
     return _with_names(text, names)
 

@@ -20,13 +20,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.cluster.ray.steps import plan_step
-from cfp.context import PlannerSettings, agreement_of, open_context
+from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.passes.pipeline import Pins, analyze_step, decide
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
 from cfp.profiling.conversation import together
 from cfp.program.callbacks import host_calls

@@ -30,6 +30,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("cost",),
     ("search",),
+    ("planner_settings",),
     ("context",),
     ("solution",),
     ("race",),

@@ -12,10 +12,11 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.context import PlannerSettings, device_memory, open_context
+from cfp.context import device_memory, open_context
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.profiling.record import ProfileRecord

@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.output import save, show, suggest
 from cfp.cli.variants import (
     MeshShapes,
@@ -24,9 +25,9 @@ from cfp.cli.variants import (
 )
 from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
 from cfp.cluster.ray.steps import alone
-from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
@@ -87,8 +88,8 @@ def plan(
     """
     given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
     parse_bytes(memory_budget)
-    o.parse_pins(pin)
-    o.check_writable(output)
+    values.parse_pins(pin)
+    values.check_writable(output)
     with o.only_json(as_json) as print_json:
         found = find(given) if ray is None else find_on_ray(given)
         several = bool(mesh_shapes or microbatches)
@@ -148,7 +149,7 @@ def find(given: Given, place: Place | None = None) -> Fastest:
             static_argnums=wanted.static,
             donate_argnums=wanted.donate,
             memory_budget=parse_bytes(options["memory_budget"]),
-            pins=o.parse_pins(options["pin"]),
+            pins=values.parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
             settings=replace(settings, place=place),

@@ -13,6 +13,7 @@ import typer
 
 from cfp import platform as platforms
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.devices.exported import description_of
 from cfp.errors import CfpError
 from cfp.profiling.collectives import measure_rates
@@ -114,8 +115,8 @@ def curves(
 
     Example: cfp profile curves --mesh x=4 --plot curves.png --link 450
     """
-    o.check_drawable(plot)
-    o.check_writable(export, "--export")
+    values.check_drawable(plot)
+    values.check_writable(export, "--export")
     axes = platforms.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
         platforms.select(platform, axes)

@@ -107,10 +107,11 @@ def description(cluster: str, folder: Path) -> str:
 def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """One plan by this process, which plays one of the cell's devices."""
     from cfp import described
-    from cfp.context import PlannerSettings, open_context
+    from cfp.context import open_context
     from cfp.passes.pipeline import analyze_step, decide
     from cfp.passes.profile import profile
     from cfp.passes.search import search
+    from cfp.planner_settings import PlannerSettings
     from cfp.program.step import flatten_step
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve

@@ -12,9 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
-from cfp.context import PlannerSettings
 from cfp.errors import DeviceError, compose
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
 

@@ -84,7 +84,7 @@ def plan(
         CfpError: the step, the arguments, the mesh, the pins or the budget do not
             work out; each message says what to do.
     """
-    if settings is not None and settings.ray is not None:
+    if isinstance(settings, PlannerSettings) and settings.ray is not None:
         if isinstance(mesh, DescribedMesh):
             raise CfpError("What is only described never runs, on Ray neither.")
         return plan_step(

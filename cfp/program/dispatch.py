@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import compress
-from operator import call, is_not
+from operator import call, is_not, methodcaller
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,6 +29,9 @@ from cfp.program.step import FlatStep, abstract
 
 # Gives the array that is expected at some place, while there is one.
 _Expected = Callable[[], Any]
+
+
+_is_deleted = methodcaller("is_deleted")
 
 
 def _nothing() -> None:
@@ -53,6 +56,11 @@ class _Memory(NamedTuple):
     feeds: Sequence[int | None]
     foreign: frozenset[int]
     runs: Sequence[slice]
+
+    @property
+    def takes_results(self) -> bool:
+        """Whether some argument is to be one of the results."""
+        return len(self.runs) != 1 or self.runs[0].stop > len(self.feeds)
 
 
 class Look(NamedTuple):
@@ -153,9 +161,8 @@ class Dispatch:
             donated = self._step.donated
             kept = frozenset(i for i in there.difference(copied) if not donated[i])
         # XLA ends the process if it is given an array that is gone.
-        gone = [leaf.is_deleted() for leaf in placed]
-        if True in gone:
-            raise self._gone(gone.index(True))
+        if any(map(_is_deleted, placed)):
+            raise self._gone([*map(_is_deleted, placed)].index(True))
         return Placed(placed, changed, kept, memory)
 
     def remember(self, placed: Placed, results: Sequence[jax.Array]) -> None:
@@ -167,6 +174,9 @@ class Dispatch:
             for i in placed.changed:
                 kept[i] = ref(placed.leaves[i]) if i in placed.kept else _nothing
         made = [*map(ref, results)]
+        if not placed.changed and not memory.takes_results:
+            self._memory = memory._replace(results=made)
+            return
         known = [*kept, *made]
         expected: list[_Expected] = []
         for run in memory.runs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -225,9 +225,3 @@ def _check_even(
 
 def _results(step: FlatStep) -> list[Any]:
     return tree_leaves(step.traced.out_info)
-
-
-def run_on_one_device(fn: Callable[..., Any], args: Sequence[Any], device: Any) -> Any:
-    """Runs a step, plainly jitted, on one device."""
-    local = jax.device_put(tuple(args), device)
-    return jax.jit(fn)(*local)

@@ -54,9 +54,7 @@ def measured(analysis, mesh, folder, monkeypatch):
         monkeypatch.setattr(
             budgets, "time", SimpleNamespace(monotonic=lambda: next(clock))
         )
-        settings = PlannerSettings(
-            per_kind=3, in_context=False, tolerance=1.0, seconds=seconds
-        )
+        settings = PlannerSettings(per_kind=3, in_context=False, seconds=seconds)
         problem = budgets.measure_all_budgets(analysis, mesh, folder, settings)
         again = {
             (kind, option.candidate.key)

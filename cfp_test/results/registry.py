@@ -26,6 +26,7 @@ from cfp_test.scripts import (
     house,
     planning_ahead,
     prediction_page,
+    same_plans,
 )
 
 
@@ -66,6 +67,10 @@ def _hostile(data: dict[str, Any]) -> Figures:
 
 def _house(data: dict[str, Any]) -> Figures:
     return {"page": house.page(data)}
+
+
+def _same_plans(data: dict[str, Any]) -> Figures:
+    return {"page": same_plans.page(data)}
 
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
@@ -188,6 +193,12 @@ PAGES: tuple[Page, ...] = (
         name="house_202611",
         sources=("house_202611.json",),
         figures=_house,
+        has_text=False,
+    ),
+    Page(
+        name="same_plans_cpu_202611",
+        sources=("same_plans_cpu_202611.json",),
+        figures=_same_plans,
         has_text=False,
     ),
     _page("moe_h200x4_202611", checked.moe),

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from cfp.attention.kernels import KERNELS
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.profiling.common_store import open_store
@@ -51,6 +52,9 @@ class PlannerSettings:
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
+        attention: kernels that may take the place of the step's attentions, the
+            preferred first, such as ("cudnn", "chunked"). By default none: attentions
+            are left as they are written.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for
             the best that fits is found by compiling, which runs nothing.
@@ -79,6 +83,7 @@ class PlannerSettings:
     extents: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
+    attention: tuple[str, ...] | None = None
     race: bool = True
     repeats: int | None = 4
     measure: bool | None = None
@@ -96,6 +101,11 @@ class PlannerSettings:
             raise CfpError(
                 f"Expected one strategy or more to measure for each kind of segment, "
                 f"got per_kind={self.per_kind}."
+            )
+        if unknown := [name for name in self.attention or () if name not in KERNELS]:
+            raise CfpError(
+                f"Expected kernels of attention among {', '.join(KERNELS)}, got "
+                f"{', '.join(unknown)}."
             )
         if self.others < 0:
             raise CfpError(
@@ -211,6 +221,17 @@ class PlanContext:
         """What the leaders are raced with, too, by name."""
         asked = self.settings.compiler_options
         return self.defaults.compiler_options if asked is None else asked
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Kernels that may take the place of the step's attentions."""
+        asked = self.settings.attention
+        return self.defaults.attention if asked is None else asked
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, by JAX's name for it."""
+        return dict(self.environment)["platform"]
 
     @property
     def budget_bytes(self) -> int | None:

@@ -99,6 +99,17 @@ class ConstraintLevel(StrEnum):
     ARGUMENTS = "arguments"
 
 
+# Of the rate of a large matrix product what kernels of attention reach at 4k to 64k
+# tokens, forward and backward; "xla" by what keeping its scores takes.
+# docs/results/attention_h200_202611; tokamax is taken to be like cuDNN. Guess.
+KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
+    "cudnn": 0.6,
+    "tokamax": 0.6,
+    "pallas": 0.19,
+    "chunked": 0.12,
+    "xla": 0.1,
+}
+
 # ------------------------------------------------------------------------ platforms
 
 
@@ -118,6 +129,7 @@ class PlatformDefaults:
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
+        attention: kernels that may take the place of attentions, the preferred first.
     """
 
     estimates: bool = False
@@ -130,6 +142,7 @@ class PlatformDefaults:
     limits_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,

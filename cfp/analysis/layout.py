@@ -53,11 +53,14 @@ class Choice:
         storage: the storage modes.
         remat: indices of the segments whose forward pass is computed again in the
             backward pass, so that nothing but their inputs is kept for it.
+        kernels: what computes the attentions of a segment, by its index, where that is
+            not what the program has; see `cfp.attention.matching`.
     """
 
     blocks: tuple[Strategy, ...]
     storage: tuple[Storage, ...]
     remat: tuple[int, ...] = ()
+    kernels: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ def plan(
     pin: o.Pins = None,
     per_kind: o.PerKind = _PER_KIND,
     others: o.Others = _OTHERS,
+    attention: o.Attention = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

@@ -113,6 +113,15 @@ PerKind = Annotated[
         min=1,
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KERNELS",
+        help="What may compute the step's attentions, such as cudnn,chunked, the "
+        "preferred first. By default none: they are left as they are written.",
+        show_default=False,
+    ),
+]
 Others = Annotated[
     int,
     typer.Option(
@@ -297,6 +306,9 @@ def settings(
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
+    if given.get("attention") is not None:
+        names = [name for name in given["attention"].split(",") if name != "none"]
+        made = replace(made, attention=tuple(names))
     if given.get("whole_race"):
         made = replace(made, repeats=None)
     if "run_timeout" in given:

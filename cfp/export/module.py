@@ -45,6 +45,12 @@ def python_module(plan: Plan, sites: Sites | None) -> str:
             "jax.checkpoint around these layers and plan again, or plan with a larger "
             "memory budget."
         )
+    if plan.constraints.replaced:
+        raise PlanMismatch(
+            "The plan computes attentions of the step by other kernels, which a module "
+            "of plain JAX does not put into a step. Call cfp.attention or "
+            "jax.nn.dot_product_attention there, or plan with --attention none."
+        )
     imports, rest = _RUNTIME.read_text(encoding="utf-8").split(_HEAD)
     runtime = rest[rest.index(_TAIL) :]
     imports = imports[imports.index("from __future__") :]

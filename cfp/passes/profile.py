@@ -15,6 +15,7 @@ from cfp.search.candidates import estimate_kinds, leading_classics
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
+from cfp.search.kernels import Kernels
 from cfp.search.wanted import Explored, WantedMaker, tuning_jobs
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
@@ -88,7 +89,7 @@ def look_up(
         where = (analysis, leading, estimates, context.environment)
         return explore(
             estimates,
-            WantedMaker(*where, settings.in_context),
+            WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
             costs,
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
@@ -109,6 +110,12 @@ def look_up(
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker
+
+
+def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
+    """What may compute the step's attentions."""
+    names, platform = context.attention, context.platform
+    return Kernels(analysis=analysis, names=names, platform=platform)
 
 
 def _measured_rates(context: PlanContext) -> Rates:
@@ -153,5 +160,6 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         Costs(analysis, rates),
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
+        kernels=_kernels(context, analysis),
     )
     return Profiles(named, found, rates, seconds=time.perf_counter() - started)

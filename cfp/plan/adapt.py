@@ -23,7 +23,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.errors import PlanMismatch, compose
 from cfp.plan.compose import compose_plan
-from cfp.plan.describe import op_text, strategy_text
+from cfp.plan.describe import ATTENTION, op_text, strategy_text
 from cfp.plan.parts import PlanRow, type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.key import environment_parts
@@ -278,12 +278,21 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
         p.segment.index for p in pairs if p.rows[0].storage.endswith(_RECOMPUTED)
     )
     blocks = tuple(strategies[b] for b in range(len(frame.blocks)))
-    choice = Choice(blocks, tuple(storage), remat)
+    kernels = tuple(
+        (p.segment.index, kernel) for p in pairs if (kernel := _kernel(p.rows[0]))
+    )
+    choice = Choice(blocks, tuple(storage), remat, kernels)
     return _as_planned(plan, analysis, choice)
 
 
+def _kernel(row: PlanRow) -> str:
+    """What computes the attentions of a row's segment; "" as the step has it."""
+    named = (w for w in row.storage.split(", ") if w.endswith(ATTENTION))
+    return next(named, "").removesuffix(ATTENTION)
+
+
 def _storage(row: PlanRow) -> Storage | None:
-    text = row.storage.removesuffix(_RECOMPUTED)
+    text = row.storage.partition(", ")[0]
     return Storage(text) if text in tuple(Storage) else None
 
 

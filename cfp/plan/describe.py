@@ -19,6 +19,7 @@ from cfp.search.transitions import transition
 from cfp.units import format_bytes
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
+ATTENTION = " attention"  # behind the name of a kernel, in a row's storage
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 
@@ -34,10 +35,14 @@ def plan_rows(
         modes = [choice.storage[g] for g in segment.groups]
         storage = str(max(set(modes), key=modes.count)) if modes else "-"
         remat = segment.index in choice.remat
+        kernel = dict(choice.kernels).get(segment.index, "")
+        if kernel:
+            storage += f", {kernel}{ATTENTION}"
         if remat:
             storage += ", recomputed"
+        how = (remat, kernel)
         time_ms = _segment_ms(
-            problem, segment.kind, choice, list(segment.blocks), modes, remat
+            problem, segment.kind, choice, list(segment.blocks), modes, how
         )
         for b in segment.blocks:
             block = frame.blocks[b]
@@ -134,15 +139,16 @@ def _segment_ms(
     choice: Choice,
     blocks: list[int],
     modes: list,
-    remat: bool,
+    how: tuple[bool, str],
 ) -> float | None:
     if problem is None:
         return None
     strategies = tuple(choice.blocks[b] for b in blocks)
     for option in problem.options[kind]:
         same_storage = not modes or option.candidate.storage in modes
-        same = option.candidate.strategies, option.candidate.remat
-        if same == (strategies, remat) and same_storage:
+        candidate = option.candidate
+        same = candidate.strategies, (candidate.remat, candidate.kernel)
+        if same == (strategies, how) and same_storage:
             return option.time_ms
     return None
 

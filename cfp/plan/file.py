@@ -7,28 +7,28 @@ step's program (:mod:`cfp.program.misfit`).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanFileError, compose
 from cfp.plan.figures import figures_from_json
+from cfp.plan.json_text import read_json as read_json
+from cfp.plan.json_text import shown as _shown
 from cfp.plan.parts import PlanRow
 from cfp.plan.sites import sites_from_json
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
+from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
 
 FORMAT = 3
 
-_MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_CHARACTERS = 10_000
 _MOST_AXES = 16
 _MOST_DIMS = 64
@@ -38,36 +38,19 @@ _MOST_COUNT = 2**53  # What JSON hands on exactly.
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(?:,\d{1,15})*)?\]")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _FIELDS = frozenset(
-    "format fingerprint mesh_axes arguments output_specs constraints recompute winner "
-    "predicted_ms measured_ms peak_bytes rung predicted_bytes rows uneven whole "
-    "silenced race options environment search static figures sites".split()
+    "format fingerprint mesh_axes arguments output_specs constraints recompute "
+    "replaced winner predicted_ms measured_ms peak_bytes rung predicted_bytes rows "
+    "uneven whole silenced race options environment search static figures sites".split()
 )
-_OPTIONAL = frozenset({"uneven", "whole", "silenced", "rung", "predicted_bytes"})
+_OPTIONAL = frozenset(
+    {"uneven", "whole", "silenced", "rung", "predicted_bytes", "replaced"}
+)
 RUNGS = ("estimated", "one device", "measured")
 # What `--json` prints beside a plan; it is not read.
 _BESIDE = frozenset({"explanation", "variants"})
 
 _Mesh = Mapping[str, int]
 _Part = TypeVar("_Part")
-
-
-def read_json(path: str | Path) -> Any:
-    """Parses a plan's file.
-
-    Raises:
-        PlanFileError: it cannot be read, is too large, or is not JSON as plans are.
-    """
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except RecursionError as error:
-        reason = "it is nested too deeply"
-        raise PlanFileError(f"Cannot read a plan from {path}: {reason}.") from error
-    except (OSError, ValueError) as error:
-        raise PlanFileError(f"Cannot read a plan from {path}: {error}") from error
 
 
 def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, Any]:
@@ -109,7 +92,9 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
             _spec(spec, mesh, f"output_specs[{i}]")
             for i, spec in enumerate(_list(data["output_specs"], "output_specs"))
         ),
-        "constraints": _constraints(data["constraints"], data["recompute"], mesh),
+        "constraints": _constraints(
+            data["constraints"], data["recompute"], data.get("replaced", []), mesh
+        ),
         "winner": _words(data["winner"], "winner"),
         "predicted_ms": _time(data["predicted_ms"], "predicted_ms"),
         "measured_ms": _time(data["measured_ms"], "measured_ms"),
@@ -154,25 +139,6 @@ def _read(reader: Callable[[Any], _Part], value: Any, where: str) -> _Part | Non
 
 
 # ------------------------------------------------------------------------------- JSON
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of which no field stands there twice: which one would count?"""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the field {_shown(twice)} twice")
-    return found
-
-
-def _no_number(name: str) -> Never:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
-def _shown(value: Any) -> str:
-    """A value as it may stand in a message: short, and in plain characters."""
-    return ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
 
 
 def _refuse(expected: str, got: str, where: str) -> Never:
@@ -326,7 +292,9 @@ def _argument(value: Any, mesh: _Mesh, where: str) -> tuple[str, str, Spec, bool
     return _name(data["path"], f"{where}.path"), kind, spec, data["donated"]
 
 
-def _constraints(groups: Any, recompute: Any, mesh: _Mesh) -> Constraints:
+def _constraints(
+    groups: Any, recompute: Any, replaced: Any, mesh: _Mesh
+) -> Constraints:
     values: dict[int, Spec] = {}
     uses: dict[tuple[int, int], Spec] = {}
     for i, group in enumerate(_list(groups, "constraints")):
@@ -348,7 +316,20 @@ def _constraints(groups: Any, recompute: Any, mesh: _Mesh) -> Constraints:
         where = f"recompute[{i}]"
         data = _object(one, where, ("forward", "backward"))
         again.append(Recompute(*(_ops(data[n], f"{where}.{n}") for n in data)))
-    return Constraints(values, uses, tuple(again))
+    others = tuple(
+        _replacement(one, mesh, f"replaced[{i}]")
+        for i, one in enumerate(_list(replaced, "replaced"))
+    )
+    return Constraints(values, uses, tuple(again), others)
+
+
+def _replacement(value: Any, mesh: _Mesh, where: str) -> Replacement:
+    data = _object(value, where, ("name", "op", "how"))
+    how = tuple(_name(word, f"{where}.how") for word in _list(data["how"], where))
+    if not how or not {word.rpartition("=")[0] for word in how[1:]} <= mesh.keys():
+        _refuse("a kernel, and what axes of the mesh do", _shown(data["how"]), where)
+    op = _count(data["op"], f"{where}.op")
+    return Replacement(_name(data["name"], where), op, (), Recorded(how))
 
 
 def _ops(value: Any, where: str) -> tuple[int, ...]:

@@ -168,6 +168,12 @@ def arguments_to_json(
     return [{"path": n, "type": t, "spec": s, "donated": d} for n, t, s, d in leaves]
 
 
+def replaced_to_json(constraints: Constraints) -> list[dict[str, Any]]:
+    """What takes the place of ops, as JSON: each of them once."""
+    found = {(one.name, one.op): one.functions.how for one in constraints.replaced}
+    return [{"name": name, "op": op, "how": how} for (name, op), how in found.items()]
+
+
 def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     """Constraints as JSON, by sharding: plans name few shardings and many values."""
     groups: dict[Spec, dict[str, Any]] = {}

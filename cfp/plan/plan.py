@@ -26,6 +26,7 @@ from cfp.plan.parts import (
     arguments_to_json,
     check_arguments,
     constraints_to_json,
+    replaced_to_json,
     static_arguments,
     type_text,
 )
@@ -222,15 +223,13 @@ class Plan:
         step.__doc__ = fn.__doc__
         return step
 
-    def compile(
-        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> CompiledStep:
+    def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for these arguments (arrays or shapes).
 
         Raises:
             PlanMismatch: the step or its arguments are not those of the plan.
         """
-        return self.bind(fn, *args, **kwargs).compile_bound()
+        return self.bind(fn, *args, **kw).compile_bound()
 
     def compile_bound(self) -> CompiledStep:
         """Compiles the step that the plan was made for, or bound to, as it was traced.
@@ -315,7 +314,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        sites = self.found_sites
+        sites, told = self.found_sites, self.constraints
         data = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
@@ -324,8 +323,9 @@ class Plan:
                 self.arg_names, self.arg_types, self.arg_specs, self.donated
             ),
             "output_specs": self.output_specs,
-            "constraints": constraints_to_json(self.constraints),
-            "recompute": [asdict(one) for one in self.constraints.recompute],
+            "constraints": constraints_to_json(told),
+            "recompute": [asdict(one) for one in told.recompute],
+            "replaced": replaced_to_json(told),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
@@ -368,9 +368,8 @@ class Plan:
             PlanFileError: the file is no plan, damaged, or asks for anything else.
             PlanMismatch: it is for another mesh.
         """
-        return cls.from_json(
-            read_json(path), mesh=mesh, allowed_options=allowed_options
-        )
+        data = read_json(path)
+        return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
 
     @classmethod
     def from_json(

@@ -164,6 +164,11 @@ class Program:
         return {}
 
     @cached_property
+    def looked_for(self) -> dict[str, Any]:
+        """What was looked for in it, kept by what has looked."""
+        return {}
+
+    @cached_property
     def leaf_ops(self) -> frozenset[int]:
         """Ops that depend on no argument: constants, iotas and what follows.
 

@@ -55,6 +55,11 @@ Function = Callable[..., Sequence[jax.Array]]
 class Functions(Protocol):
     """What computes the stages of a replacement; hashable."""
 
+    @property
+    def how(self) -> tuple[str, ...]:
+        """What a plan records of it; what else there is follows from the program."""
+        ...
+
     def stages(self, mesh: Mesh) -> Sequence[Function]:
         """A function for each stage, of arrays, that returns a sequence of arrays.
 
@@ -62,6 +67,17 @@ class Functions(Protocol):
             mesh: all devices; arrays have their whole shapes.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a plan's file says of functions, which are found again in the program."""
+
+    how: tuple[str, ...]
+
+    def stages(self, mesh: Mesh) -> Sequence[Function]:
+        """None: see `cfp.runtime.replaced`."""
+        raise AssertionError("what a file records is found again before it is lowered")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
+from cfp.attention.matching.matches import is_kernel
 from cfp.context import PlanContext
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
@@ -171,6 +172,7 @@ def _read(
         storage = tuple(map(Storage, data["storage"]))
         remat, level = tuple(data["remat"]), ConstraintLevel(data["extent"])
         told = dict(data["options"])
+        kernels = tuple((int(place), str(name)) for place, name in data["kernels"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     # Records may come from elsewhere.
@@ -180,7 +182,9 @@ def _read(
         and all(block in those for block, those in zip(blocks, options, strict=True))
         and all(type(place) is int for place in remat)
         and all(place in range(len(analysis.segments)) for place in remat)
+        and all(place in range(len(analysis.segments)) for place, _ in kernels)
+        and all(is_kernel(name) for _, name in kernels)
         and refused_option(told) is None
     ):
-        return Choice(blocks, storage, remat), level, told
+        return Choice(blocks, storage, remat, kernels), level, told
     return None

@@ -26,6 +26,7 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.runtime.raced import Raced
+from cfp.runtime.replaced import resolved
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def compile_step(
         if raced.does(step, program, ins, outs, constraints, options or {}):
             where = (ins, outs, lowering.out_tree)
             return CompiledStep(step, raced.compiled, *where, raced=raced)
+    constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
         raise PlanMismatch(
             f"The plan's constraints do not fit the step's program: {found}. The file "

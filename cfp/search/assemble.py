@@ -15,7 +15,7 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choic
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
-    remat = []
+    remat, kernels = [], []
     for segment, pick in zip(analysis.segments, found.picks, strict=True):
         candidate = problem.options[segment.kind][pick].candidate
         for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
@@ -24,10 +24,13 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choic
             storage[group] = candidate.storage
         if candidate.remat:
             remat.append(segment.index)
+        if candidate.kernel:
+            kernels.append((segment.index, candidate.kernel))
     return Choice(
         tuple(strategies[block.index] for block in frame.blocks),
         tuple(storage),
         tuple(remat),
+        tuple(kernels),
     )
 
 

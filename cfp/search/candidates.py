@@ -28,7 +28,9 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(set(modes), key=modes.count) if modes else Storage.USED
     strategies = tuple(choice.blocks[b] for b in segment.blocks)
-    return Candidate(strategies, storage, remat=index in choice.remat)
+    kernel = dict(choice.kernels).get(index, "")
+    remat = index in choice.remat
+    return Candidate(strategies, storage, remat=remat, kernel=kernel)
 
 
 def storage_modes(estimate: SegmentEstimate) -> list[Storage]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
+from cfp.attention.matching.matches import among, way_of
 from cfp.errors import DeviceError
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
@@ -21,9 +22,10 @@ from cfp.search.measure import (
     segment_bytes,
 )
 from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.terms import Terms
 from cfp.search.transitions import TransitionCosts, between, handover_ms
 from cfp.search.wanted import Wanted, layout_of
-from cfp.settings import LIMITED_MEMORY_AT_LEAST
+from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
 class Costs:
@@ -37,6 +39,7 @@ class Costs:
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
         self._moves = TransitionCosts(rates, analysis.frame.mesh)
+        self._terms = Terms(analysis.frame, rates)
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
@@ -71,8 +74,31 @@ class Costs:
                 self.analysis.segments[index],
                 self._layout(index, candidate),
                 candidate.remat,
+                candidate.kernel,
             )
         return self._least[key]
+
+    def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
+        """What a candidate's kernel should save, less what it takes."""
+        if not candidate.kernel:
+            return 0.0
+        program = self.analysis.frame.program
+        index = self.analysis.representatives[kind]
+        layout, terms = self._layout(index, candidate), self._terms
+        saved = 0.0
+        for match in among(program, self.analysis.segments[index].ops):
+            if isinstance(way_of(program, match, candidate.kernel, layout.axes), str):
+                continue
+            times = [
+                terms.compute_ms(program.ops[op], layout.axes[op])
+                for op in match.ops
+                if op in layout.axes
+            ]
+            products = sum(matmul_ms for matmul_ms, _ in times)
+            others = sum(memory_ms for _, memory_ms in times)
+            share = KERNEL_SHARE_OF_MATMUL[candidate.kernel.partition(" ")[0]]
+            saved += others + products - products / share
+        return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
         """What a program needs on each device whatever is computed again.

@@ -17,6 +17,7 @@ from cfp.search.candidates import Estimates, choose_candidates, segment_candidat
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
+from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.problem import Candidate, Option
 from cfp.search.wanted import Explored
 from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
@@ -43,7 +44,11 @@ class Outlook:
         self._plain = {o.candidate.key: o for o in measured if not o.candidate.remat}
         plain = self._plain.values()
         again = [o for o in measured if o.candidate.remat]
-        pairs = [(o.time_ms, estimate.total_ms(o.candidate)) for o in plain]
+        pairs = [
+            (o.time_ms, estimate.total_ms(o.candidate))
+            for o in plain
+            if not o.candidate.kernel
+        ]
         self._slower = _middle((ms / own for ms, own in pairs if own > 0.0), 1.0)
         self._kept = _middle(map(self._beyond, plain), 0)
         self._temp = _middle((o.temp_bytes for o in plain), 0)
@@ -75,9 +80,11 @@ class Outlook:
     def _unmeasured(self, candidate: Candidate) -> Option:
         plain = _without(candidate)
         least = self._costs.least_bytes(self._kind, plain)
+        total_ms = self._estimate.total_ms(plain)
+        saved_ms = self._costs.saved_by_kernel_ms(self._kind, plain)
         return Option(
             candidate=plain,
-            time_ms=self._slower * self._estimate.total_ms(plain),
+            time_ms=max(0.0, self._slower * (total_ms - saved_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
             temp_bytes=round(self._temp),
@@ -109,6 +116,7 @@ def estimate_options(
     *,
     per_kind: int,
     budget_bytes: int | None,
+    kernels: Kernels | None = None,
 ) -> Explored:
     """The parts of the presets and the best others, with estimated costs.
 
@@ -118,6 +126,7 @@ def estimate_options(
         costs: of the program's segments.
         per_kind: how many others of each kind, at most.
         budget_bytes: memory of one device, or None.
+        kernels: what may compute attentions.
     """
     analysis = costs.analysis
     required: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
@@ -130,6 +139,7 @@ def estimate_options(
         own = list(required[kind].values())
         expected = Outlook(costs, kind, (), estimate.without_twin())
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
+        candidates = with_kernels(kernels, kind, candidates)
         options.append([expected.expect(candidate) for candidate in candidates])
     problem = build_problem(costs, options, None)
     fastest = solve_dynamically(problem)

@@ -25,6 +25,7 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
 from cfp.search.ilp import leanest
+from cfp.search.kernels import with_kernels
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory
 from cfp.search.wanted import Explored, Wanted, WantedMaker
@@ -217,14 +218,16 @@ class _View:
     ) -> bool:
         """Whether a candidate is new, and there is room for it."""
         asked = self._asked(kind, found)
-        plain = {key for key in asked if not key[2]}
+        # What has kernels does not take the place of another strategy.
+        plain = {key for key in asked if not (key[2] or key[1][1])}
+        again = sum(key[2] for key in asked)
         room = len(plain) < self._per_kind
         if candidate.key in asked:
             return False
         if not candidate.remat:
             return room
         has_base = (*candidate.key[:2], False) in plain
-        return len(asked) - len(plain) < self._per_kind and (has_base or room)
+        return again < self._per_kind and (has_base or room)
 
     def _made(
         self, kind: int, candidate: Candidate, found: Sequence[Wanted]
@@ -237,6 +240,10 @@ class _View:
             estimate_ms = self._estimates.kinds[kind].total_ms(plain)
             base = self._maker.make(kind, replace(plain, estimate_ms=estimate_ms))
             made.append(base)
+            made += [
+                self._maker.make(kind, variant)
+                for variant in with_kernels(self._maker.kernels, kind, [plain])[1:]
+            ]
         if candidate.remat:
             made.append(self._maker.again(base, base.has_failed(self._records)))
         return made

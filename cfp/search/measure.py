@@ -13,6 +13,8 @@ from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import among, replacements, way_of
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -20,6 +22,7 @@ from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
+from cfp.program.replace import Replacement
 from cfp.search.kept import kept_values
 from cfp.search.problem import Candidate
 from cfp.settings import ConstraintLevel
@@ -49,8 +52,27 @@ def constraints_of(
         level: how much the compiler is constrained.
         layout: the choice's, if it is there already.
     """
-    told = limit(constraints(layout or lay_out(frame, choice)), level)
-    return replace(told, recompute=_recomputed(frame, segments, choice.remat))
+    layout = layout or lay_out(frame, choice)
+    told = limit(constraints(layout), level)
+    return replace(
+        told,
+        recompute=_recomputed(frame, segments, choice.remat),
+        replaced=_replaced(layout, segments, dict(choice.kernels)),
+    )
+
+
+def _replaced(
+    layout: Layout, segments: Sequence[Segment], kernels: Mapping[int, str]
+) -> tuple[Replacement, ...]:
+    """Kernels in the place of the attentions of some segments."""
+    program = layout.frame.program
+    found: list[Replacement] = []
+    for index, kernel in kernels.items():
+        for match in among(program, segments[index].ops) if kernel else ():
+            way = way_of(program, match, kernel, layout.axes)
+            if isinstance(way, Way):
+                found += replacements(program, match, way)
+    return tuple(found)
 
 
 def _recomputed(
@@ -110,7 +132,8 @@ def segment_job(
     layout = segment_layout(frame, segments, index, candidate)
     part = cut_part(frame.program, segments[index].ops)
     again = _recomputed(frame, segments, [index] if candidate.remat else [], part)
-    told = replace(_told_inside(layout, part), recompute=again)
+    kernels = _replaced(layout, segments, {index: candidate.kernel})
+    told = replace(_told_inside(layout, part), recompute=again, replaced=kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
@@ -133,7 +156,12 @@ def pair_job(
     layout = Layout(frame, strategies, storage)
     part = cut_part(frame.program, ops)
     told = _told_inside(layout, part)
-    told = replace(told, recompute=_recomputed(frame, segments, again, part))
+    kernels = {index: candidate.kernel for index, candidate in candidates.items()}
+    told = replace(
+        told,
+        recompute=_recomputed(frame, segments, again, part),
+        replaced=_replaced(layout, segments, kernels),
+    )
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -168,7 +196,12 @@ def whole_job(
         part, chosen = abridged.part, ""
         told = limit(_told_inside(layout, part), level)
         again = [index for index in choice.remat if index in abridged.segments]
-        told = replace(told, recompute=_recomputed(frame, segments, again, part))
+        kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
+        told = replace(
+            told,
+            recompute=_recomputed(frame, segments, again, part),
+            replaced=_replaced(layout, segments, kernels),
+        )
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)
@@ -283,15 +316,23 @@ class SegmentBytes:
 
 
 def segment_bytes(
-    frame: Frame, segment: Segment, layout: Layout, remat: bool = False
+    frame: Frame,
+    segment: Segment,
+    layout: Layout,
+    remat: bool = False,
+    kernel: str = "",
 ) -> SegmentBytes:
     """State, and values that live from the forward to the backward pass.
 
-    Of a segment that is computed again only what others read is kept.
+    Of a segment that is computed again only what others read is kept, and of what a
+    kernel computes what it returns.
     """
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
     held = held_values(frame, segment, remat)
+    for match in among(frame.program, segment.ops) if kernel else ():
+        if isinstance(way_of(frame.program, match, kernel, layout.axes), Way):
+            held -= {v for op in match.between for v in frame.program.ops[op].results}
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
 

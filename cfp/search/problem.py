@@ -18,17 +18,19 @@ class Candidate:
         storage: of all its parameters.
         estimate_ms: what it is estimated to take.
         remat: whether its forward pass is computed again in the backward pass.
+        kernel: what computes its attentions; "" as the program has it.
     """
 
     strategies: tuple[Strategy, ...]
     storage: Storage
     estimate_ms: float = 0.0
     remat: bool = False
+    kernel: str = ""
 
     @property
-    def key(self) -> tuple[tuple[Strategy, ...], Storage, bool]:
-        """What tells candidates apart."""
-        return self.strategies, self.storage, self.remat
+    def key(self) -> tuple[tuple[Strategy, ...], tuple[Storage, str], bool]:
+        """What tells candidates apart; without the last, what is rematerialized."""
+        return self.strategies, (self.storage, self.kernel), self.remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

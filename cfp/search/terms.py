@@ -115,7 +115,7 @@ class Terms:
         assert rule is not None
         partial = reduced_axes(rule, axes)
         return _OpTerms(
-            *self._compute_ms(op, axes),
+            *self.compute_ms(op, axes),
             [
                 (self.same(result), (tensor_spec(rule, dims, axes), partial))
                 for dims, result in zip(rule.results, op.results, strict=False)
@@ -128,7 +128,7 @@ class Terms:
             ],
         )
 
-    def _compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
+    def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
         """Time as a contraction, and as anything else."""
         rule, program = op.rule, self.frame.program
         assert rule is not None

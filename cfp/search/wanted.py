@@ -12,6 +12,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
+from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.measure import pair_job, segment_job, segment_layout
 from cfp.search.problem import Candidate, Option
 from cfp.search.transitions import between, handover_ms
@@ -175,6 +176,7 @@ class WantedMaker:
         estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
+        kernels: what may compute attentions.
     """
 
     def __init__(
@@ -184,12 +186,14 @@ class WantedMaker:
         estimates: Estimates,
         environment: Parts,
         in_context: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         self._analysis = analysis
         self._classics = classics
         self._estimates = estimates
         self._environment = environment
         self._in_context = in_context
+        self.kernels = kernels
         self._family: dict[tuple[int, tuple], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
@@ -215,7 +219,8 @@ class WantedMaker:
         for kind, estimate in enumerate(self._estimates.kinds):
             required = list(self._required[kind].values())
             count = min(per_kind, len(required) + others)
-            for candidate in choose_candidates(estimate, required, count):
+            chosen = choose_candidates(estimate, required, count)
+            for candidate in with_kernels(self.kernels, kind, chosen):
                 found.append(self.make(kind, candidate))
         return found
 

@@ -1,0 +1,80 @@
+"""What may be an attention, as it is found: contractions, and what dims run over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Use = tuple[int, int]  # (op id, operand index)
+Letters = tuple[str, ...]  # for each dim what it runs over; "" of size 1
+
+
+class Different(Exception):
+    """Why something that looks like attention is left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An operand or result of a contraction.
+
+    Attributes:
+        value: its id.
+        use: by whom it is read; None for results.
+        letters: what each of its dims runs over: "b0", "b1"... for batch and heads,
+            "q0", "q1"... for queries and groups of heads, "k", "d", "e".
+    """
+
+    value: int
+    use: Use | None
+    letters: Letters
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or a backward pass, in one place of the program.
+
+    Attributes:
+        reads: tensors by name: "q", "k", "v", "dout".
+        makes: tensors by name: "out"; "dq", "dk", "dv".
+    """
+
+    reads: Mapping[str, Tensor]
+    makes: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What may be an attention.
+
+    Attributes:
+        op: the contraction that makes the scores.
+        scope, source: where it is from.
+        sizes: of each letter.
+        scores: the contraction's result.
+        argument: the value whose softmax is taken, and its letters.
+        inside: ids of the ops between the contractions.
+        sides: values that enter besides, which some argument makes.
+        forward, backward: the passes; a backward pass has all three gradients.
+    """
+
+    op: int
+    scope: str
+    source: str
+    sizes: Mapping[str, int]
+    scores: Tensor
+    argument: Tensor
+    inside: frozenset[int]
+    sides: tuple[Tensor, ...]
+    forward: tuple[Pass, ...]
+    backward: Pass | None
+    dots: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """What looks like attention and is not replaced, and why."""
+
+    op: int
+    scope: str
+    source: str
+    reason: str

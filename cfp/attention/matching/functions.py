@@ -1,0 +1,309 @@
+"""The functions that take the place of an attention that was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
+
+from cfp.attention.call import attention
+from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.found import Letters
+from cfp.attention.matching.reference import Meaning
+from cfp.attention.strategy import ROLES
+from cfp.errors import PlanMismatch
+
+NAME = "attention"
+_MASKED = -1e30
+Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an attention is computed.
+
+    Attributes:
+        implementation: a kernel of `cfp.attention`.
+        roles: of the mesh's axes, as (axis, role) pairs.
+    """
+
+    implementation: str
+    roles: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """As plans record it: the implementation, then ``axis=role``."""
+        return (self.implementation, *(f"{axis}={role}" for axis, role in self.roles))
+
+    @classmethod
+    def read(cls, how: Sequence[str]) -> Way:
+        """From what plans record.
+
+        Raises:
+            PlanMismatch: it is something else.
+        """
+        implementation, *words = how
+        roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
+        if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
+            raise PlanMismatch(f"cfp computes no attention by {', '.join(how)}.")
+        return cls(implementation, roles)
+
+    def __str__(self) -> str:
+        spread = [role for _, role in self.roles if role in ("ring", "zigzag")]
+        return " ".join((self.implementation, *spread))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFunctions:
+    """The functions of a replacement, see `cfp.program.replace`.
+
+    Attributes:
+        meaning, way: what is computed, and how.
+        heads: the letter that keys have their heads by, or "".
+        reads: of the values that each stage reads.
+        makes: of the values that it makes.
+        stage_names: "forward" and "backward", or one of them.
+        jax_version: kernels and their times may depend on it.
+    """
+
+    meaning: Meaning
+    way: Way
+    heads: str
+    reads: tuple[tuple[Shaped, ...], ...]
+    makes: tuple[tuple[Shaped, ...], ...]
+    stage_names: tuple[str, ...]
+    jax_version: str = jax.__version__
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """See `Way.how`."""
+        return self.way.how
+
+    def stages(self, mesh: Mesh) -> Sequence[Any]:
+        """A function for each stage, see `cfp.program.replace`."""
+        made = {"forward": self._forward, "backward": self._backward}
+        return [
+            _on_mesh(made[name], mesh, number)
+            for number, name in enumerate(self.stage_names)
+        ]
+
+    def _forward(self, mesh: Mesh, number: int, *reads: jax.Array) -> list[jax.Array]:
+        compute = self._compute(mesh, number)
+        out = self.makes[number]
+        if len(self.stage_names) == 1:
+            return _cast([compute(*reads)], out)
+        made, pull = jax.vjp(compute, *reads)
+        return [*_cast([made], out), *tree_leaves(pull)]
+
+    def _backward(self, mesh: Mesh, number: int, *given: jax.Array) -> list[jax.Array]:
+        count = len(self.reads[number])
+        *inputs, dout = given[:count]
+        kept = given[count:]
+        compute = self._compute(mesh, number)
+
+        def pulled(*reads: jax.Array) -> Any:
+            return jax.vjp(compute, *reads)[1]
+
+        if kept:
+            shapes = jax.eval_shape(pulled, *inputs)
+            pull = tree_unflatten(tree_structure(shapes), kept)
+        else:
+            pull = pulled(*inputs)
+        result = jax.eval_shape(compute, *inputs)
+        letters = self._out_letters(number)
+        dout = _turned(dout, self.reads[number][-1][2], letters, result.shape)
+        grads = pull(dout.astype(result.dtype))
+        return [
+            _turned(grad, read[2], made[2], made[0]).astype(jnp.dtype(made[1]))
+            for grad, read, made in zip(
+                grads[: len(self.makes[number])],
+                self.reads[number],
+                self.makes[number],
+                strict=False,
+            )
+        ]
+
+    def _out_letters(self, number: int) -> Letters:
+        """The letters of the output that a stage's function computes."""
+        if self.stage_names[number] == "forward":
+            return self.makes[number][0][2]
+        if number:
+            return self.makes[0][0][2]
+        return self.reads[number][-1][2]  # it follows no forward stage: as its gradient
+
+    def _compute(self, mesh: Mesh, number: int) -> Any:
+        """The attention of what a stage reads, in the dims that it reads."""
+        sides = [*self.reads[number][3:]]
+        if self.stage_names[number] == "backward":
+            sides = sides[:-1]
+        q_letters, k_letters, v_letters = (r[2] for r in self.reads[number][:3])
+        out_letters = self._out_letters(number)
+        out_shape = (
+            self.reads[number][-1][0]
+            if self.stage_names[number] == "backward"
+            else self.makes[number][0][0]
+        )
+        if self.stage_names[number] == "backward" and number:
+            out_shape = self.makes[0][0][0]
+
+        def compute(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
+            sizes = self._sizes(number)
+            dtype = jnp.result_type(q, k, v)
+            order = self._order(sizes)
+            q4 = _merged(q.astype(dtype), q_letters, order("q", "d"), sizes)
+            k4 = _merged(k.astype(dtype), k_letters, order("k", "d"), sizes)
+            v4 = _merged(v.astype(dtype), v_letters, order("k", "e"), sizes)
+            more = self._more(sides, rest, sizes)
+            out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
+            groups = [[*g] for g in order("q", "e")]
+            names = [name for group in groups for name in group]
+            out = out.reshape([sizes[name] for name in names])
+            return _turned(out, tuple(names), out_letters, out_shape)
+
+        return compute
+
+    def _sizes(self, number: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for shape, _, letters in (*self.reads[number], *self.makes[number]):
+            found.update((x, n) for x, n in zip(letters, shape, strict=True) if x)
+        found.setdefault("k", 1)
+        found.setdefault(self.meaning.tokens, 1)
+        return found
+
+    def _order(self, sizes: Mapping[str, int]) -> Any:
+        """The letters of [batch, tokens, heads, head_dim], each dim by its parts."""
+        batch = [x for x in sizes if x[0] == "b" and x != self.heads]
+        groups = sorted(x for x in sizes if x[0] == "q" and x != self.meaning.tokens)
+        heads = [self.heads] if self.heads else []
+
+        def order(tokens: str, features: str) -> list[list[str]]:
+            is_query = tokens == "q"
+            tokens = self.meaning.tokens if is_query else "k"
+            own = [*heads, *groups] if is_query else heads
+            return [sorted(batch), [tokens], own, [features]]
+
+        return order
+
+    def _more(
+        self,
+        sides: Sequence[Shaped],
+        rest: Sequence[jax.Array],
+        sizes: Mapping[str, int],
+    ) -> dict[str, Any]:
+        """Segment ids or a bias, of what enters besides."""
+        if not sides:
+            return {}
+        [side], [x] = sides, rest
+        letters, kind = side[2], self.meaning.side
+        batch, [tokens], heads, _ = self._order(sizes)("q", "d")
+        if kind in ("padding", "hidden"):
+            names = [[*batch], ["k"]]
+            shown = x if kind == "padding" else ~x
+            count = [product(sizes, group) for group in names]
+            ids = _spread(shown, letters, names, sizes).reshape(count)
+            queries = jnp.ones((count[0], sizes[tokens]), jnp.int32)
+            return {"segment_ids": (queries, ids.astype(jnp.int32))}
+        value = x
+        if kind in ("mask", "inverse mask"):
+            value = jnp.where(x if kind == "mask" else ~x, 0.0, _MASKED)
+        names = [batch, heads, [tokens], ["k"]]
+        for place, group in enumerate(names[:2]):
+            if not set(group) & set(letters):
+                names[place] = []
+        count = [product(sizes, group) for group in names]
+        return {"bias": _spread(value, letters, names, sizes).reshape(count)}
+
+
+def _on_mesh(function: Any, mesh: Mesh, number: int) -> Any:
+    def run(*given: jax.Array) -> list[jax.Array]:
+        return function(mesh, number, *given)
+
+    return run
+
+
+def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> Any:
+    window = None
+    if meaning.left is not None or meaning.right is not None:
+        window = (meaning.left, meaning.right)
+
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+        return attention(
+            q,
+            k,
+            v,
+            causal=meaning.causal,
+            window=window,
+            softcap=meaning.softcap,
+            scale=meaning.scale,
+            implementation=way.implementation,
+            **rest,
+        )
+
+    if way.roles:
+        return compute(q, k, v, mesh=mesh, strategy=dict(way.roles), **more)
+    whole = PartitionSpec()
+    return jax.shard_map(
+        lambda q, k, v, more: compute(q, k, v, **more),
+        mesh=mesh,
+        in_specs=(whole, whole, whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )(q, k, v, dict(more))
+
+
+def _cast(arrays: Sequence[jax.Array], made: Sequence[Shaped]) -> list[jax.Array]:
+    return [
+        x.reshape(shape).astype(jnp.dtype(dtype))
+        for x, (shape, dtype, _) in zip(arrays, made, strict=True)
+    ]
+
+
+def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
+    """Of the sizes of some letters."""
+    found = 1
+    for name in names:
+        found *= sizes[name]
+    return found
+
+
+def _turned(
+    x: jax.Array, have: Letters, want: Letters, shape: Sequence[int]
+) -> jax.Array:
+    """An array with its dims in another order; dims of size 1 come and go."""
+    names = [a for a in have if a]
+    x = x.reshape([n for n, a in zip(x.shape, have, strict=True) if a])
+    wanted = [a for a in want if a]
+    return jnp.transpose(x, [names.index(a) for a in wanted]).reshape(shape)
+
+
+def _merged(
+    x: jax.Array,
+    letters: Letters,
+    groups: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+) -> jax.Array:
+    """An array with a dim for each group of letters."""
+    wanted = tuple(a for group in groups for a in group)
+    present = tuple(a for a in wanted if a in letters)
+    shape = [sizes[a] for a in present]
+    x = _turned(x, letters, present, shape)
+    return x.reshape([product(sizes, group) for group in groups])
+
+
+def _spread(
+    x: jax.Array,
+    letters: Letters,
+    groups: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+) -> jax.Array:
+    """An array that has all letters of some groups, repeated along those it lacks."""
+    wanted = [a for group in groups for a in group]
+    present = tuple(a for a in wanted if a in letters)
+    x = _turned(x, letters, present, [sizes[a] for a in present])
+    x = x.reshape([sizes[a] if a in present else 1 for a in wanted])
+    return jnp.broadcast_to(x, [sizes[a] for a in wanted])

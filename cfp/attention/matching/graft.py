@@ -1,0 +1,205 @@
+"""Which ways can compute an attention that was found, and what is put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from cfp.attention.call import refusal
+from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.found import Found, Letters, Pass
+from cfp.attention.matching.functions import (
+    NAME,
+    AttentionFunctions,
+    Shaped,
+    Way,
+    product,
+)
+from cfp.attention.matching.reference import Meaning
+from cfp.attention.problem import Problem
+from cfp.attention.strategy import Strategy
+from cfp.errors import AttentionError
+from cfp.program.graph import Program
+from cfp.program.replace import Replacement, Stage, is_in_order
+
+__all__ = ["NAME", "Way"]
+
+
+def heads_of(found: Found) -> str:
+    """The letter by which keys have heads; "" if all queries share theirs."""
+    names = [x for x in found.sizes if x[0] == "b"]
+    groups = [x for x in found.sizes if x[0] == "q"]
+    if len(names) < 2 and len(groups) > 1:
+        return ""
+    letters = [x for x in found.forward[0].reads["k"].letters if x in names]
+    return letters[-1] if letters else ""
+
+
+def problem_of_found(program: Program, found: Found, meaning: Meaning) -> Problem:
+    """What a found attention asks for."""
+    sizes, heads = found.sizes, heads_of(found)
+    batch = [x for x in sizes if x[0] == "b" and x != heads]
+    groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
+    kv_heads = sizes.get(heads, 1)
+    reads = found.forward[0].reads
+    dtypes = [program.values[reads[name].value].dtype for name in ("q", "k", "v")]
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+    known = [names.get(d, d) for d in dtypes]
+    return Problem(
+        batch=product(sizes, batch),
+        queries=sizes.get(meaning.tokens, 1),
+        keys=sizes["k"],
+        heads=kv_heads * product(sizes, groups),
+        kv_heads=kv_heads,
+        head_dim=sizes.get("d", 1),
+        dtype=str(jnp.result_type(*known)),
+        causal=meaning.causal,
+        left=meaning.left,
+        right=meaning.right,
+        segments=meaning.side in ("padding", "hidden"),
+        same_segments=False,
+        bias=meaning.side in ("bias", "mask", "inverse mask"),
+        scale=meaning.scale,
+        softcap=meaning.softcap,
+    )
+
+
+def roles_of(
+    program: Program,
+    found: Found,
+    meaning: Meaning,
+    axes: Sequence[Sequence[str]],
+    spread: str,
+) -> tuple[tuple[str, str], ...] | str:
+    """What axes do in an attention, by how its scores are sharded.
+
+    Args:
+        program, found, meaning: the attention.
+        axes: for each factor of the contraction that makes the scores, its axes.
+        spread: the role of axes that shard queries: "all_gather", "ring" or "zigzag".
+
+    Returns:
+        (axis, role) pairs, or why there are none.
+    """
+    rule = program.ops[found.op].rule
+    assert rule is not None
+    letters = dict(
+        zip(
+            (rule.major(f) for f in rule.results[0]),
+            found.scores.letters,
+            strict=True,
+        )
+    )
+    heads, roles = heads_of(found), []
+    for factor, names in enumerate(axes):
+        letter = letters.get(factor, "")
+        for axis in names:
+            if letter == meaning.tokens:
+                roles.append((axis, spread))
+            elif letter and letter == heads:
+                roles.append((axis, "heads"))
+            elif letter.startswith("b"):
+                roles.append((axis, "batch"))
+            else:
+                return f"axis {axis} shards neither sequences, nor heads, nor queries"
+    return tuple(roles)
+
+
+def refused(
+    problem: Problem, way: Way, sizes: Mapping[str, int], platform: str
+) -> str | None:
+    """Why a problem cannot be computed in a way, or None.
+
+    Args:
+        problem: of the whole mesh.
+        way: how.
+        sizes: of the mesh's axes.
+        platform: of its devices, such as "cpu" or "gpu".
+    """
+    try:
+        strategy = Strategy.of(dict(way.roles) or None, dict(sizes))
+    except AttentionError as error:
+        return str(error)
+    return refusal(problem, strategy, KERNELS[way.implementation], platform)
+
+
+def grafts(
+    program: Program, found: Found, meaning: Meaning, way: Way
+) -> tuple[Replacement, ...]:
+    """What `cfp.program.replace` is to put in place, of all passes."""
+    made = []
+    backward = found.backward
+    partner = None
+    if backward is not None:
+        parent = program.ops[_user(backward)].parent
+        near = [p for p in found.forward if program.ops[_user(p)].parent == parent]
+        partner = near[-1] if near else None
+    for one in found.forward:
+        passes = [one, backward] if one is partner and backward is not None else [one]
+        made.append(_replacement(program, found, meaning, way, passes))
+    if backward is not None and partner is None:
+        made.append(_replacement(program, found, meaning, way, [backward]))
+    return tuple(made)
+
+
+def _user(one: Pass) -> int:
+    use = one.reads["v"].use
+    assert use is not None, "a contraction reads it"
+    return use[0]
+
+
+def _replacement(
+    program: Program,
+    found: Found,
+    meaning: Meaning,
+    way: Way,
+    passes: Sequence[Pass],
+) -> Replacement:
+    stages, reads, makes, names = [], [], [], []
+    for one in passes:
+        tensors = [one.reads[name] for name in ("q", "k", "v")]
+        tensors += [*found.sides]
+        if "dout" in one.reads:
+            tensors.append(one.reads["dout"])
+        uses = [t.use for t in tensors]
+        assert all(uses), "all that is read is read by an op"
+        values = [_read(program, t.use) for t in tensors]
+        stages.append(
+            Stage(
+                tuple(use for use in uses if use is not None),
+                tuple(t.value for t in one.makes.values()),
+            )
+        )
+        reads.append(
+            tuple(
+                _shaped(program, v, t.letters)
+                for v, t in zip(values, tensors, strict=True)
+            )
+        )
+        makes.append(
+            tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())
+        )
+        names.append("backward" if "dout" in one.reads else "forward")
+    functions = AttentionFunctions(
+        meaning, way, heads_of(found), tuple(reads), tuple(makes), tuple(names)
+    )
+    return Replacement(NAME, found.op, tuple(stages), functions)
+
+
+def _read(program: Program, use: tuple[int, int] | None) -> int:
+    assert use is not None
+    return program.ops[use[0]].operands[use[1]]
+
+
+def _shaped(program: Program, v: int, letters: Letters) -> Shaped:
+    value = program.values[v]
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+    dtype = {"i1": "bool"}.get(value.dtype, names.get(value.dtype, value.dtype))
+    return value.shape, dtype, letters
+
+
+def out_of_order(program: Program, found: Found, meaning: Meaning) -> bool:
+    """Whether some pass reads what is made too late to replace it."""
+    ways = grafts(program, found, meaning, Way("xla"))
+    return not all(is_in_order(program, s) for one in ways for s in one.stages)

@@ -1,0 +1,139 @@
+"""All attentions of a program, and what computes them under a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.find import candidates
+from cfp.attention.matching.found import Different, Found, LeftAlone
+from cfp.attention.matching.graft import (
+    Way,
+    grafts,
+    out_of_order,
+    problem_of_found,
+    roles_of,
+)
+from cfp.attention.matching.infer import Prover
+from cfp.attention.matching.reference import Meaning
+from cfp.attention.matching.view import View
+from cfp.attention.problem import Problem
+from cfp.program.graph import Program
+from cfp.program.replace import Replacement
+
+_KEY = "attention"
+SPREADS = ("", "ring", "zigzag")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """An attention of a program that may be computed by something else."""
+
+    found: Found
+    meaning: Meaning
+    problem: Problem
+
+    @property
+    def between(self) -> set[int]:
+        """The ops whose results a kernel does not keep: scores, weights."""
+        return {self.found.op, *self.found.inside}
+
+    @property
+    def ops(self) -> set[int]:
+        """All ops that belong to it."""
+        return {self.found.op, *self.found.inside, *self.found.dots.values()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attentions:
+    """All that a program has.
+
+    Attributes:
+        matches: by the op that makes the scores.
+        left_alone: what looks like it, and why it is not replaced.
+    """
+
+    matches: Mapping[int, Match]
+    left_alone: tuple[LeftAlone, ...] = ()
+
+
+def attentions(program: Program) -> Attentions:
+    """Finds and proves all attentions of a program; once for each program."""
+    known = program.looked_for
+    if _KEY not in known:
+        known[_KEY] = _find(program)
+    return known[_KEY]
+
+
+def _find(program: Program) -> Attentions:
+    if not any(op.kind == "exponential" for op in program.ops):
+        return Attentions(matches={})
+    view = View(program)
+    prover: Prover | None = None
+    matches, alone = {}, []
+    for one in candidates(view):
+        if isinstance(one, LeftAlone):
+            alone.append(one)
+            continue
+        prover = prover or Prover(view)
+        try:
+            meaning = prover.meaning(one)
+            if out_of_order(program, one, meaning):
+                raise Different("what it reads is made after what it makes")
+            if one.sizes.get("d", 1) != one.sizes.get("e", 1):
+                raise Different("heads of keys and of values have other sizes")
+        except Different as error:
+            alone.append(LeftAlone(one.op, one.scope, one.source, str(error)))
+            continue
+        problem = problem_of_found(program, one, meaning)
+        matches[one.op] = Match(found=one, meaning=meaning, problem=problem)
+    return Attentions(matches=matches, left_alone=tuple(alone))
+
+
+def among(program: Program, ops: Collection[int]) -> list[Match]:
+    """The attentions whose scores some top-level ops make."""
+    inside = set(ops)
+    return [
+        match
+        for op, match in attentions(program).matches.items()
+        if program.top_level(op) in inside
+    ]
+
+
+def way_of(
+    program: Program,
+    match: Match,
+    kernel: str,
+    axes: Mapping[int, Sequence[Sequence[str]]],
+) -> Way | str:
+    """How an attention is computed by a kernel under a layout, or why it cannot be.
+
+    Args:
+        program, match: the attention.
+        kernel: an implementation, perhaps with a role for axes that shard queries, such
+            as "cudnn" or "chunked ring".
+        axes: for ops their factors' axes, of the layout.
+    """
+    implementation, _, spread = kernel.partition(" ")
+    own = axes.get(match.found.op)
+    if own is None:
+        return "nothing says how it is sharded"
+    where = (program, match.found, match.meaning, own)
+    roles = roles_of(*where, spread or "all_gather")
+    if isinstance(roles, str):
+        return roles
+    if spread and spread not in [role for _, role in roles]:
+        return f"no axis shards queries for a {spread}"
+    return Way(implementation, roles)
+
+
+def is_kernel(name: str) -> bool:
+    """Whether `way_of` knows what a name of a kernel means."""
+    implementation, _, spread = name.partition(" ")
+    return implementation in KERNELS and spread in SPREADS
+
+
+def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:
+    """What is put in place of an attention."""
+    return grafts(program, match.found, match.meaning, way)

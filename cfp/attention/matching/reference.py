@@ -1,0 +1,153 @@
+"""Attention and its gradients by the textbook, the dims of tensors by their letters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfp.attention.matching.found import Letters
+
+Named = tuple[np.ndarray, list[str]]  # an array, and the letters of its dims
+
+
+def real(letters: Letters) -> list[str]:
+    """The letters of dims that are not of size 1."""
+    return [letter for letter in letters if letter]
+
+
+def squeezed(x: np.ndarray, letters: Letters) -> np.ndarray:
+    """An array without the dims that have no letter."""
+    return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
+
+
+_NAMES = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
+
+
+def index(letter: str) -> int:
+    """The number of a letter, as `numpy.einsum` takes it."""
+    return _NAMES.index(letter)
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a found attention computes.
+
+    Attributes:
+        tokens: the letter of the queries; the other "q" letters are groups of heads.
+        scale, softcap: as in `cfp.attention`.
+        causal, left, right: the mask by position.
+        side: "", or what enters besides: "padding" (a key is seen where it is true),
+            "hidden" (where it is false), "segments", "mask" (of bool, like "padding"
+            but for pairs), or "bias".
+    """
+
+    tokens: str
+    scale: float
+    softcap: float | None = None
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    side: str = ""
+
+    @property
+    def mask_text(self) -> str:
+        """The mask in words."""
+        words = []
+        if self.left is not None or self.right is not None:
+            words.append(f"window of {self.left} and {self.right}")
+        if self.causal:
+            words.append("causal")
+        if self.side:
+            words.append(self.side)
+        return ", ".join(words) or "full"
+
+
+class Reference:
+    """An attention that means something, of some arrays."""
+
+    def __init__(
+        self,
+        meaning: Meaning,
+        given: Mapping[str, Named],
+        at: Mapping[str, np.ndarray],
+        side: Named | None,
+    ) -> None:
+        """Takes what it is computed of.
+
+        Args:
+            meaning: what is computed.
+            given: "q", "k", "v", and "dout" for gradients.
+            at: for each letter the coordinates that there are.
+            side: a bias, or a mask that is true where a key is seen.
+        """
+        self.meaning, self.given, self.at, self.side = meaning, given, at, side
+        names = {x for _, letters in given.values() for x in letters}
+        self.rows = [x for x in _NAMES if x in names and x not in ("k", "d", "e")]
+        self.pairs = [*self.rows, *(["k"] if "k" in names else [])]
+
+    def _sum(self, *terms: Named, out: list[str]) -> np.ndarray:
+        args: list = []
+        for x, letters in terms:
+            args += [x, [*map(index, letters)]]
+        return np.einsum(*args, [*map(index, out)], optimize=True)
+
+    def _visible(self) -> np.ndarray:
+        at, meaning = self.at, self.meaning
+        shape = [1] * len(self.pairs)
+        q, k = at[meaning.tokens], at["k"]
+        if meaning.tokens not in self.pairs or "k" not in self.pairs:
+            return np.ones(shape, bool)
+        here, there = self.pairs.index(meaning.tokens), self.pairs.index("k")
+        q = q.reshape([-1 if i == here else 1 for i in range(len(shape))])
+        k = k.reshape([-1 if i == there else 1 for i in range(len(shape))])
+        seen = (q == q) & (k == k)
+        if meaning.causal:
+            seen &= k <= q
+        if meaning.left is not None:
+            seen &= q - k <= meaning.left
+        if meaning.right is not None:
+            seen &= k - q <= meaning.right
+        return seen
+
+    def _side(self) -> np.ndarray | None:
+        if self.side is None:
+            return None
+        x, names = self.side
+        wanted = [a for a in self.pairs if a in names]
+        x = np.transpose(x, [names.index(a) for a in wanted])
+        sizes = iter(x.shape)
+        return x.reshape([next(sizes) if a in names else 1 for a in self.pairs])
+
+    def results(self) -> dict[str, Named]:
+        """Output and gradients, each with the letters of its dims."""
+        meaning, given = self.meaning, self.given
+        q, k, v = given["q"], given["k"], given["v"]
+        raw = meaning.scale * self._sum(q, k, out=self.pairs)
+        slope = np.full((), meaning.scale)
+        x = raw
+        if meaning.softcap is not None:
+            x = meaning.softcap * np.tanh(raw / meaning.softcap)
+            slope = meaning.scale * (1 - np.tanh(raw / meaning.softcap) ** 2)
+        seen, side = self._visible(), self._side()
+        if side is not None and meaning.side == "bias":
+            x = x + side
+        elif side is not None:
+            seen = seen & side
+        x = np.where(seen, x, -np.inf)
+        weights = np.exp(x - x.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        p = (weights, self.pairs)
+        out = [*self.rows, "e"]
+        found = {"out": (self._sum(p, v, out=out), out)}
+        if "dout" not in given:
+            return found
+        dout = given["dout"]
+        dp = self._sum(dout, v, out=self.pairs)
+        dx = weights * (dp - (weights * dp).sum(axis=-1, keepdims=True))
+        ds = (dx * slope, self.pairs)
+        found["dv"] = (self._sum(p, dout, out=v[1]), v[1])
+        found["dq"] = (self._sum(ds, k, out=q[1]), q[1])
+        found["dk"] = (self._sum(ds, q, out=k[1]), k[1])
+        return found

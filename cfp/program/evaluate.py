@@ -1,0 +1,302 @@
+"""Evaluates a few of a program's ops with NumPy, at some coordinates only.
+
+To find out what some ops compute they need not run at their size: elementwise ops,
+reductions and products of fewer coordinates of each dim are the same function, as long
+as `iota` and constants are taken at those coordinates. All floating-point numbers are
+float64 here: what is compared is what a program means, and not how it rounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir
+
+from cfp.program import shardy
+from cfp.program.graph import Op, Program
+
+Coordinates = Callable[[int, int], np.ndarray]  # of a value's dim
+
+_NUMBERS = re.compile(r"-?\d+")
+_DOT_DIMS = (
+    "lhs_batching_dimensions",
+    "rhs_batching_dimensions",
+    "lhs_contracting_dimensions",
+    "rhs_contracting_dimensions",
+)
+_UNARY: Mapping[str, Callable[..., Any]] = {
+    "abs": np.abs,
+    "cosine": np.cos,
+    "exponential": np.exp,
+    "log": np.log,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "negate": np.negative,
+    "not": np.logical_not,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sine": np.sin,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+}
+_BINARY: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.logical_and,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": np.multiply,
+    "or": np.logical_or,
+    "power": np.power,
+    "subtract": np.subtract,
+    "xor": np.logical_xor,
+}
+_COMPARE: Mapping[str, Callable[..., Any]] = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "GE": np.greater_equal,
+    "GT": np.greater,
+    "LE": np.less_equal,
+    "LT": np.less,
+}
+_SHAPES = ("broadcast_in_dim", "convert", "reshape", "transpose")
+_SOURCES = ("constant", "iota")
+_OTHER = ("compare", "dot_general", "optimization_barrier", "reduce", "select")
+KNOWN = frozenset((*_UNARY, *_BINARY, *_SHAPES, *_SOURCES, *_OTHER))
+_REDUCE: Mapping[str, Callable[..., Any]] = {
+    "stablehlo.add": np.sum,
+    "stablehlo.maximum": np.max,
+    "stablehlo.minimum": np.min,
+    "stablehlo.or": np.any,
+    "stablehlo.and": np.all,
+}
+
+
+class NotEvaluated(Exception):
+    """An op is none of those that are evaluated here."""
+
+
+class Evaluator:
+    """Evaluates ops of one program."""
+
+    def __init__(self, program: Program) -> None:
+        """Parses the program's module, which is kept."""
+        self._program = program
+        # Of the contexts that JAX makes, which know all dialects.
+        lowered = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
+        assert lowered is not None, "JAX lowers to StableHLO"
+        with lowered.context, ir.Location.unknown():
+            self._module = ir.Module.parse(program.text)
+        self._ops = shardy.program_ops(shardy.main_function(self._module))
+
+    def run(
+        self,
+        wanted: Sequence[int],
+        known: Mapping[int, np.ndarray],
+        coordinates: Coordinates,
+        stands: Callable[[int], int] = lambda v: v,
+    ) -> list[np.ndarray]:
+        """What some values are.
+
+        Args:
+            wanted: ids of values.
+            known: values by id, at their coordinates; nothing behind them is evaluated.
+            coordinates: which coordinates of a value's dim there are to be.
+            stands: the value that another one is the same as.
+
+        Raises:
+            NotEvaluated: an op, or an argument that is not known, is in the way.
+        """
+        found = dict(known)
+        stack = [stands(v) for v in wanted]
+        waiting: set[int] = set()
+        while stack:
+            v = stack[-1]
+            if v in found:
+                stack.pop()
+                continue
+            producer = self._program.values[v].producer
+            if producer < 0:
+                raise NotEvaluated("an argument")
+            op = self._program.ops[producer]
+            if op.kind not in KNOWN:
+                raise NotEvaluated(op.name)
+            reads = [stands(x) for x in op.operands]
+            missing = [x for x in reads if x not in found]
+            if missing:
+                if v in waiting:
+                    raise NotEvaluated("a value that is made of itself")
+                waiting.add(v)
+                stack += missing
+                continue
+            sizes = [self._sizes(r, coordinates) for r in op.results]
+            # What stands for a value may have other dims of size 1.
+            try:
+                arrays = [
+                    found[x].reshape(self._sizes(operand, coordinates))
+                    for operand, x in zip(op.operands, reads, strict=True)
+                ]
+                with np.errstate(all="ignore"):
+                    made = self._apply(op, arrays, sizes, coordinates)
+            except ValueError as error:
+                raise NotEvaluated(f"{op.name}: coordinates do not fit") from error
+            for r, array, size in zip(op.results, made, sizes, strict=True):
+                if list(array.shape) != size:
+                    raise NotEvaluated(f"{op.name}: coordinates do not fit")
+                found[r] = array
+        return [found[stands(v)] for v in wanted]
+
+    def _sizes(self, v: int, coordinates: Coordinates) -> list[int]:
+        shape = self._program.values[v].shape
+        return [len(coordinates(v, d)) for d in range(len(shape))]
+
+    def _apply(
+        self,
+        op: Op,
+        reads: list[np.ndarray],
+        sizes: list[list[int]],
+        coordinates: Coordinates,
+    ) -> list[np.ndarray]:
+        kind = op.kind
+        if kind == "optimization_barrier":
+            return reads
+        if kind in _UNARY:
+            return [_UNARY[kind](*reads)]
+        if kind in _BINARY:
+            return [self._binary(op, reads)]
+        if kind == "select":
+            return [np.where(*reads)]
+        attributes = self._ops[op.id].attributes
+        if kind == "compare":
+            [name] = [
+                n
+                for n in _COMPARE
+                if f" {n}>" in str(attributes["comparison_direction"])
+            ]
+            return [_COMPARE[name](*reads)]
+        if kind == "convert":
+            return [_as(self._program.values[op.results[0]].dtype, reads[0])]
+        if kind == "constant":
+            return [self._constant(op, coordinates)]
+        if kind == "iota":
+            [dim] = _ints(attributes["iota_dimension"])[:1]
+            along = [1] * len(sizes[0])
+            along[dim] = -1
+            values = coordinates(op.results[0], dim).reshape(along)
+            return [
+                _as(
+                    self._program.values[op.results[0]].dtype,
+                    np.broadcast_to(values, sizes[0]),
+                )
+            ]
+        if kind == "transpose":
+            return [np.transpose(reads[0], _ints(attributes["permutation"]))]
+        if kind == "reshape":
+            return [self._reshape(op, reads[0], sizes[0])]
+        if kind == "broadcast_in_dim":
+            return [
+                _broadcast(
+                    reads[0], _ints(attributes["broadcast_dimensions"]), sizes[0]
+                )
+            ]
+        if kind == "reduce":
+            return [self._reduce(op, reads)]
+        return [self._dot(op, reads)]
+
+    def _binary(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
+        dtype = self._program.values[op.results[0]].dtype
+        if op.kind in ("and", "or", "xor") and dtype != "i1":
+            raise NotEvaluated(f"{op.name} of integers")
+        if op.kind == "divide" and not _is_float(dtype):
+            raise NotEvaluated(f"{op.name} of integers")
+        return _BINARY[op.kind](*reads)
+
+    def _constant(self, op: Op, coordinates: Coordinates) -> np.ndarray:
+        try:
+            value: Any = self._ops[op.id].attributes["value"]
+        except TypeError as error:  # no attribute class for complex numbers
+            raise NotEvaluated("a constant of complex numbers") from error
+        [result] = op.results
+        record = self._program.values[result]
+        every = [coordinates(result, d) for d in range(len(record.shape))]
+        if not isinstance(value, ir.DenseElementsAttr):
+            raise NotEvaluated("a large constant")
+        if value.is_splat:
+            splat: Any = value.get_splat_value()
+            return _as(record.dtype, np.full([len(c) for c in every], splat.value))
+        try:
+            array = np.array(value)
+        except TypeError as error:  # bfloat16
+            raise NotEvaluated("a table of small floats") from error
+        return _as(record.dtype, array[np.ix_(*every)] if every else array)
+
+    def _reshape(self, op: Op, x: np.ndarray, size: list[int]) -> np.ndarray:
+        before = self._program.values[op.operands[0]].shape
+        after = self._program.values[op.results[0]].shape
+        squeezed = [n for n in before if n > 1] == [n for n in after if n > 1]
+        if not squeezed and x.size != np.prod(before):
+            raise NotEvaluated("a reshape that merges dims")
+        return x.reshape(size)
+
+    def _reduce(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
+        if len(reads) != 2:
+            raise NotEvaluated("a reduction of several values")
+        operation = self._ops[op.id]
+        inner, *rest = operation.regions[0].blocks[0].operations
+        name = inner.operation.name
+        if name not in _REDUCE or len(rest) != 1:
+            raise NotEvaluated("a reduction of another kind")
+        dims = tuple(_ints(operation.attributes["dimensions"]))
+        return _REDUCE[name](reads[0], axis=dims)
+
+    def _dot(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
+        text = str(self._ops[op.id].attributes["dot_dimension_numbers"])
+        lb, rb, lc, rc = (_listed(text, name) for name in _DOT_DIMS)
+        lhs, rhs = reads
+        letters = iter(range(lhs.ndim + rhs.ndim))
+        left = [next(letters) for _ in range(lhs.ndim)]
+        right = [next(letters) for _ in range(rhs.ndim)]
+        for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
+            right[b] = left[a]
+        free = [x for d, x in enumerate(left) if d not in (*lb, *lc)]
+        free += [x for d, x in enumerate(right) if d not in (*rb, *rc)]
+        out = [left[d] for d in lb] + free
+        return np.einsum(lhs, left, rhs, right, out, optimize=True)
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("f", "bf"))
+
+
+def _as(dtype: str, x: np.ndarray) -> np.ndarray:
+    """An array as the evaluation has that dtype."""
+    if dtype == "i1":
+        return np.asarray(x) != 0
+    if _is_float(dtype):
+        return np.asarray(x, np.float64)
+    if dtype.startswith("complex"):
+        raise NotEvaluated("complex numbers")
+    return np.asarray(x, np.int64)
+
+
+def _ints(attribute: ir.Attribute) -> list[int]:
+    """The numbers of a printed ``array<i64: 0, 2>`` or ``1 : i64``."""
+    text = str(attribute)
+    text = (
+        text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
+    )
+    return [int(n) for n in _NUMBERS.findall(text)]
+
+
+def _listed(text: str, name: str) -> list[int]:
+    match = re.search(rf"{name} = \[([^\]]*)\]", text)
+    return [int(n) for n in _NUMBERS.findall(match[1])] if match else []
+
+
+def _broadcast(x: np.ndarray, dims: list[int], size: list[int]) -> np.ndarray:
+    shape = [1] * len(size)
+    for own, dim in enumerate(dims):
+        shape[dim] = x.shape[own]
+    return np.broadcast_to(x.reshape(shape), size)

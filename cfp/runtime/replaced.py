@@ -1,0 +1,69 @@
+"""What a plan puts in the place of a step's ops, found again in the step's program.
+
+A plan's file says by what an attention is computed, and not what it is: that follows
+from the program, whose constants may be others than those that were planned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.attention.matching.graft import NAME, Way, refused
+from cfp.attention.matching.matches import attentions, replacements
+from cfp.errors import PlanMismatch
+from cfp.program.constrain import Constraints
+from cfp.program.graph import Program
+from cfp.program.replace import Replacement
+
+
+def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
+    """Constraints whose replacements are those of a program, by what they say.
+
+    Args:
+        program: the step's, as it was traced now.
+        mesh: the devices.
+        constraints: of a plan.
+
+    Raises:
+        PlanMismatch: the program has nothing that could be replaced so.
+    """
+    if not constraints.replaced:
+        return constraints
+    wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
+    found: list[Replacement] = []
+    for (name, op), how in wanted.items():
+        if name not in _BY_NAME:
+            raise PlanMismatch(f"The plan replaces {name!r}, which cfp does not know.")
+        found += _BY_NAME[name](program, mesh, op, how)
+    return replace(constraints, replaced=tuple(found))
+
+
+def _attention(
+    program: Program, mesh: Mesh, op: int, how: Sequence[str]
+) -> tuple[Replacement, ...]:
+    match = attentions(program).matches.get(op)
+    if match is None:
+        known = {one.op: one.reason for one in attentions(program).left_alone}
+        reason = known.get(op, "there is none")
+        raise PlanMismatch(
+            f"The plan computes the attention of op {op} by {how[0]}; in the step's "
+            f"program that is no attention that may be replaced: {reason}. Plan again."
+        )
+    way = Way.read(how)
+    reason = refused(
+        match.problem, way, dict(mesh.shape), mesh.devices.flat[0].platform
+    )
+    if reason is not None:
+        raise PlanMismatch(
+            f"The plan computes the attention at {match.found.source} by {way}, which "
+            f"these devices do not: {reason}. Plan again."
+        )
+    return replacements(program, match, way)
+
+
+_BY_NAME: Mapping[str, Callable[..., Any]] = MappingProxyType({NAME: _attention})

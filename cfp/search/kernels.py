@@ -1,0 +1,76 @@
+"""Kernels for the attentions of a segment, as one more choice for it.
+
+A candidate with a kernel is another candidate: measured, estimated and chosen as any
+other. What axes do in the attention follows from how its strategies shard the scores:
+sequences, heads, or queries; where queries are sharded, a ring is a candidate, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cfp.analysis.analyze import Analysis
+from cfp.attention.matching.graft import refused
+from cfp.attention.matching.matches import Match, among, way_of
+from cfp.search.measure import segment_layout
+from cfp.search.problem import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which kernels may compute the attentions of a program.
+
+    Attributes:
+        analysis: of the program.
+        names: of kernels, the preferred first: of each candidate the first that can.
+        platform: of the devices.
+    """
+
+    analysis: Analysis
+    names: Sequence[str] = ()
+    platform: str = "cpu"
+
+    def variants(self, kind: int, candidate: Candidate) -> list[Candidate]:
+        """A candidate with kernels in place, in each way that is worth a look."""
+        if not self.names or candidate.kernel:
+            return []
+        analysis = self.analysis
+        index = analysis.representatives[kind]
+        program = analysis.frame.program
+        matches = among(program, analysis.segments[index].ops)
+        if not matches:
+            return []
+        layout = segment_layout(analysis.frame, analysis.segments, index, candidate)
+        found = []
+        for spread in ("", " ring"):
+            for name in self.names:
+                kernel = name + spread
+                if any(self._can(match, kernel, layout.axes) for match in matches):
+                    found.append(replace(candidate, kernel=kernel))
+                    break
+        return found
+
+    def _can(
+        self,
+        match: Match,
+        kernel: str,
+        axes: Mapping[int, Sequence[Sequence[str]]],
+    ) -> bool:
+        way = way_of(self.analysis.frame.program, match, kernel, axes)
+        if isinstance(way, str):
+            return False
+        sizes = dict(self.analysis.frame.mesh)
+        return refused(match.problem, way, sizes, self.platform) is None
+
+
+def with_kernels(
+    kernels: Kernels | None, kind: int, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """Candidates, and those with kernels."""
+    if kernels is None:
+        return [*candidates]
+    return [
+        *candidates,
+        *(v for one in candidates for v in kernels.variants(kind, one)),
+    ]

@@ -1,0 +1,143 @@
+"""Attention found in programs, proved and replaced; what only looks like it is left."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.analysis.layout import constraints, lay_out
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import attentions, replacements, way_of
+from cfp.presets.classics import presets
+from cfp.program.graft import constrain
+from cfp.program.replace import erase_unread
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step, planning_mesh, trace
+from cfp_test.checking import differences, prepare, shardings
+from cfp_test.programs import attentive
+from cfp_test.programs.registry import PROGRAMS
+
+SIZES = (("x", 4),)
+SHAPE = (4, 16, 4, 8)
+
+
+def found_in(fn, *args):
+    mesh = planning_mesh(jax.make_mesh((4,), ("x",)))
+    return attentions(trace(flatten_step(fn, args), mesh)[0])
+
+
+def gradients(weigh):
+    """Gradients of a mix by weights of scores."""
+
+    def loss(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return (jnp.einsum("bhqk,bkhd->bqhd", weigh(scores), v) ** 2).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def meaning_of(fn):
+    q = jnp.ones(SHAPE)
+    found = found_in(fn, q, q, q)
+    assert not found.left_alone
+    [match] = found.matches.values()
+    return match.meaning
+
+
+def masked(scores, seen):
+    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+
+
+PLACE = jnp.arange(16)
+CAUSAL = PLACE[:, None] >= PLACE
+
+
+@pytest.mark.parametrize(
+    "weigh, expected",
+    [
+        (jax.nn.softmax, {"scale": 1.0, "causal": False}),
+        (lambda s: jax.nn.softmax(s * 0.25), {"scale": 0.25}),
+        (lambda s: masked(s, jnp.tril(jnp.ones((16, 16), bool))), {"causal": True}),
+        (
+            lambda s: masked(s, (jnp.tril(jnp.ones((16, 16))) - jnp.tri(16, k=-5)) > 0),
+            {"causal": True, "left": 4},
+        ),
+        (
+            lambda s: jax.nn.softmax(5.0 * jnp.tanh(s / 5.0)),
+            {"softcap": 5.0, "scale": 1.0},
+        ),
+    ],
+    ids=["full", "scaled", "causal", "window", "softcap"],
+)
+def test_what_is_computed_is_read_off(weigh, expected):
+    meaning = meaning_of(gradients(weigh))
+    assert {name: getattr(meaning, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s: jnp.exp(s) / (1.0 + jnp.exp(s).sum(-1, keepdims=True)),
+        lambda s: jax.nn.softmax(s) * 1.01,
+        lambda s: jax.nn.softmax(s) + 0.001 * s,
+        lambda s: jax.nn.softmax(s**3),
+        lambda s: jax.nn.softmax(s - 0.1 * s.mean(-2, keepdims=True)),
+    ],
+    ids=["one_more", "scaled_weights", "scores_twice", "cubed", "less_a_mean"],
+)
+def test_what_only_looks_like_it_is_left_alone(weigh):
+    q = jnp.ones(SHAPE)
+    found = found_in(gradients(weigh), q, q, q)
+    assert not found.matches
+    assert found.left_alone
+    assert found.left_alone[0].source.partition(":")[0].endswith("test_matching.py")
+
+
+def test_weights_that_leave_are_left_alone():
+    def fn(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights
+
+    q = jnp.ones(SHAPE)
+    found = found_in(fn, q, q, q)
+    assert not found.matches
+    assert "returns" in found.left_alone[0].reason
+
+
+def replaced(make, kernel):
+    """A program with its attentions computed by a kernel, and what differs."""
+    case = prepare("attention", make, SIZES)
+    program, layout = (
+        case.frame.program,
+        lay_out(case.frame, presets(case.frame)["data_parallel"]),
+    )
+    found = []
+    for match in attentions(program).matches.values():
+        way = way_of(program, match, kernel, layout.axes)
+        assert isinstance(way, Way)
+        found += replacements(program, match, way)
+    ins, outs = shardings(case, layout)
+    lowering = lower_step(case.step, ins, outs)
+    told = dataclasses.replace(constraints(layout), replaced=tuple(found))
+    constrain(lowering.module, program, case.mesh, told)
+    erase_unread(lowering.module)
+    compiled = lowering.lowered.compile()
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    return found, differences(case, jax.tree.leaves(compiled(*arrays)))
+
+
+@pytest.mark.parametrize(
+    "make, kernel",
+    [
+        (PROGRAMS["transformer"], "chunked"),
+        (attentive.equinox_attention_step, "chunked"),
+        (attentive.linen_attention_step, "chunked"),
+        (attentive.haiku_attention_step, "chunked"),
+    ],
+    ids=["transformer", "equinox", "linen", "haiku"],
+)
+def test_replaced_it_computes_the_same(make, kernel):
+    found, far = replaced(make, kernel)
+    assert found
+    assert far == {}

@@ -26,10 +26,21 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+# Options of cfp itself, before the command, and how many values they take.
+BEFORE_COMMANDS = {"--join": 0, "--coordinator": 1, "--processes": 1, "--process-id": 1}
+
+
+def of_command(words: list[str]) -> list[str]:
+    """A command line from its command on."""
+    while words and words[0] in BEFORE_COMMANDS:
+        words = words[1 + BEFORE_COMMANDS[words[0]] :]
+    return words
+
+
 def commands(page: Path) -> list[list[str]]:
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
-    found = [line[1:] for line in words if line[:1] == ["cfp"]]
+    found = [of_command(line[1:]) for line in words if line[:1] == ["cfp"]]
     return [
         [" ".join(line[:2]), *line[2:]] if " ".join(line[:2]) in COMMANDS else line
         for line in found

@@ -19,6 +19,7 @@ from cfp.passes.search import preset_solution, search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import build
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
@@ -143,9 +144,11 @@ def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
     found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     mine.platform, mine.process_index = "gpu", 0
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        "cfp.profiling.processes.multihost_utils.process_allgather",
-        lambda number: np.array([number, 79 * 2**10], np.int32),
+        Agreement,
+        "gathered",
+        lambda self, what, value: [value] if self.alone else [value, 79 * gib],
     )
     assert device_memory(found) == 79 * gib
     alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])

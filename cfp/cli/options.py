@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,9 @@ BuildTimeout = Annotated[
     ),
 ]
 
+# Set where the command line has --traceback.
+TRACEBACK = "CFP_TRACEBACK"
+
 # Exit code of what the user interrupted, as in shells.
 INTERRUPTED = 130
 
@@ -228,7 +232,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors end in one message and an exit code, and no traceback."""
+    """A command whose errors end in one message, and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -238,6 +242,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             print_error(str(error))
             if "static_argnums" in str(error):
                 print("On the command line that is --static N.", file=sys.stderr)
+            if TRACEBACK in os.environ:
+                traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             print_error(_interrupted(kwargs.get("workdir")))

@@ -29,11 +29,20 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
-    found = [line[1:] for line in words if line[:1] == ["cfp"]]
+    found = [without_common(line[1:]) for line in words if line[:1] == ["cfp"]]
     return [
         [" ".join(line[:2]), *line[2:]] if " ".join(line[:2]) in COMMANDS else line
         for line in found
     ]
+
+
+def without_common(line: list[str]) -> list[str]:
+    """A command line without what may stand before the command."""
+    while line[0] in ("--coordinator", "--processes", "--process-id"):
+        line = line[2:]
+    while line[0] in ("--join", "--traceback"):
+        line = line[1:]
+    return line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

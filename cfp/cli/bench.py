@@ -14,6 +14,7 @@ import typer
 
 from cfp import platform
 from cfp.cli import options as o
+from cfp.cli.output import print_error
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.program.trace import planning_mesh
@@ -154,7 +155,7 @@ def bench(
         except KeyboardInterrupt as error:
             finished = len(command.Journal(kept).finished)
             where = f" and stand in {json_file}" if finished and json_file else ""
-            o.print_error(f"Interrupted. Configurations finished: {finished}{where}.")
+            print_error(f"Interrupted. Configurations finished: {finished}{where}.")
             raise typer.Exit(o.INTERRUPTED) from error
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=1) + "\n")

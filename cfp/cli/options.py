@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from jax.sharding import PartitionSpec
 
+from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
 from cfp.context import PlannerSettings
 from cfp.devices.joining import is_follower
@@ -23,7 +24,6 @@ from cfp.errors import CfpError, PinError
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.report.console import literal_console
 from cfp.report.plots import check_can_draw
 from cfp.settings import ConstraintLevel
 
@@ -254,16 +254,6 @@ def supervise(
     """Goes on in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
-
-
-def print_error(message: str) -> None:
-    """Prints to the error stream, in red where there are colours."""
-    console = literal_console(stderr=True)
-    if console.is_terminal:
-        console.print("error:", style="bold red", end=" ")
-        console.print(message, markup=False, highlight=False)
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _interrupted(workdir: Path | None) -> str:

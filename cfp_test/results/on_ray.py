@@ -110,7 +110,7 @@ def builds(data: Mapping[str, Any]) -> str:
     if absent:
         lines += [
             "",
-            f"Not measured: {', '.join(absent)} workers. The run was ended before that, "
-            "since the machine was needed.",
+            f"Not measured: {', '.join(absent)} workers. The run was ended before "
+            "that, since the machine was needed.",
         ]
     return "\n".join(lines) + "\n"

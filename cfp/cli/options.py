@@ -172,16 +172,6 @@ WholeRace = Annotated[
         "default a few of the repeats, and the winner whole.",
     ),
 ]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS",
-        help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
-        "Programs are compiled on its CPUs where the platform allows, and run on the "
-        "node with the devices; measurements come back to --workdir.",
-    ),
-]
 Quick = Annotated[
     bool,
     typer.Option(

@@ -112,14 +112,14 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
-      always: compiler options of every build, whatever the platform.
       place: where programs for the platform are compiled, if not here.
+      always: compiler options of every build, whatever the platform.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
-    always: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
+    always: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -239,6 +239,7 @@ def build(
     how: Compile = compile_right
     if environment is not None and environment.place is not None:
         how = partial(_compile_there, environment.place, job, mesh)
+        options = {**environment.always, **options}  # Directories are of this host.
     elif environment is not None:
         environment.prepare(platform)
         options = {**environment.options(platform), **options}

@@ -101,3 +101,56 @@ def gpu(data: Mapping[str, Any]) -> Figures:
         "`python -m cfp_test.results`; all samples are in the JSON beside it.",
     ]
     return {"page": "\n".join(lines) + "\n"}
+
+
+def steps(data: Mapping[str, Any]) -> Figures:
+    """What `attention_plans_gpu.py` measured: whole steps, kernels put in or not."""
+    ran = [row for row in data["rows"] if row.get("runs", True)]
+    compiled = [row for row in data["rows"] if not row.get("runs", True)]
+    written = {_step(row): row for row in data["rows"] if not row["kernel"]}
+
+    def cells(row: Mapping[str, Any], *keys: str) -> list[Any]:
+        base = written.get(_step(row), {})
+        found: list[Any] = []
+        for key, digits, unit in (("time_ms", 1, 1.0), ("peak_bytes", 2, 1e9)):
+            if key in keys:
+                value, before = row.get(key), base.get(key)
+                share = value / before - 1.0 if value and before else None
+                found.append(None if value is None else fixed(value / unit, digits))
+                found.append(None if share is None else f"{share:+.1%}")
+        return [*found, " ".join(row.get("failure", "").split()) or None]
+
+    def name(row: Mapping[str, Any]) -> list[Any]:
+        return [f"`{row['target']}`", row["preset"], row["kernel"] or "as written"]
+
+    both = [[*name(row), *cells(row, "time_ms", "peak_bytes")] for row in ran]
+    lines = [
+        "# Whole steps with their attentions replaced",
+        "",
+        f"One {data['hardware']}, jax {data['jax']}, {data['date']}, commit "
+        f"{data['commit']}; `{data['command']}`. The GPU plays one of four (one of "
+        "eight below): programs are those of all devices, and collectives do nothing, "
+        "so times are of the computation alone. The attentions are found in the "
+        "differentiated step, and cuDNN's are put in their places by the script, not "
+        "chosen by the planner. Differences are to the row as written.",
+        "",
+        table(
+            "step | sharding | attention | ms | | peak GB | | why not",
+            both,
+        ),
+        "",
+        "## Compiled for eight, not run",
+        "",
+        table(
+            "step | sharding | attention | peak GB | | why not",
+            [[*name(row), *cells(row, "peak_bytes")] for row in compiled],
+        ),
+        "",
+        "32k tokens and more were not reached: device time was over. All samples are "
+        "in the JSON beside this page, which `python -m cfp_test.results` makes.",
+    ]
+    return {"page": "\n".join(lines) + "\n"}
+
+
+def _step(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["target"], row["preset"]

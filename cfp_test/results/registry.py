@@ -158,6 +158,12 @@ PAGES: tuple[Page, ...] = (
         figures=attention.gpu,
         has_text=False,
     ),
+    Page(
+        name="attention_steps_h100_202611",
+        sources=("attention_steps_h100_202611.json",),
+        figures=attention.steps,
+        has_text=False,
+    ),
     _page(
         "budgets_h200x2_202611",
         budgets.budgets,

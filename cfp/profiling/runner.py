@@ -103,6 +103,7 @@ def profile(
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
+    is_late: Callable[[], bool] | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -120,9 +121,10 @@ def profile(
       environment: the compiler's directories; by default one for autotuning next
         to the store.
       limits: what counts as hung.
+      is_late: whether time is over, so that nothing else is begun.
 
     Returns:
-      A record for each key, failures included.
+      A record for each key, failures included, but for what there was no time for.
 
     Raises:
       DeviceError: if the devices answer no more after something crashed on them.
@@ -153,6 +155,7 @@ def profile(
             agreement=Agreement.of(mesh),
             limits=limits,
             program=program.name,
+            is_late=is_late,
         )
 
 

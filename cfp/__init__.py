@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from cfp.attention.call import attention
     from cfp.attention.options import attention_options
     from cfp.checking.difference import compare
-    from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.devices.joining import join
     from cfp.errors import (
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     )
     from cfp.plan.adapt import adapt
     from cfp.plan.plan import Plan
+    from cfp.planner_settings import PlannerSettings
     from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
@@ -123,6 +123,10 @@ class _Package(ModuleType):
         if name in _HOME_OF and isinstance(value, ModuleType):
             return
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A step that is sent to another process may name cfp.
+        return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})

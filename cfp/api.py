@@ -16,16 +16,18 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import PlannerSettings, agreement_of, open_context
+from cfp.cluster.ray.steps import plan_step
+from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.passes.pipeline import Pins, analyze_step, decide
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
 from cfp.profiling.conversation import together
 from cfp.program.callbacks import host_calls
@@ -41,7 +43,7 @@ from cfp.units import parse_bytes
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh | DescribedMesh,
+    mesh: Mesh | DescribedMesh | AbstractMesh,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -62,7 +64,8 @@ def plan(
             is allocated for them.
         mesh: the devices; profiling runs on them. On those of :func:`cfp.described`
             nothing runs: the plan is by estimates, and is used later with
-            ``plan.on(mesh)``.
+            ``plan.on(mesh)``. A mesh without devices names those of a Ray cluster's
+            node: ``PlannerSettings(ray=...)``.
         static_argnums, static_argnames: arguments that are not arrays, by position or
             name.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
@@ -81,6 +84,30 @@ def plan(
         CfpError: the step, the arguments, the mesh, the pins or the budget do not
             work out; each message says what to do.
     """
+    if isinstance(settings, PlannerSettings) and settings.ray is not None:
+        if isinstance(mesh, DescribedMesh):
+            raise CfpError("What is only described never runs, on Ray neither.")
+        return plan_step(
+            plan,
+            fn,
+            args,
+            kwargs,
+            mesh,
+            cache_dir=cache_dir,
+            settings=settings,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            memory_budget=memory_budget,
+            pins=pins,
+            preset=preset,
+        )
+    if isinstance(mesh, AbstractMesh):
+        raise CfpError(
+            "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
+            "cfp.described(...) to plan for devices that are not here."
+        )
     step = flatten_step(
         fn,
         args,

@@ -3,116 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from cfp.attention.kernels import KERNELS
+from cfp.cost.stand_in import UNTUNED, StandIn
+from cfp.devices import mock
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import together
 from cfp.profiling.key import Parts, environment_parts
-from cfp.profiling.marks import Limits
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.tasks import Progress
-from cfp.settings import ConstraintLevel, PlatformDefaults, defaults_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """How much to measure, and where progress is reported.
-
-    Attributes:
-        per_kind: how many strategies to measure for each kind of segment, at most.
-        others: how many of them beside the presets' parts, the best by estimate. Where
-            memory keeps out what is faster, more are measured in rounds, until one made
-            the plan faster by less than 2 %.
-        seconds: planning ends about when this much time is over: once every kind of
-            segment has something nothing else is measured then, and no program joins
-            the race or is timed again.
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 2, and 1 on virtual CPU devices. Where memory
-            decides, one of them is for programs that turn out smaller than predicted.
-        extents: how much the compiler is constrained in presets; each way races.
-            By default all ways, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
-        reach: candidates that are predicted to take this many times as long as the
-            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
-            are constrained, and 2 on virtual CPU devices.
-        compiler_options: options of the compiler by the name that the race is to give
-            them; the leaders are raced with each, too. By default a short list for
-            the platform.
-        attention: kernels that may take the place of the step's attentions, the
-            preferred first, such as ("cudnn", "chunked"). By default none: attentions
-            are left as they are written.
-        race: whether the best plan and the presets are timed on the whole program;
-            otherwise the prediction is trusted, and under a budget that was asked for
-            the best that fits is found by compiling, which runs nothing.
-        repeats: of segments that repeat back to back so many repeats are raced (two at
-            least, the first and the last), unless a budget was asked for, and the rest
-            follows from the prediction; only what wins is then compiled and timed
-            whole. None races whole programs.
-        measure: whether what each strategy costs is measured; False takes what is in
-            the store already. By default it is, but on virtual CPU devices, whose times
-            say nothing about those of GPUs: there choices are made by estimates, and
-            the plan and two presets race.
-        retry_failures: whether what failed before is tried again; or what failed
-            before a moment, which a process that is started again keeps to.
-        limits: what counts as hung.
-        progress: told of every event, a :class:`Progress` or a line of text.
-
-    Raises:
-        CfpError: fewer than two repeats, or no strategy to measure.
-    """
-
-    per_kind: int = 16
-    others: int = 1
-    seconds: float = float("inf")
-    in_context: bool = True
-    plans: int | None = None
-    extents: tuple[ConstraintLevel, ...] | None = None
-    reach: float | None = None
-    compiler_options: Mapping[str, Mapping[str, str]] | None = None
-    attention: tuple[str, ...] | None = None
-    race: bool = True
-    repeats: int | None = 4
-    measure: bool | None = None
-    retry_failures: bool | datetime = False
-    limits: Limits = field(default_factory=Limits)
-    progress: Callable[[Progress | str], None] | None = None
-
-    def __post_init__(self):
-        if self.repeats is not None and self.repeats < 2:
-            raise CfpError(
-                f"Expected two repeats or more to race, got repeats={self.repeats}. "
-                "None races whole programs."
-            )
-        if self.per_kind < 1:
-            raise CfpError(
-                f"Expected one strategy or more to measure for each kind of segment, "
-                f"got per_kind={self.per_kind}."
-            )
-        if unknown := [name for name in self.attention or () if name not in KERNELS]:
-            raise CfpError(
-                f"Expected kernels of attention among {', '.join(KERNELS)}, got "
-                f"{', '.join(unknown)}."
-            )
-        if self.others < 0:
-            raise CfpError(
-                "Expected no fewer than 0 strategies to measure beside the presets' "
-                f"parts, got others={self.others}."
-            )
+from cfp.settings import (
+    PLANS_BY_ESTIMATE,
+    REACH_BY_ESTIMATE,
+    ConstraintLevel,
+    PlatformDefaults,
+    defaults_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +63,8 @@ class PlanContext:
         memory: the budget that was asked for; None if none was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
+        stand_in: what predicts whole steps of programs that are compiled for devices
+            which are only described; None where none is, or the devices are there.
     """
 
     mesh: Mesh | DescribedMesh
@@ -155,6 +75,7 @@ class PlanContext:
     memory: MemoryBudget | None = None
     device_bytes: int | None = None
     end: float = math.inf
+    stand_in: StandIn | None = None
 
     @property
     def described(self) -> DescribedMesh | None:
@@ -163,9 +84,15 @@ class PlanContext:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh, whose devices are there."""
-        assert isinstance(self.mesh, Mesh), "it is described, and not there"
-        return self.mesh
+        """The mesh that programs are compiled for, and run on if that is possible."""
+        mesh = self.mesh.stand_in if isinstance(self.mesh, DescribedMesh) else self.mesh
+        assert mesh is not None, "it is described, and nothing is compiled for it"
+        return mesh
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs can be compiled for the devices, which may not be there."""
+        return self.described is None or self.stand_in is not None
 
     @property
     def is_alone(self) -> bool:
@@ -184,6 +111,9 @@ class PlanContext:
             retry_failures=self.settings.retry_failures,
             limits=self.settings.limits,
             progress=self.settings.progress,
+            place=self.settings.place,
+            compiler_options=self.stand_in.compiler_options if self.stand_in else {},
+            run=self.stand_in,
         )
 
     @property
@@ -197,14 +127,13 @@ class PlanContext:
     def races(self) -> bool:
         """Whether whole programs are timed, unless the user interrupts before that."""
         settings = self.settings
-        return (
-            self.described is None and settings.race and settings.measure is not False
-        )
+        return self.compiles and settings.race and settings.measure is not False
 
     @property
     def plans(self) -> int:
         """How many of the best plans by each way to predict take part in the race."""
-        return self.settings.plans or self.defaults.plans
+        usual = PLANS_BY_ESTIMATE if self.stand_in else self.defaults.plans
+        return self.settings.plans or usual
 
     @property
     def levels(self) -> tuple[ConstraintLevel, ...]:
@@ -214,7 +143,7 @@ class PlanContext:
     @property
     def reach(self) -> Mapping[ConstraintLevel, float]:
         """How many times as long as the best a candidate may take, to be raced."""
-        asked = self.settings.reach
+        asked = self.settings.reach or (REACH_BY_ESTIMATE if self.stand_in else None)
         return dict.fromkeys(ConstraintLevel, asked) if asked else self.defaults.reach
 
     @property
@@ -306,7 +235,7 @@ def _opened(
             {
                 "mesh": f"{dict(mesh.shape)} of {[d.id for d in mesh.devices.flat]}",
                 "memory budget": str(budget_bytes),
-                "settings": repr(replace(settings, progress=None)),
+                "settings": repr(replace(settings, progress=None, place=None)),
             }
         )
     defaults = defaults_of(dict(environment)["platform"])
@@ -319,7 +248,13 @@ def _opened(
             limits_memory=defaults.limits_memory,
             reserve_bytes=defaults.reserve_bytes,
         )
-    with open_store(store_path(cache_dir), agreement) as store:
+    place, path = settings.place, store_path(cache_dir)
+    with (
+        open_store(path, agreement)
+        if place is None
+        else ProfileStore(path, copy=place.keep)
+    ) as store:
+        stand_in, environment = _stand_in(mesh, store, environment)
         yield PlanContext(
             mesh=mesh,
             store=store,
@@ -329,7 +264,28 @@ def _opened(
             memory=memory,
             device_bytes=device_bytes,
             end=time.monotonic() + settings.seconds,
+            stand_in=stand_in,
         )
+
+
+def _stand_in(
+    mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
+) -> tuple[StandIn | None, Parts]:
+    """What predicts whole steps of described devices, and what that depends on."""
+    if not isinstance(mesh, DescribedMesh) or mesh.stand_in is None:
+        return None, environment
+    here = environment_parts(list(mesh.stand_in.devices.flat))
+    rates = mesh.rates
+    found = StandIn(
+        rates=rates,
+        store=store,
+        place=here if mesh.runs else None,
+        compiler_options=mock.OPTIONS if mesh.runs else UNTUNED,
+    )
+    told = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
+    names = {name for name, _ in environment}
+    more = [part for part in here if part[0] not in names]
+    return found, (*environment, *more, ("rung", mesh.rung), ("described_rates", told))
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

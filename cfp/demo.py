@@ -15,9 +15,9 @@ from cfp import api, platform
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli import options
 from cfp.cli.running import check_text
-from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.report.console import literal_console
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan

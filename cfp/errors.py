@@ -5,8 +5,16 @@
 value (a `ProfileRecord` with a status); it becomes one of these at the edge.
 """
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
+
+_OWN = Path(__file__).resolve().parent
+_INSTALLED = tuple(
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")
+)
 
 
 def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
@@ -22,6 +30,21 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
       The message, one line for each.
     """
     return f"{summary}\n  expected: {expected}\n  got: {got}\n  try: {attempt}"
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception left the user's code: a line, or nothing if it did not.
+
+    The innermost frame that is neither of an installed package nor of cfp.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        own = _OWN in path.parents or frame.filename.startswith("<")
+        if own or any(folder in path.parents for folder in _INSTALLED):
+            continue
+        code = f": {frame.line}" if frame.line else ""
+        return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}{code}"
+    return ""
 
 
 class CfpError(Exception):

@@ -65,6 +65,11 @@ MOST_REFUSED = 8
 LEADERS = 2
 CLOSE_TO_LEADER = 1.03
 ROUNDS_BEFORE_OPTIONS = 1
+# Where programs are predicted from what compiles, on one device or none, those race
+# that estimates have within this factor, and so many of the best plans. On 4 H200
+# estimates were off by 1.4 against each other at most (see PRESET_ESTIMATE_REACH).
+REACH_BY_ESTIMATE = 1.4
+PLANS_BY_ESTIMATE = 3
 # What is slower than this many times the fastest of a turn sits out: after the first
 # turn, and after every other. decisions.md, "A race is for those who may win it".
 STAY_AFTER_LOOK = 1.08

@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError, compose, place_of
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
 from cfp.program.fixed import fixed, released
@@ -220,18 +219,15 @@ def _function_target(
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        functions = [
-            n
-            for n, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        functions = _callable_as_they_are(module)
+        near = difflib.get_close_matches(name, functions, n=1) or functions
         raise CfpError(
             compose(
                 f"{where} has no function {name!r}.",
                 expected="a function without required arguments that returns "
                 "(train_step, args)",
-                got=f"the functions {', '.join(functions) or '(none)'}",
-                attempt=f"{where}:{functions[0]}" if functions else _EXAMPLE,
+                got=f"such functions there: {', '.join(functions) or '(none)'}",
+                attempt=f"{where}:{near[0]}" if near else _EXAMPLE,
             )
         )
     parameters = _parameters(found)
@@ -295,6 +291,17 @@ def _function_target(
     )
 
 
+def _callable_as_they_are(module: ModuleType) -> list[str]:
+    """The functions of a module that need no arguments, as targets do."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and all(p.default is not p.empty for p in _parameters(value).values())
+    ]
+
+
 def _load_file(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
@@ -349,11 +356,8 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
     except CfpError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise CfpError(
-            f"{what} {type(error).__name__}: {error}{at}. Mend it, and try again."
-        ) from error
+        said = f"{what} {type(error).__name__}: {error}"
+        raise CfpError(f"{said}{place_of(error)}") from error
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -20,10 +20,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.api import Found, Pins, find_plan
-from cfp.context import PlannerSettings, agreement_of, device_memory
+from cfp.context import agreement_of, device_memory
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
 from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import together

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import io_callback
 
 import cfp
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 
 QUICK = PlannerSettings(per_kind=2, race=False)
 

@@ -382,3 +382,26 @@ def test_interrupting_keeps_what_was_measured(folder):
     assert f"kept in {store}" in err
     assert "Traceback" not in err
     assert has_measured()
+
+
+def test_an_error_in_a_step_points_home_and_a_traceback_is_had_for_the_asking(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def step(x):\n"
+        "    return jnp.zeros(3) @ x\n"
+        "def tiny():\n"
+        "    return step, (jnp.zeros(4),)\n"
+    )
+    plan = ["plan", "mine.py:tiny", *ON_CPU]
+    plain, *asked = run_batch(
+        [plan, [*plan, "--traceback"], ["--traceback", *plan]], tmp_path
+    )
+    assert "\n  at mine.py:3, in step: return jnp.zeros(3) @ x\n" in plain.err.replace(
+        f"{tmp_path}/", ""
+    )
+    assert "Traceback" not in plain.err
+    for one in asked:
+        assert one.code == 2
+        assert one.err.startswith(plain.err)
+        assert "Traceback (most recent call last)" in one.err
+        assert "TypeError: dot_general" in one.err

@@ -1,6 +1,8 @@
 import inspect
 import pickle
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cfp import errors
@@ -45,3 +47,21 @@ def test_plain_errors_survive_pickling():
     copy = pickle.loads(pickle.dumps(errors.CacheError("no room")))
     with pytest.raises(errors.CacheError, match="no room"):
         raise copy
+
+
+def test_an_error_is_placed_in_the_users_own_code():
+    def broken(x):
+        return jnp.zeros(3) @ x  # this line
+
+    with pytest.raises(TypeError) as caught:
+        jax.jit(broken)(jnp.zeros(4))
+    place = errors.place_of(caught.value)
+    line = inspect.getsourcelines(broken)[1] + 1
+    assert place == (
+        f"\n  at {__file__}:{line}, in broken: return jnp.zeros(3) @ x  # this line"
+    )
+
+
+def test_an_error_of_installed_code_alone_has_no_place():
+    error = ValueError("raised nowhere")
+    assert errors.place_of(error) == ""

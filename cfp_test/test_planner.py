@@ -12,12 +12,14 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.context import PlannerSettings, device_memory, open_context
+from cfp.context import device_memory, open_context
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import build
+from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
@@ -142,9 +144,11 @@ def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
     found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     mine.platform, mine.process_index = "gpu", 0
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        "cfp.profiling.processes.multihost_utils.process_allgather",
-        lambda number: np.array([number, 79 * 2**10], np.int32),
+        Agreement,
+        "gathered",
+        lambda self, what, value: [value] if self.alone else [value, 79 * gib],
     )
     assert device_memory(found) == 79 * gib
     alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])

@@ -120,6 +120,24 @@ def test_bad_targets_are_explained(text, options, message):
     assert message in str(caught.value)
 
 
+def test_what_a_target_raises_is_placed():
+    with pytest.raises(CfpError, match=r"no data here\n  at .*toy_targets\.py:\d+, in"):
+        resolve(f"{FILE}:raising")
+
+
+def test_functions_that_can_be_targets_are_suggested(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "def train_step(state, batch): ...\n"
+        "def helper(x): ...\n"
+        "def tiny(): ...\n"
+        "def small(layers=2): ...\n"
+    )
+    with pytest.raises(CfpError) as caught:
+        resolve(f"{tmp_path}/train.py:smal")
+    assert "functions there: tiny, small\n" in str(caught.value)
+    assert str(caught.value).endswith("train.py:small")
+
+
 @pytest.mark.parametrize("option", ["donate", "static"])
 def test_positions_must_be_those_of_arguments(option):
     with pytest.raises(CfpError, match=f"--{option} 3: the step has 3 arguments"):

@@ -28,10 +28,11 @@ from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
-from cfp.context import PlannerSettings, open_context
+from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.passes.profile import profile
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display

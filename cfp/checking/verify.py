@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import PlannerSettings, device_memory, open_context
+from cfp.context import device_memory, open_context
 from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, DeviceError, PlanMismatch, TargetError, compose
 from cfp.passes.profile import profile
@@ -26,6 +26,7 @@ from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import constraints_to_json
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from cfp.cli import (
     adapting,
     bench,
+    launching,
     planning,
     reading,
     records,
@@ -20,7 +21,7 @@ from cfp.cli import (
     tradeoff,
     verifying,
 )
-from cfp.cli.options import INTERRUPTED, PASS_ON
+from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor.command import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
@@ -28,6 +29,12 @@ from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 class Commands(TyperGroup):
     """Commands of one word, or of two where the second is not a target."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses words; ``--traceback`` counts wherever it stands."""
+        if "--traceback" in args:
+            args = ["--traceback", *(word for word in args if word != "--traceback")]
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that some words begin with."""
@@ -62,6 +69,7 @@ app.command("diff")(reading.diff)
 app.command("report")(reading.report)
 app.command("export", context_settings=PASS_ON)(reading.export)
 app.command("inspect", context_settings=PASS_ON)(reading.inspect)
+app.command("launch")(launching.launch)
 app.command("bench", context_settings=PASS_ON)(bench.bench)
 
 
@@ -99,6 +107,14 @@ def _common(
             is_eager=True,
         ),
     ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback",
+            help="Where a command fails, print the whole traceback, too. It may stand "
+            "anywhere in the command.",
+        ),
+    ] = False,
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +145,7 @@ def _common(
         PROCESSES: processes,
         PROCESS_ID: process_id,
         JOIN: "1" if join else None,
+        TRACEBACK: "1" if traceback else None,
     }
     os.environ.update({k: str(v) for k, v in given.items() if v is not None})
 

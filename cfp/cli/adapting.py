@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.finding import Output
 from cfp.cli.output import save
 from cfp.cli.session import analyse, open_target
@@ -38,7 +39,7 @@ def adapt(
 
     Example: cfp adapt plan.json gpt --layers 48 -o deeper.json
     """
-    o.check_writable(output)
+    values.check_writable(output)
     with o.only_json(as_json) as print_json:
         plan = Plan.load(path)
         on_cpu = plan.environment.get("platform") == "cpu"

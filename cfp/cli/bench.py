@@ -14,8 +14,9 @@ import typer
 
 from cfp import platform
 from cfp.cli import options as o
-from cfp.context import PlannerSettings
+from cfp.cli import values
 from cfp.errors import CfpError
+from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.report.progress import Display
 from cfp.units import parse_bytes
@@ -111,7 +112,7 @@ def bench(
     Example: cfp bench --suite tiny --models gpt --devices 4 --platform cpu --quick
     """
     command = _baselines()
-    o.check_writable(json_file, "--json")
+    values.check_writable(json_file, "--json")
     if devices is not None and mesh:
         raise CfpError("Give --devices or --mesh, not both.")
     axes = [platform.parse_mesh(None, text) for text in mesh or ()]

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.output import save, show, suggest
 from cfp.cli.variants import (
     MeshShapes,
     Microbatches,
+    shapes_of,
     variants_data,
     variants_of,
     variants_view,
 )
-from cfp.context import PlannerSettings
+from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
+from cfp.cluster.ray.steps import alone
+from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
+from cfp.profiling.place import Place
+from cfp.profiling.store import store_path
 from cfp.report.console import literal_console
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.units import parse_bytes
-from cfp.variants import plan_fastest
+from cfp.variants import Fastest, plan_fastest
 
 _PER_KIND = PlannerSettings().per_kind
 _OTHERS = PlannerSettings().others
@@ -43,6 +53,7 @@ def plan(
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     described: o.For = None,
+    compiled: o.Compile = False,
     mesh_shapes: MeshShapes = None,
     microbatches: Microbatches = None,
     platform: o.Platform = None,
@@ -66,36 +77,21 @@ def plan(
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,
+    ray: o.Ray = None,
 ) -> None:
     """Plan how to shard a step: analyze, profile, search, race.
 
     Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
 
-    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8
+    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8. With one
+    GPU of the kind its own computation is timed; without, choices are by estimates.
     """
-    budget = parse_bytes(memory_budget)
-    pins = o.parse_pins(pin)
-    o.check_writable(output)
+    given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
+    parse_bytes(memory_budget)
+    values.parse_pins(pin)
+    values.check_writable(output)
     with o.only_json(as_json) as print_json:
-        wanted, variants = variants_of(ctx)
-        with Display(quiet) as display:
-            found = plan_fastest(
-                variants,
-                static_argnums=wanted.static,
-                donate_argnums=wanted.donate,
-                memory_budget=budget,
-                pins=pins,
-                preset=preset,
-                cache_dir=workdir,
-                settings=o.settings(
-                    ctx,
-                    per_kind=per_kind,
-                    quick=quick,
-                    race=not no_race,
-                    measure=measure,
-                    progress=display.tell,
-                ),
-            )
+        found = find(given) if ray is None else find_on_ray(given)
         several = bool(mesh_shapes or microbatches)
         save(found.plan, output, say=not as_json)
         if as_json:
@@ -108,6 +104,81 @@ def plan(
         if microbatches:
             print("The plan is for its number of microbatches: give cfp run the same.")
         suggest(output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the command was given, as `typer.Context` has it, and as data.
+
+    Attributes:
+        params: its options.
+        args: what belongs to the target.
+        obj: the command's supervision.
+    """
+
+    params: dict[str, Any]
+    args: list[str]
+    obj: Any
+
+    @property
+    def context(self) -> typer.Context:
+        """For what reads these three alone."""
+        return cast(typer.Context, self)
+
+
+def find(given: Given, place: Place | None = None) -> Fastest:
+    """All passes, on the devices of this process.
+
+    Args:
+        given: what is to be planned.
+        place: where programs are compiled, and records kept besides, if not only here.
+    """
+    options = given.params
+    wanted, variants = variants_of(given.context)
+    with Display(options["quiet"]) as display:
+        settings = o.settings(
+            given.context,
+            per_kind=options["per_kind"],
+            quick=options["quick"],
+            race=not options["no_race"],
+            measure=options["measure"],
+            progress=display.tell,
+        )
+        return plan_fastest(
+            variants,
+            static_argnums=wanted.static,
+            donate_argnums=wanted.donate,
+            memory_budget=parse_bytes(options["memory_budget"]),
+            pins=values.parse_pins(options["pin"]),
+            preset=options["preset"],
+            cache_dir=options["workdir"],
+            settings=replace(settings, place=place),
+        )
+
+
+def find_on_ray(given: Given) -> Fastest:
+    """All passes, on the devices of a node of a Ray cluster."""
+    options = given.params
+    if options["described"] is not None:
+        raise CfpError("--ray does not go with --for: what is described never runs.")
+    shapes, _ = shapes_of(options)
+    return plan_on_ray(
+        partial(_find_there, given, os.getcwd()),
+        address=options["ray"],
+        store=store_path(options["workdir"]),
+        needs=RunnerNeeds.of(options["platform"], shapes[0]),
+    )
+
+
+def _find_there(given: Given, folder: str, place: Place, workdir: Path) -> Fastest:
+    # Where hosts share a file system, names of files mean the same there.
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    found = find(replace(given, params={**given.params, "workdir": workdir}), place)
+    outcomes = tuple(
+        replace(one, plan=one.plan and alone(one.plan)) for one in found.outcomes
+    )
+    return replace(found, plan=alone(found.plan), outcomes=outcomes)
 
 
 def plan_json(plan: Plan, more: Mapping[str, Any]) -> str:

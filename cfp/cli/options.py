@@ -7,23 +7,22 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jax.sharding import PartitionSpec
 
 from cfp.cli.supervise import Supervision
-from cfp.context import PlannerSettings
 from cfp.devices.joining import is_follower
-from cfp.errors import CfpError, PinError
+from cfp.errors import CfpError
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.report.console import literal_console
-from cfp.report.plots import check_can_draw
 from cfp.settings import ConstraintLevel
 
 TargetText = Annotated[
@@ -51,8 +50,18 @@ For = Annotated[
         "--for",
         metavar="CLUSTER",
         help="Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
-        "kind), or a description such as cluster.toml. Choices are made by estimates, "
-        "and nothing runs.",
+        "kind), or a description such as cluster.toml. Where one GPU of the kind is "
+        "here, programs are compiled for all of them, and it runs its part; with "
+        "--no-race, or without one, choices are by estimates, and nothing runs.",
+    ),
+]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="With --for, and without a GPU: compile the best by estimates for the "
+        "described devices, and choose by the compiled programs. Takes JAX's CUDA "
+        "plugin, and minutes.",
     ),
 ]
 Platform = Annotated[
@@ -163,6 +172,16 @@ WholeRace = Annotated[
         "default a few of the repeats, and the winner whole.",
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
+        "Programs are compiled on its CPUs where the platform allows, and run on the "
+        "node with the devices; measurements come back to --workdir.",
+    ),
+]
 Quick = Annotated[
     bool,
     typer.Option(
@@ -203,6 +222,9 @@ BuildTimeout = Annotated[
     ),
 ]
 
+# Set where the command line has --traceback.
+TRACEBACK = "CFP_TRACEBACK"
+
 # Exit code of what the user interrupted, as in shells.
 INTERRUPTED = 130
 
@@ -211,7 +233,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors end in one message and an exit code, and no traceback."""
+    """A command whose errors end in one message, and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -221,6 +243,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             print_error(str(error))
             if "static_argnums" in str(error):
                 print("On the command line that is --static N.", file=sys.stderr)
+            if TRACEBACK in os.environ:
+                traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             print_error(_interrupted(kwargs.get("workdir")))
@@ -334,64 +358,3 @@ def leave_printing_to_process_0() -> None:
     """Has a process that is not the first of several print nothing but errors."""
     if is_follower():
         sys.stdout = io.StringIO()
-
-
-def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
-    """Pins from ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
-
-    Raises:
-        PinError: a text is no pin.
-    """
-    pins = {}
-    for text in texts or ():
-        pattern, equals, spec = text.rpartition("=")
-        if not equals or not pattern:
-            raise PinError(
-                f"The pin {text!r} cannot be read. Write a pattern, =, and an axis or "
-                "None for each dim, such as --pin 'state/params/*/kernel=None,x'."
-            )
-        entries = [part.strip() for part in spec.split(",")] if spec.strip() else []
-        pins[pattern] = PartitionSpec(
-            *(
-                None
-                if entry in ("None", "-", "")
-                else tuple(entry.split("+"))
-                if "+" in entry
-                else entry
-                for entry in entries
-            )
-        )
-    return pins
-
-
-def check_drawable(path: Path | None) -> None:
-    """Says before anything is measured that the file of --plot could not be drawn.
-
-    Raises:
-        CfpError: the file cannot be written, or no such image can be made.
-    """
-    if path is not None:
-        check_can_draw(path)
-    check_writable(path, "--plot")
-
-
-def check_writable(path: Path | None, option: str = "-o") -> None:
-    """Says before anything is measured that the outcome could not be saved.
-
-    Args:
-        path: where to, if anywhere.
-        option: the one that named it.
-
-    Raises:
-        CfpError: the file cannot be written.
-    """
-    if path is None or is_follower():
-        return
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir():
-        problem = "is a folder" if path.is_dir() else f"{folder} is no folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        problem = "it is not writable"
-    else:
-        return
-    raise CfpError(f"Cannot write {path}: {problem}. Name another file with {option}.")

@@ -12,15 +12,17 @@ import typer
 
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.finding import Output, plan, plan_json
 from cfp.cli.output import save, show, suggest
 from cfp.cli.session import Session, analyse, dump_session, target_of
-from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.context import PlanContext, open_context
 from cfp.errors import CfpError
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets as classic_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
@@ -74,7 +76,7 @@ def analyze(
 
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
-    pins = o.parse_pins(pin)
+    pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         folder = dump_session(session, workdir)
@@ -119,7 +121,7 @@ def profile(
     Example: cfp profile gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
-    pins = o.parse_pins(pin)
+    pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
@@ -182,8 +184,8 @@ def search(
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
-    pins = o.parse_pins(pin)
-    o.check_writable(output)
+    pins = values.parse_pins(pin)
+    values.check_writable(output)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
@@ -301,7 +303,7 @@ def presets(
 
     Example: cfp presets gpt --layers 4 --platform cpu --devices 4
     """
-    pins = o.parse_pins(pin)
+    pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         classics = classic_presets(session.analysis.frame)

@@ -11,6 +11,7 @@ import typer
 
 from cfp import api
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.logical import flax_text, maxtext_text, names_of
 from cfp.cli.session import open_target
 from cfp.errors import CfpError, StepNotTraceable
@@ -83,7 +84,7 @@ def report(
 
     Example: cfp report plan.json -o report.html
     """
-    o.check_writable(output)
+    values.check_writable(output)
     Plan.load(path).report(output)
     print(f"Saved {output}")
 
@@ -142,7 +143,7 @@ def export(
     if not wanted:
         raise CfpError(f"Say what to write: {', '.join(options)}.")
     for option, file in wanted.items():
-        o.check_writable(file, option)
+        values.check_writable(file, option)
     plan = Plan.load(path)
     if python is not None:
         plan.export_python(python)

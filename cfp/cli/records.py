@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 
 from cfp import platform as platforms
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.devices.exported import description_of
 from cfp.errors import CfpError
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.exported import read_export
+from cfp.profiling.key import environment_parts, other_kind
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.report.console import literal_console
 from cfp.report.curves import curves_data, curves_table, plot_curves
@@ -53,14 +60,26 @@ def import_profiles(
     """Add measurements that were exported elsewhere to those stored here.
 
     Of two measurements of the same thing the one that is here stays, unless it is a
-    failure and the other is not. A file with an error in it adds nothing.
+    failure and the other is not. A file with an error in it adds nothing. Those of
+    another kind of machine are kept apart: they answer nothing here.
 
     Example: cfp profile import node0.jsonl node1.jsonl
     """
     with ProfileStore(store_path(workdir)) as store:
         for file in files:
             print(f"{store.merge(file)} measurements added from {file}")
+            for line in _kept_apart(read_export(file)):
+                print(line)
         print(f"{len(store)} in {store.path}")
+
+
+def _kept_apart(records: Sequence[ProfileRecord]) -> Iterator[str]:
+    """Says which records are of other kinds of machines than this one."""
+    here = environment_parts(jax.devices())
+    found = Counter(other_kind(record.parts, here) for record in records)
+    for how, count in found.items():
+        if how:
+            yield f"  {count} of another kind of machine, kept apart: {how}"
 
 
 @o.measuring
@@ -96,8 +115,8 @@ def curves(
 
     Example: cfp profile curves --mesh x=4 --plot curves.png --link 450
     """
-    o.check_drawable(plot)
-    o.check_writable(export, "--export")
+    values.check_drawable(plot)
+    values.check_writable(export, "--export")
     axes = platforms.parse_mesh(devices, mesh)
     with o.only_json(as_json) as print_json:
         platforms.select(platform, axes)

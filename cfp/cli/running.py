@@ -14,9 +14,9 @@ from cfp import api, platform
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli import options as o
 from cfp.cli.session import open_target
-from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display

@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.output import show
 from cfp.cli.session import analyse, target_of
-from cfp.context import PlannerSettings, device_memory
+from cfp.context import device_memory
 from cfp.passes.budgets import measure_all_budgets
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.report.progress import Display
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
@@ -61,9 +63,9 @@ def tradeoff(
 
     Example: cfp tradeoff gpt --layers 2 --hidden 128 --seq 64 --plot curve.png
     """
-    pins = o.parse_pins(pin)
+    pins = values.parse_pins(pin)
     budget = parse_bytes(memory_budget)
-    o.check_drawable(plot)
+    values.check_drawable(plot)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         budget = budget or device_memory(session.mesh)

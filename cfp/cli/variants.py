@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Annotated, Any
 
 import typer
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,7 +16,8 @@ from rich.text import Text
 
 from cfp import platform
 from cfp.cli import options as o
-from cfp.devices.described import Cluster, cluster_of, mesh_of
+from cfp.devices import mock
+from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
@@ -57,9 +58,13 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     """
     given = ctx.params
     counts = _counts(given["microbatches"])
-    shapes, every = _shapes(given)
+    shapes, every = shapes_of(given)
     cluster = _cluster(given)
-    platform.select("cpu" if cluster else given["platform"], shapes[0])
+    plays = cluster is not None and _plays(cluster, given)
+    if cluster is None or not plays:
+        platform.select("cpu" if cluster else given["platform"], shapes[0])
+    else:  # Before a target asks for a device.
+        mock.play_one_of(cluster.count)
     o.leave_printing_to_process_0()
     # The targets first: to say that they do not exist takes no device.
     targets = [
@@ -71,7 +76,15 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         )
         for n in counts
     ]
-    make = partial(mesh_of, cluster) if cluster else platform.make_mesh
+
+    def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
+        if cluster is None:
+            return platform.make_mesh(axes)
+        described = mesh_of(cluster, axes)
+        if given.get("compiled"):
+            return described.by_compiler()
+        return described.on_one_device() if plays else described
+
     meshes = [make(shape) for shape in shapes]
     if every:
         known = [tuple(mesh.shape.items()) for mesh in meshes]
@@ -94,6 +107,10 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     """What --for describes, if it was given."""
     text = given.get("described")
     if text is None:
+        if given.get("compiled"):
+            raise CfpError(
+                "--compile is for devices that are described: give --for CLUSTER, too."
+            )
         return None
     for option in ("platform", "devices", "measure"):
         if given.get(option):
@@ -106,6 +123,12 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
                 )
             )
     return cluster_of(text)
+
+
+def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
+    """Whether a GPU of this machine is to play one of a cluster's."""
+    rung_0 = given.get("no_race") or given.get("compiled")
+    return cluster.count > 1 and not rung_0 and mock.can_play(cluster.kind.device_kind)
 
 
 def _name(axes: platform.Axes, count: int | None) -> str:
@@ -130,7 +153,7 @@ def _counts(text: str | None) -> list[int | None]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _shapes(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
+def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     """Meshes that were asked for, and whether all others of their devices are, too."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:

@@ -13,6 +13,7 @@ from rich.console import Console
 from cfp.checking.verify import check_devices, verified_data, verified_text
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
+from cfp.cli import values
 from cfp.cli.finding import Output
 from cfp.cli.output import save
 from cfp.cli.session import analyse, open_target
@@ -51,7 +52,7 @@ def verify(
 
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """
-    o.check_writable(output)
+    values.check_writable(output)
     with o.only_json(as_json) as print_json:
         plan = Plan.load(path)
         found, mesh = open_target(

@@ -10,25 +10,27 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from cfp.devices import mock
 from cfp.devices.device_kind import (
     DeviceKind,
     Number,
+    compiler_target,
     count_of,
     kind,
     kind_from,
     kinds,
     number_of,
 )
-from cfp.errors import MeshError, TargetError, compose
+from cfp.errors import DeviceError, MeshError, TargetError, compose
 from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
 
 Axes = tuple[tuple[str, int], ...]
@@ -71,10 +73,60 @@ class DescribedMesh:
     Attributes:
         cluster: the devices.
         axes: names and sizes, in order; the last ones are neighbours.
+        stand_in: as many devices that programs are compiled for in place of those
+            described; None where nothing is compiled. See `on_one_device`.
+        runs: whether one of these is here and runs them.
     """
 
     cluster: Cluster
     axes: Axes
+    stand_in: Mesh | None = field(default=None, repr=False)
+    runs: bool = False
+
+    def on_one_device(self) -> DescribedMesh:
+        """The same mesh, of which this machine's one GPU plays a device.
+
+        Plans for it are of programs that were compiled for all of its devices, and
+        whose computation the GPU has run. This holds for the whole process, which can
+        use the GPU for nothing else: call it before anything asks JAX for a device.
+
+        Raises:
+            DeviceError: JAX has its devices already, there is no GPU, or it is one of
+                another kind.
+        """
+        mock.play_one_of(self.cluster.count)
+        mesh = mock.mocked_mesh(self.axes)
+        found, wanted = mesh.devices.flat[0].device_kind, self.cluster.kind.device_kind
+        if found != wanted:
+            raise DeviceError(
+                compose(
+                    "The GPU of this machine is of another kind than those described.",
+                    expected=f"one {wanted}",
+                    got=found,
+                    attempt="a machine with one GPU of that kind, or none at all, for "
+                    "a plan by estimates",
+                )
+            )
+        return replace(self, stand_in=mesh, runs=True)
+
+    def by_compiler(self) -> DescribedMesh:
+        """The same mesh, for which programs are compiled, and run nowhere.
+
+        Plans for it are of compiled programs: their memory is what the compiler says,
+        and their steps are predicted from their schedules and the described rates. It
+        takes JAX's CUDA plugin, and no GPU.
+
+        Raises:
+            DeviceError: there is no such compiler here.
+            TargetError: the compiler has no description of the kind.
+        """
+        target = compiler_target(self.cluster.kind.name)
+        return replace(self, stand_in=mock.compiling_mesh(self.axes, target))
+
+    @property
+    def rung(self) -> str:
+        """What the numbers of a plan for it are from."""
+        return "one device" if self.runs else "estimated"
 
     @property
     def shape(self) -> Mapping[str, int]:

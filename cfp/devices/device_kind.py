@@ -118,6 +118,31 @@ def kinds() -> Mapping[str, str]:
     return dict(sorted(found.items()))
 
 
+def compiler_target(name: str) -> str:
+    """What XLA has to know of a kind to compile for it, as its protocol's text.
+
+    Raises:
+        TargetError: it is not shipped for that kind.
+    """
+    folder = resources.files("cfp.devices").joinpath("kinds")
+    file = folder.joinpath(f"{name}.txtpb")
+    if not file.is_file():
+        known = sorted(
+            one.name.removesuffix(".txtpb")
+            for one in folder.iterdir()
+            if one.name.endswith(".txtpb")
+        )
+        raise TargetError(
+            compose(
+                "The compiler has no description of that kind of device.",
+                expected=f"one of {', '.join(known)}",
+                got=name,
+                attempt="without --compile, by estimates",
+            )
+        )
+    return file.read_text(encoding="utf-8")
+
+
 @cache
 def kind(name: str) -> DeviceKind:
     """A shipped kind, by its name.

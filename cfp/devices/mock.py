@@ -12,19 +12,42 @@ them, no barrier is met, and kernels are tuned by this process alone.
 from __future__ import annotations
 
 import os
+import pkgutil
+import sys
 from collections.abc import Mapping
+from math import prod
+from pathlib import Path
 from types import MappingProxyType
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 
 from cfp.errors import DeviceError, MeshError, compose
 from cfp.profiling.processes import TOPOLOGY_SETTING, mocked_topology
+from cfp.profiling.topology import ask_driver
 
 # Otherwise compiling waits for the kernels that the other processes should have tuned.
 OPTIONS: Mapping[str, str] = MappingProxyType({"xla_gpu_shard_autotuning": "False"})
 _FLAG = "--xla_gpu_shard_autotuning=false"
+
+
+def can_play(device_kind: str) -> bool:
+    """Whether this machine has a GPU of a kind, and JAX its plugin; starts nothing.
+
+    Args:
+        device_kind: as JAX calls it, and the driver.
+    """
+    names = ask_driver("--query-gpu=name", "--format=csv,noheader").splitlines()
+    return device_kind in map(str.strip, names) and cuda_plugin() is not None
+
+
+def cuda_plugin() -> str | None:
+    """The module of JAX's CUDA plugin, if one is installed; loads nothing."""
+    folders = [str(Path(folder) / "jax_plugins") for folder in sys.path]
+    found = {one.name for one in pkgutil.iter_modules(folders)}
+    return min((name for name in found if "cuda" in name), default=None)
 
 
 def play_one_of(count: int) -> None:
@@ -45,6 +68,9 @@ def play_one_of(count: int) -> None:
                 attempt="play_one_of(4)",
             )
         )
+    # One of several would do; JAX takes all that it may see.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     # As slices x hosts x devices of a host. The environment variable is not read.
     jax.config.update(TOPOLOGY_SETTING, f"1x{count}x1")
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -63,6 +89,7 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     """
     devices = jax.devices()
     names, sizes = zip(*axes, strict=True)
+    types = (AxisType.Auto,) * len(names)
     wanted = int(np.prod(sizes))
     here = len(jax.local_devices())
     if len(devices) != wanted or here != 1 or not mocked_topology():
@@ -76,4 +103,32 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
                 "play_one_of before anything asks JAX for its devices",
             )
         )
-    return Mesh(np.array(devices).reshape(sizes), names)
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
+
+
+def compiling_mesh(axes: tuple[tuple[str, int], ...], target: str) -> Mesh:
+    """A mesh of devices that programs are compiled for, of which none is here.
+
+    Args:
+        axes: names and sizes.
+        target: what the compiler has to know of a device, as XLA reads it.
+
+    Raises:
+        DeviceError: JAX's CUDA plugin, which has the compiler, is not installed.
+    """
+    if cuda_plugin() is None:
+        raise DeviceError(
+            compose(
+                "Nothing here compiles for GPUs.",
+                expected="JAX's CUDA plugin and nvcc, of JAX's own version; no GPU",
+                got="neither of jax-cuda12-plugin and jax-cuda13-plugin",
+                attempt='install "cfp[cuda]", or plan without --compile',
+            )
+        )
+    names, sizes = zip(*axes, strict=True)
+    # One process has them all: no other is waited for.
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=target, topology=f"1x1x{prod(sizes)}"
+    )
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(np.array(found.devices).reshape(sizes), names, axis_types=types)

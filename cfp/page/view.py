@@ -36,6 +36,7 @@ from cfp.plan.words import (
     runner_up,
     scale_text,
     summary_line,
+    surprise_text,
     tensor_text,
     too_large_text,
 )
@@ -85,6 +86,7 @@ class SegmentView:
     taken: OptionFigures | None
     runner_up: OptionFigures | None
     too_large: str
+    surprise: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,12 +231,13 @@ def _segment(
     row = twins[0][0]
     figures = plan.figures
     taken = figures.taken(members[0]) if figures else None
-    runner, large = None, ""
+    runner, large, surprise = None, "", ""
     if figures and taken:
         options = figures.kinds[figures.segment_kinds[members[0]]].options
         if len(options) > 1:
             runner = runner_up(options, taken, figures.budget_bytes)
             large = too_large_text(runner, figures.budget_bytes)
+            surprise = surprise_text(taken, runner)
     # The middle of a run stands for it: the first and the last have other neighbours.
     moves = [
         move
@@ -255,6 +258,7 @@ def _segment(
         taken=taken,
         runner_up=runner,
         too_large=large,
+        surprise=surprise,
     )
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.context import PlanContext, open_context
 from cfp.passes.profile import profile as profile_segments
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile

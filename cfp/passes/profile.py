@@ -120,9 +120,13 @@ def look_up(
 
 
 def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
-    """What may compute the step's attentions."""
-    names, platform = context.attention, context.platform
-    return Kernels(analysis=analysis, names=names, platform=platform)
+    """What may compute the step's attentions and cross-entropies."""
+    return Kernels(
+        analysis=analysis,
+        names=context.attention,
+        parts=context.settings.cross_entropy,
+        platform=context.platform,
+    )
 
 
 def _measured_rates(context: PlanContext) -> Rates:
@@ -138,7 +142,7 @@ def _measured_rates(context: PlanContext) -> Rates:
 
 def compiles(context: PlanContext, interrupted: bool = False) -> bool:
     """Whether a plan is compiled before it is the answer."""
-    if context.described is not None:
+    if not context.compiles:
         return False
     return (context.races and not interrupted) or context.memory is not None
 

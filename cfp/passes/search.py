@@ -11,7 +11,7 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.passes.profile import compiles, may_save
 from cfp.presets.classics import CLASSICS, presets
-from cfp.race.candidates import leanest_of, rematerialized
+from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.shortage import over_budget
 from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem, measured_options
@@ -37,7 +37,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     problem, named = problems[0], dict(profiles.presets)
     interrupted = profiles.interrupted
     compiled = compiles(context, interrupted)
-    if profiles.found.estimated and context.races:
+    if profiles.found.estimated and context.races and context.stand_in is None:
         named = _fastest(analysis, named, problem)
     found: dict[Choice, float] = {}
     tight, plans = profiles.found.tight, context.plans
@@ -64,9 +64,17 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         lean = leanest_of(analysis, problem)
         found[lean.choice] = lean.predicted_ms or 0.0
     (choice, best_ms), *others = found.items()
+    around = {}
+    if context.stand_in is not None:
+        around = planned_around(analysis, problem, profiles.presets)
+        known = {*found, *named.values()}
+        around = {n: c for n, c in around.items() if c not in known}
     rivals = tuple(
         Candidate(f"planned {number}", other, cost)
         for number, (other, cost) in enumerate(others, 2)
+    ) + tuple(
+        Candidate(name, other, predicted_ms(analysis, problem, other))
+        for name, other in around.items()
     )
     missing = presets(analysis.frame).keys() - named.keys()
     return Solution(

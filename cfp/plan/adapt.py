@@ -22,6 +22,7 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.errors import PlanMismatch, compose
+from cfp.patterns.build import is_chunked
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import ATTENTION, op_text, strategy_text
 from cfp.plan.parts import PlanRow, type_text
@@ -287,7 +288,8 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
 
 def _kernel(row: PlanRow) -> str:
     """What computes the attentions of a row's segment; "" as the step has it."""
-    named = (w for w in row.storage.split(", ") if w.endswith(ATTENTION))
+    words = row.storage.split(", ")
+    named = (w for w in words if w.endswith(ATTENTION) or is_chunked(w))
     return next(named, "").removesuffix(ATTENTION)
 
 

@@ -48,6 +48,14 @@ def compose_plan(
     if program.erased_constraints:
         search["constraints_left_out"] = program.erased_constraints
     estimated = "strategies_estimated" in search
+    described = mesh if isinstance(mesh, DescribedMesh) else None
+    rung = "measured" if timed or not estimated else "estimated"
+    size = predicted_bytes(analysis, problem, winner.choice)
+    peak_bytes = outcome.peak_bytes
+    if described is not None:
+        # Nothing was measured on the devices; but the compiler may have been asked.
+        size, peak_bytes = peak_bytes or size, None
+        rung = described.rung if "compiled" in search else "estimated"
     raced = None
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
@@ -66,7 +74,7 @@ def compose_plan(
         winner=winner.name,
         predicted_ms=winner.predicted_ms,
         measured_ms=won.time_ms if won is not None and timed else None,
-        peak_bytes=outcome.peak_bytes,
+        peak_bytes=peak_bytes,
         options=dict(winner.options),
         rows=plan_rows(analysis, winner.choice, problem),
         uneven=uneven_arguments(layout),
@@ -74,8 +82,8 @@ def compose_plan(
         race=tuple(outcome.rows),
         environment=environment,
         search=search,
-        rung="measured" if timed or not estimated else "estimated",
-        predicted_bytes=predicted_bytes(analysis, problem, winner.choice),
+        rung=rung,
+        predicted_bytes=size,
         mesh=mesh if isinstance(mesh, Mesh) else None,
         raced=raced,
         tuned=tuned,

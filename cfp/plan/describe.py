@@ -12,6 +12,7 @@ from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.patterns.build import is_chunked
 from cfp.plan.parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
@@ -21,6 +22,11 @@ from cfp.units import format_bytes
 _FUNCTION = re.compile(r"jit\((\w+)\)")
 ATTENTION = " attention"  # behind the name of a kernel, in a row's storage
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
+
+
+def kernel_text(kernel: str) -> str:
+    """A segment's kernel in words; that of a cross-entropy says so itself."""
+    return kernel if is_chunked(kernel) else f"{kernel}{ATTENTION}"
 
 
 def plan_rows(
@@ -37,7 +43,7 @@ def plan_rows(
         remat = segment.index in choice.remat
         kernel = dict(choice.kernels).get(segment.index, "")
         if kernel:
-            storage += f", {kernel}{ATTENTION}"
+            storage += f", {kernel_text(kernel)}"
         if remat:
             storage += ", recomputed"
         how = (remat, kernel)

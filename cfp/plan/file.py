@@ -201,9 +201,9 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _rung(value: Any) -> str:
+def _rung(value: Any, where: str = "rung") -> str:
     if value not in RUNGS:
-        _refuse(f"one of {', '.join(RUNGS)}", _shown(value), "rung")
+        _refuse(f"one of {', '.join(RUNGS)}", _shown(value), where)
     return str(value)
 
 
@@ -350,8 +350,8 @@ def _row(value: Any, where: str) -> PlanRow:
 
 
 def _race_row(value: Any, where: str) -> RaceRow:
-    names = ("name", "predicted_ms", "samples_ms", "time_ms", "peak_bytes", "note")
-    data = _object(value, where, names)
+    names = "name predicted_ms samples_ms time_ms peak_bytes note rung".split()
+    data = _object({"rung": "measured", **_object(value, where)}, where, names)
     samples = []
     for sample in _list(data["samples_ms"], f"{where}.samples_ms"):
         time_ms = _time(sample, f"{where}.samples_ms")
@@ -365,6 +365,7 @@ def _race_row(value: Any, where: str) -> RaceRow:
         time_ms=_time(data["time_ms"], f"{where}.time_ms"),
         peak_bytes=_count(data["peak_bytes"], f"{where}.peak_bytes"),
         note=_words(data["note"], f"{where}.note"),
+        rung=_rung(data["rung"], f"{where}.rung"),
     )
 
 

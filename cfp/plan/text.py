@@ -107,9 +107,11 @@ def best_variants(plan: Plan) -> list[RaceRow]:
     return sorted(found.values(), key=_place)
 
 
-def _place(row: RaceRow) -> tuple[bool, float]:
-    """Who could not win, though there may be a time, comes last."""
-    return bool(row.note), row.time_ms or float("inf")
+def _place(row: RaceRow) -> tuple[bool, float, float]:
+    """What could not win, though there may be a time, comes last."""
+    times = (row.time_ms, row.predicted_ms)
+    first, second = (float("inf") if ms is None else ms for ms in times)
+    return bool(row.note), first, second
 
 
 def remarks(plan: Plan) -> list[str]:
@@ -123,7 +125,7 @@ def remarks(plan: Plan) -> list[str]:
             "carried over from the plan of another program, and not measured: "
             "cfp verify times it"
         )
-    if "strategies_estimated" in plan.search and plan.rung != "estimated":
+    if "strategies_estimated" in plan.search and plan.rung == "measured":
         found.append(
             "predictions are estimates, by which choices are made on virtual devices; "
             "only the race was measured (--measure: more)"
@@ -164,18 +166,25 @@ def _title(plan: Plan) -> str:
     return f"{text}, as {described} is described" if described else text
 
 
+_HOW = {
+    "estimated": "estimated",
+    "one device": "predicted on one device",
+    "measured": "predicted",
+}
+
+
 def _figures(plan: Plan) -> list[str]:
     parts = []
     if plan.measured_ms is not None:
         parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
     if plan.predicted_ms is not None:
-        how = "estimated" if plan.rung == "estimated" else "predicted"
-        parts.append(f"{plan.predicted_ms:.3f} ms {how}")
+        parts.append(f"{plan.predicted_ms:.3f} ms {_HOW[plan.rung]}")
     if plan.peak_bytes is not None:
         parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
-    elif plan.predicted_bytes is not None and plan.rung == "estimated":
+    elif plan.predicted_bytes is not None and plan.rung != "measured":
+        how = "as compiled" if "compiled" in plan.search else "estimated"
         size = format_bytes(plan.predicted_bytes)
-        parts.append(f"{size} on each device, estimated")
+        parts.append(f"{size} on each device, {how}")
     return parts
 
 
@@ -227,6 +236,14 @@ def _chosen_text(plan: Plan) -> str:
         return f"timed on the whole step, by itself{same}"
     if "adapted" in plan.search:
         return "from the plan of another program"
+    compiled = [row for row in plan.race if row.peak_bytes and not row.note]
+    if "compiled" in plan.search and compiled:
+        how = "the fastest by prediction"
+        count = len({row.name for row in compiled})
+        what = f"of {count} programs that were compiled for all devices"
+        if plan.rung == "one device":
+            what += ", and whose computation one device ran"
+        return f"{how} {what}"
     if plan.predicted_ms is not None and plan.rung == "estimated":
         return "by estimates; nothing was measured or compiled"
     if plan.predicted_ms is not None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
 _NAME_WIDTH = 72
+_SAME_MS = 0.0005  # Less does not show.
 
 
 def known_how(plan: Plan) -> str:
@@ -101,6 +102,13 @@ def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
     """What to say behind an option that needs more memory than there is."""
     over = budget_bytes is not None and option.memory_bytes > budget_bytes
     return ", which does not fit" if over else ""
+
+
+def surprise_text(taken: OptionFigures, runner: OptionFigures) -> str:
+    """Why an option is taken though another is predicted to be faster, if it is."""
+    if taken.step_ms - runner.step_ms <= _SAME_MS:
+        return ""
+    return "it won the race, though another strategy was predicted to be faster"
 
 
 def elided(name: str, width: int = _NAME_WIDTH) -> str:

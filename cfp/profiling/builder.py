@@ -7,9 +7,11 @@ once it will refuse again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,14 +21,22 @@ from jax.sharding import Mesh
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.place import Place, RefusedElsewhere
 from cfp.profiling.private import make_private_folder
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
+from cfp.program.parcel import WrongPlace, pack
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
 _CACHE_SETTING = "jax_compilation_cache_dir"
+
+_log = logging.getLogger(__name__)
+
+Compile = Callable[
+    [jax.stages.Lowered, Mapping[str, str]], tuple[jax.stages.Compiled, str]
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +112,12 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
+      always: compiler options of every build, whatever the platform.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
+    always: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -124,10 +136,11 @@ class BuildEnvironment:
         return self.autotune_dir / "learnt"
 
     def options(self, platform: str) -> dict[str, str]:
-        """Compiler options for a platform; none where there is nothing to keep."""
+        """Compiler options for a platform: where to keep what was tuned, if at all."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
-            return {}
-        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+            return dict(self.always)
+        kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
+        return {**kept, **self.always}
 
     @contextlib.contextmanager
     def compilation_cache(self, platform: str) -> Iterator[None]:
@@ -153,7 +166,7 @@ class BuildEnvironment:
 
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""
-        if self.autotune_dir is not None and self.options(platform):
+        if self.autotune_dir is not None and platform in GPU_PLATFORMS:
             make_private_folder(self.autotune_dir)
 
 
@@ -204,6 +217,7 @@ def build(
     mesh: Mesh,
     job: Job,
     environment: BuildEnvironment | None = None,
+    place: Place | None = None,
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job.
 
@@ -214,14 +228,18 @@ def build(
       mesh: the devices.
       job: what to build.
       environment: directories for the compiler.
+      place: where it is compiled, if not here.
 
     Returns:
       The compiled part, or the record of why there is none.
     """
     started = time.perf_counter()
     options = dict(job.options)
-    if environment is not None:
-        platform = mesh.devices.flat[0].platform
+    platform = mesh.devices.flat[0].platform
+    how: Compile = compile_right
+    if place is not None and place.compiles_for(platform):
+        how = partial(_compile_there, place, job, mesh)
+    elif environment is not None:
         environment.prepare(platform)
         options = {**environment.options(platform), **options}
     try:
@@ -234,7 +252,7 @@ def build(
             job.out_specs,
             job.donated,
         )
-        return compile_lowered(job.key, lowered, options, started=started)
+        return compile_lowered(job.key, lowered, options, started=started, how=how)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
     except Exception as error:  # The compiler's errors have no type in common.
@@ -248,6 +266,7 @@ def compile_lowered(
     options: Mapping[str, str],
     *,
     started: float,
+    how: Compile = compile_right,
 ) -> Built:
     """Compiles a lowering and reads what the compiler says about it.
 
@@ -256,11 +275,12 @@ def compile_lowered(
       lowered: what to compile.
       options: compiler options.
       started: when its build began, as of `time.perf_counter`.
+      how: what compiles it.
 
     Raises:
       CompilerError: it does not compute what it should.
     """
-    compiled, text = compile_right(lowered, options)
+    compiled, text = how(lowered, options)
     build_seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes = {}
@@ -282,6 +302,22 @@ def compile_lowered(
     )
 
 
+def _compile_there(
+    place: Place,
+    job: Job,
+    mesh: Mesh,
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, str],
+) -> tuple[jax.stages.Compiled, str]:
+    parcel = pack(lowered, mesh, job.in_specs, job.out_specs, job.donated)
+    try:
+        made = place.compile(parcel, options)
+        return made.load(mesh), made.text
+    except WrongPlace as error:
+        _log.warning("%s is compiled here instead: %s", job.label, error)
+        return compile_right(lowered, options)
+
+
 def build_failure(
     key: ProfileKey, error: Exception, *, build_seconds: float
 ) -> ProfileRecord:
@@ -289,10 +325,16 @@ def build_failure(
     return ProfileRecord(
         key=key.digest,
         parts=key.parts,
-        status="out_of_memory" if is_out_of_memory(error) else "compile_error",
+        status=_status_of(error),
         reason=reason_of(error),
         build_seconds=build_seconds,
     )
+
+
+def _status_of(error: Exception) -> Status:
+    if isinstance(error, RefusedElsewhere):
+        return error.status
+    return "out_of_memory" if is_out_of_memory(error) else "compile_error"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -307,7 +349,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def reason_of(error: Exception) -> str:
     """An error as a record keeps it: its type and the beginning of its message."""
-    text = f"{type(error).__name__}: {error}".strip()
+    kind = type(error).__name__
+    if isinstance(error, RefusedElsewhere):
+        kind = error.kind
+    text = f"{kind}: {error}".strip()
     if len(text) > _LONGEST_REASON:
         text = text[: _LONGEST_REASON - 3] + "..."
     return text

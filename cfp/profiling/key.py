@@ -206,6 +206,33 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     return tuple((name, text) for name, text in found)
 
 
+# Of an environment: what makes a machine one of another kind.
+_KIND = (
+    "platform",
+    "device_kind",
+    "host",
+    "processor",
+    "driver_version",
+    "jax_version",
+    "jaxlib_version",
+)
+
+
+def other_kind(parts: Parts, here: Parts) -> str:
+    """How the machine of a measurement differs from another; "" if it is of its kind.
+
+    Args:
+      parts: of the measurement's key.
+      here: of the other machine's environment.
+    """
+    theirs, ours = dict(parts), dict(here)
+    return "; ".join(
+        f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
+        for name in _KIND
+        if theirs.get(name) != ours.get(name)
+    )
+
+
 def _is_here(device: Device) -> bool:
     """Whether a device is of this process, whose host can say how it is linked."""
     return device.process_index == device.client.process_index()

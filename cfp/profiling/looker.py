@@ -95,6 +95,7 @@ class Looker:
                 retry_failures=how.retry_failures,
                 progress=how.progress,
                 limits=how.limits,
+                place=how.place,
                 is_late=is_late,
             ).records
         except KeyboardInterrupt:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.profiling.marks import Limits
+from cfp.profiling.place import Place
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress
 
 
@@ -19,11 +21,18 @@ class MeasureOptions:
             a moment.
         limits: what counts as hung.
         progress: told what is being done.
+        place: where programs are compiled, if not here.
+        compiler_options: of every program.
+        run: times a program in place of `cfp.profiling.runner.run`, where not all of
+            its devices are here.
     """
 
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+    place: Place | None = None
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
+    run: Callable[..., ProfileRecord] | None = None
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

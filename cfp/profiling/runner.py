@@ -30,6 +30,7 @@ from cfp.profiling.builder import (
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import run_tasks
+from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -103,6 +104,7 @@ def profile(
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
+    place: Place | None = None,
     is_late: Callable[[], bool] | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
@@ -121,6 +123,7 @@ def profile(
       environment: the compiler's directories; by default one for autotuning next
         to the store.
       limits: what counts as hung.
+      place: where jobs are compiled, if not here; then that disturbs no run.
       is_late: whether time is over, so that nothing else is begun.
 
     Returns:
@@ -132,12 +135,13 @@ def profile(
     timing = timing or TimingOptions()
     environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
+    there = place if place is not None and place.compiles_for(platform) else None
     runner = _Runner(program, mesh, timing)
     tasks = [
         Task(
             key=job.key,
             label=job.label,
-            build=partial(_build, program, mesh, job, environment),
+            build=partial(_build, program, mesh, job, environment, there),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
             after=job.after,
@@ -148,8 +152,8 @@ def profile(
         return run_tasks(
             tasks,
             store,
-            threads=threads or default_threads(platform),
-            overlap=overlaps(platform) if overlap is None else overlap,
+            threads=threads or (there.at_once if there else default_threads(platform)),
+            overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
             retry_failures=retry_failures,
             progress=progress,
             agreement=Agreement.of(mesh),
@@ -230,9 +234,13 @@ def execute(
 
 
 def _build(
-    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
+    program: Program,
+    mesh: Mesh,
+    job: Job,
+    environment: BuildEnvironment,
+    place: Place | None,
 ) -> Built | ProfileRecord:
-    outcome = build(program, mesh, job, environment)
+    outcome = build(program, mesh, job, environment, place)
     if isinstance(outcome, Built):
         # Here, in the thread, and not while the devices wait. What goes wrong will
         # go wrong again, and be recorded, when the inputs are made.

@@ -87,18 +87,27 @@ class ProfileStore:
       path: the database file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, busy_seconds: float = 30.0):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        busy_seconds: float = 30.0,
+        copy: Callable[[Sequence[ProfileRecord], bool], None] | None = None,
+    ):
         """Opens the file, and makes it and its directory if they are missing.
 
         Args:
           path: the database file.
           busy_seconds: how long to wait for another process that is writing.
+          copy: called with what was put, and whether it was to replace, once it is
+            in the file.
 
         Raises:
           CacheError: if the directory or the file cannot be made or written.
         """
         self.path = Path(path)
         self._busy_seconds = busy_seconds
+        self._copy = copy
         self._lock = threading.RLock()
         self._file: OpenFile | None = None
         with self._explained():
@@ -211,7 +220,10 @@ class ProfileStore:
                 raise
             return written
 
-        return self._do(write)
+        written = self._do(write)
+        if self._copy is not None:
+            self._copy(records, replace)
+        return written
 
     def keys_like(self, parts: Mapping[str, str] | None = None) -> list[ProfileKey]:
         """The stored keys that have all these parts; all keys if there are none."""

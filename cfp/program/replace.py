@@ -46,6 +46,7 @@ from cfp.program.recompute import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")
+_EMPTY_MESH = re.compile(r"\s*sdy\.mesh @\w+ = <\[\]>")
 _CONSTRAINT = "sdy.sharding_constraint"
 _STAY = ("custom_call", "send", "recv", "outfeed", "infeed")
 
@@ -309,14 +310,15 @@ def _lowered(
     )
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
-    text = str(module)
-    names: dict[str, str] = {}
+    # What is whole may be so on a mesh of no axes: it is on the other as well.
+    lines = [line for line in str(module).split("\n") if not _EMPTY_MESH.match(line)]
+    text = "\n".join(lines)
+    meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    names = {_symbol(op.operation): "cfp_mesh" for op in meshes}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation
-        if op.name == "sdy.mesh":
-            names[_symbol(op)] = "cfp_mesh"
-        elif op.name == "func.func" and _symbol(op) != "main":
+        if op.name == "func.func" and _symbol(op) != "main":
             names[_symbol(op)] = f"cfp_{prefix}_{_symbol(op)}"
     return _with_names(text, names)
 

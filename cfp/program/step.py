@@ -18,7 +18,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from cfp.errors import PlanMismatch, StepNotTraceable
+from cfp.errors import PlanMismatch, StepNotTraceable, place_of
 from cfp.program import in_place
 from cfp.program.calling import (
     by_position,
@@ -204,7 +204,7 @@ class FlatStep:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
-                f"{type(error).__name__}: {error}\n"
+                f"{type(error).__name__}: {error}{place_of(error)}\n"
                 "The step must be a function that jax.jit accepts; arguments that are "
                 "not arrays belong in static_argnums or static_argnames, also where "
                 "the step is wrapped in jax.jit, which keeps its own to itself."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -91,6 +92,37 @@ def rematerialized(
             again = whole_choice(analysis, alike, best)
             if again.remat:
                 found[f"{name}, recomputed"] = again
+    return found
+
+
+def planned_around(
+    analysis: Analysis, problem: Problem, presets: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """Presets of what repeats, with the best of all else around that.
+
+    By estimates plans of one way to shard the layers are close to each other, and those
+    of another follow far behind, though estimates cannot tell which is faster.
+
+    Args:
+        analysis: of the program.
+        problem: what the search knows.
+        presets: strategies and storage, by name.
+    """
+    counts = Counter(problem.kinds)
+    found = {}
+    for name, choice in presets.items():
+        picks = picks_of(analysis, problem, choice)
+        if picks is None:
+            continue
+        taken = dict(zip(problem.kinds, picks, strict=True))
+        kept = [
+            [taken[kind]] if counts[kind] > 1 else [*range(len(options))]
+            for kind, options in enumerate(problem.options)
+        ]
+        alike = problem.keep(kept)
+        best = solve_dynamically(alike)
+        if best is not None and max(counts.values()) > 1:
+            found[f"{name}, rest planned"] = whole_choice(analysis, alike, best)
     return found
 
 

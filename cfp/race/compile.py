@@ -16,6 +16,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.place import Place
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
@@ -234,11 +235,19 @@ class _Builds:
             return
         agreement = Agreement.of(self._mesh)
         there = {d for d, names in self._names.items() if self._built.keys() & {*names}}
-        environment = BuildEnvironment.beside(store.build_path)
+        environment = replace(
+            BuildEnvironment.beside(store.build_path), always=options.compiler_options
+        )
         platform = self._mesh.devices.flat[0].platform
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()
-        threads = 1 if suspects else default_threads(platform)
+        place = options.place
+        most = (
+            place.at_once
+            if place is not None and place.compiles_for(platform)
+            else default_threads(platform)
+        )
+        threads = 1 if suspects else most
         cache = environment.compilation_cache(platform)
         with cache, ThreadPoolExecutor(threads) as pool:
             works: list[str] = []
@@ -247,7 +256,7 @@ class _Builds:
                 # Several processes have clocks of their own.
                 if agreement.alone and works and time.monotonic() > end:
                     return None
-                outcome = self._build(self._jobs[digest], environment)
+                outcome = self._build(self._jobs[digest], environment, place)
                 works.extend([digest] if isinstance(outcome, Built) else [])
                 return outcome
 
@@ -258,12 +267,14 @@ class _Builds:
                 if (outcome := next(built)) is not None:
                     yield digest, _everywhere(agreement, outcome)
 
-    def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
+    def _build(
+        self, job: Job, environment: BuildEnvironment, place: Place | None
+    ) -> Built | ProfileRecord:
         names = self._names[job.key.digest]
         for name in self._built.keys() & set(names):
             return replace(self._built[name], key=job.key)
         with self._marks.doing(job.key, job.label, "build"):
-            outcome = build(*self._places[job.key.digest], job, environment)
+            outcome = build(*self._places[job.key.digest], job, environment, place)
         if isinstance(outcome, Built):
             self._built.update(dict.fromkeys(names, outcome))
         return outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from jax.sharding import Mesh
@@ -126,6 +126,8 @@ class RaceRow:
             program ran without some of its repeats, this and the times are scaled by
             the prediction to the whole of it.
         note: why it did not run, or "".
+        rung: what `predicted_ms` and, where nothing was timed, `peak_bytes` are from,
+            as of a plan.
     """
 
     name: str
@@ -134,6 +136,7 @@ class RaceRow:
     time_ms: float | None
     peak_bytes: int
     note: str = ""
+    rung: str = "measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,27 @@ def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
     )
 
 
+def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
+    """What comes of a race whose times are predictions of whole steps."""
+    won = outcome.result
+    rows = [
+        replace(row, predicted_ms=row.time_ms, rung=rung, samples_ms=(), time_ms=None)
+        if row.time_ms is not None
+        else replace(row, rung="estimated", samples_ms=())
+        for row in outcome.rows
+    ]
+    return replace(
+        outcome,
+        winner=replace(outcome.winner, predicted_ms=won.time_ms if won else None),
+        result=None,
+        rows=tuple(rows),
+        built=None,
+        counts={**outcome.counts, "compiled": 1},
+    )
+
+
 def not_run(candidates: Sequence[Candidate]) -> list[RaceRow]:
     """Candidates for devices that are not there, as a plan keeps them."""
     every = [c for c in candidates if c.level is ConstraintLevel.EVERYTHING]
-    return [left_out(c.name, c.predicted_ms, _NOT_RUN) for c in every]
+    rows = [left_out(c.name, c.predicted_ms, _NOT_RUN) for c in every]
+    return [replace(row, rung="estimated") for row in rows]

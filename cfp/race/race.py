@@ -31,6 +31,7 @@ from cfp.race.programs import (
     RaceOutcome,
     RaceRow,
     TimedCandidate,
+    as_predicted,
     left_out,
     not_run,
     programs_of,
@@ -62,11 +63,13 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     run = Run(context, analysis, solution)
     candidates = candidates_of(context, analysis, solution)
-    if context.described is not None:
+    if context.described is not None and not context.races:
         rows = tuple(not_run(candidates))
         return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
     if context.races and not solution.interrupted:
-        return _truncated_race(run, candidates) or _whole_race(run, candidates)
+        raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
+        described = context.described
+        return as_predicted(raced, described.rung) if described else raced
     if context.memory is not None:
         return _first_that_fits(run, candidates)
     return RaceOutcome(winner=solution.best, counts=solution.counts)
@@ -165,6 +168,9 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
     if not able:
         return None
     best = min(tied_with(min(able, key=time_ms)[1], able), key=complexity, default=None)
+    if best and context.stand_in is not None and time.monotonic() > context.end:
+        # A prediction anyway: the whole program's follows from the truncated one's.
+        return run.outcome(best, [race_row(result) for _, result in (*again, *others)])
     ranked = sorted((*again, *others), key=time_ms)
     timed = time.perf_counter()
     won, refused = _first_whole(run, [best, *ranked] if best else ranked, most_bytes)

@@ -16,6 +16,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
 from cfp.attention.matching.matches import is_kernel
 from cfp.context import PlanContext
+from cfp.patterns.build import is_chunked
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
@@ -183,7 +184,7 @@ def _read(
         and all(type(place) is int for place in remat)
         and all(place in range(len(analysis.segments)) for place in remat)
         and all(place in range(len(analysis.segments)) for place, _ in kernels)
-        and all(is_kernel(name) for _, name in kernels)
+        and all(is_kernel(name) or is_chunked(name) for _, name in kernels)
         and refused_option(told) is None
     ):
         return Choice(blocks, storage, remat, kernels), level, told

@@ -214,7 +214,8 @@ class _Turns:
         job: Job = one.job
         expected_ms = one.predicted_ms or 0.0
         with self.marks.doing(job.key, job.label, "run", expected_ms):
-            return run(built, job, *(one.place or self.place), timing=timing)
+            how = self.options.run or run
+            return how(built, job, *(one.place or self.place), timing=timing)
 
 
 def _is_tie(pair: Sequence[tuple[float, ProfileRecord]]) -> bool:

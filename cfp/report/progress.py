@@ -20,8 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from cfp.context import PlannerSettings
 from cfp.devices.joining import is_follower
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import Progress
 from cfp.report.console import literal_console
 

@@ -98,15 +98,21 @@ def _segment_time(row: PlanRow, count: int) -> str:
     return f"{times}{row.segment_ms:.3g}"
 
 
+_UNMEASURED = {"estimated": "Estimates", "one device": "Predicted on one device"}
+
+
 def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
     """The finalists, the fastest first; the winner is marked."""
-    ran = any(row.samples_ms for row in plan.race) or plan.rung != "estimated"
-    title = "Race" if ran else "Estimates"
+    ran = any(row.samples_ms for row in plan.race) or plan.rung == "measured"
+    title = "Race" if ran else _UNMEASURED[plan.rung]
+    rungs = {row.rung for row in plan.race}
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("plan", no_wrap=True)
     for heading in ("predicted ms", "measured ms", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
+    if rungs - {"measured"}:
+        table.add_column("from", no_wrap=True)
     table.add_column("note")
     for row in best_variants(plan):
         won = row.name == plan.winner
@@ -116,6 +122,7 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
             _ms(row.predicted_ms),
             _ms(row.time_ms),
             format_bytes(row.peak_bytes) if row.peak_bytes else "-",
+            *([row.rung] if rungs - {"measured"} else []),
             row.note or _same_as(row, plan.race),
             style="bold" if won else None,
         )

@@ -29,6 +29,7 @@ from cfp.plan.words import (
     known_how,
     move_text,
     runner_up,
+    surprise_text,
     tensor_text,
     too_large_text,
 )
@@ -36,7 +37,6 @@ from cfp.printable import printable
 from cfp.units import format_bytes
 
 WIDTH = 100
-_SAME_MS = 0.0005  # Less does not show.
 _NAMES_SHOWN = 12
 _WORDS_WIDTH = 300
 
@@ -197,10 +197,8 @@ def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
         yield "  why: it is the only strategy that was measured"
         return
     runner = runner_up(kind.options, taken, figures.budget_bytes)
-    fewer = taken.step_ms - runner.step_ms
-    if fewer > _SAME_MS:
-        why = "it won the race, though another strategy was predicted to be faster"
-    else:
+    why = surprise_text(taken, runner)
+    if not why:
         why = f"predicted to be the fastest of {len(kind.options)} {known_how(plan)}"
     yield f"  why: {why}: step {taken.step_ms:.3f} ms, {taken.name}"
     yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
-from cfp.plan.describe import ATTENTION, strategy_text
+from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
 from cfp.presets.classics import presets
 from cfp.search.candidates import segment_candidate
@@ -34,7 +34,7 @@ def option_names(
             candidate = option.candidate
             alike = candidate.strategies, candidate.storage
             name = names.setdefault(alike, f"#{number}")
-            also = [f"{candidate.kernel}{ATTENTION}"] if candidate.kernel else []
+            also = [kernel_text(candidate.kernel)] if candidate.kernel else []
             also += [_RECOMPUTED] if candidate.remat else []
             texts.append(f"{name} ({', '.join(also)})" if also else name)
         found.append(texts)
@@ -82,9 +82,9 @@ def candidate_words(
     if segment.groups and (base is None or base.storage != candidate.storage):
         parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
     if candidate.kernel and (base is None or base.kernel != candidate.kernel):
-        parts.append(f"{candidate.kernel}{ATTENTION}")
+        parts.append(kernel_text(candidate.kernel))
     elif base is not None and base.kernel and not candidate.kernel:
-        parts.append("attention as it is written")
+        parts.append("computed as it is written")
     if candidate.remat:
         parts.append(_RECOMPUTED)
     elif base is not None and base.remat:

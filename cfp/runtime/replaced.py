@@ -16,6 +16,9 @@ from jax.sharding import Mesh
 from cfp.attention.matching.graft import NAME, Way, refused
 from cfp.attention.matching.matches import attentions, replacements
 from cfp.errors import PlanMismatch
+from cfp.patterns.build import NAME as CROSS_ENTROPY
+from cfp.patterns.build import build, read_how
+from cfp.patterns.sites import cross_entropies
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement
@@ -66,4 +69,32 @@ def _attention(
     return replacements(program, match, way)
 
 
-_BY_NAME: Mapping[str, Callable[..., Any]] = MappingProxyType({NAME: _attention})
+def _cross_entropy(
+    program: Program, mesh: Mesh, op: int, how: Sequence[str]
+) -> tuple[Replacement, ...]:
+    known = cross_entropies(program)
+    found = known.found.get(op)
+    if found is None:
+        reasons = {one.contraction: one.reason for one in known.left_alone}
+        raise PlanMismatch(
+            f"The plan computes the cross-entropy of op {op} by {how[0]}; in the "
+            "step's program that is none that may be replaced: "
+            f"{reasons.get(op, 'there is none')}. Plan again."
+        )
+    rank = len(program.values[program.ops[op].results[0]].shape) - 1
+    try:
+        chunks, spread = read_how(how, rank)
+    except ValueError as error:
+        raise PlanMismatch(f"{error}. Plan again.") from error
+    made = build(program, found, chunks, spread, dict(mesh.shape))
+    if made is None:
+        raise PlanMismatch(
+            f"The plan computes the cross-entropy of op {op} by {', '.join(how)}, "
+            "which does not divide it evenly. Plan again."
+        )
+    return (made,)
+
+
+_BY_NAME: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {NAME: _attention, CROSS_ENTROPY: _cross_entropy}
+)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from cfp.analysis.analyze import Analysis
 from cfp.attention.matching.graft import refused
 from cfp.attention.matching.matches import Match, among, way_of
+from cfp.patterns.build import name_of
+from cfp.patterns.sites import among as patterns_among
+from cfp.patterns.sites import in_parts
 from cfp.search.measure import segment_layout
 from cfp.search.problem import Candidate
 
@@ -24,25 +27,33 @@ class Kernels:
     Attributes:
         analysis: of the program.
         names: of kernels, the preferred first: of each candidate the first that can.
+        parts: over so many parts of the vocabulary a cross-entropy may be computed;
+            0 leaves it as it is.
         platform: of the devices.
     """
 
     analysis: Analysis
     names: Sequence[str] = ()
+    parts: int = 0
     platform: str = "cpu"
 
     def variants(self, kind: int, candidate: Candidate) -> list[Candidate]:
         """A candidate with kernels in place, in each way that is worth a look."""
-        if not self.names or candidate.kernel:
+        if candidate.kernel:
             return []
         analysis = self.analysis
         index = analysis.representatives[kind]
         program = analysis.frame.program
-        matches = among(program, analysis.segments[index].ops)
-        if not matches:
+        ops = analysis.segments[index].ops
+        matches = among(program, ops) if self.names else []
+        losses = patterns_among(program, ops) if self.parts else []
+        if not matches and not losses:
             return []
         layout = segment_layout(analysis.frame, analysis.segments, index, candidate)
         found = []
+        name = name_of(self.parts)
+        if losses and in_parts(layout, ops, name):
+            found.append(replace(candidate, kernel=name))
         for spread in ("", " ring"):
             for name in self.names:
                 kernel = name + spread

@@ -15,6 +15,7 @@ from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
+from cfp.patterns.sites import in_parts
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -64,7 +65,7 @@ def constraints_of(
 def _replaced(
     layout: Layout, segments: Sequence[Segment], kernels: Mapping[int, str]
 ) -> tuple[Replacement, ...]:
-    """Kernels in the place of the attentions of some segments."""
+    """Kernels in the place of attentions of segments, and parts of vocabularies."""
     program = layout.frame.program
     found: list[Replacement] = []
     for index, kernel in kernels.items():
@@ -72,6 +73,7 @@ def _replaced(
             way = way_of(program, match, kernel, layout.axes)
             if isinstance(way, Way):
                 found += replacements(program, match, way)
+        found += in_parts(layout, segments[index].ops, kernel)
     return tuple(found)
 
 

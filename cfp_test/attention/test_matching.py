@@ -134,8 +134,11 @@ def replaced(make, kernel):
         (attentive.equinox_attention_step, "chunked"),
         (attentive.linen_attention_step, "chunked"),
         (attentive.haiku_attention_step, "chunked"),
+        (attentive.nnx_attention_step, "chunked"),
+        (attentive.gpt2_style_attention_step, "chunked"),
+        (attentive.t5_style_attention_step, "xla"),
     ],
-    ids=["transformer", "equinox", "linen", "haiku"],
+    ids=["transformer", "equinox", "linen", "haiku", "nnx", "gpt2_style", "t5_style"],
 )
 def test_replaced_it_computes_the_same(make, kernel):
     found, far = replaced(make, kernel)

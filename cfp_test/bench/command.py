@@ -9,9 +9,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.context import PlannerSettings
 from cfp.errors import CfpError
 from cfp.models.options import Scalar
+from cfp.planner_settings import PlannerSettings
 from cfp.targets import parse_options
 from cfp_test.bench import clock
 from cfp_test.bench.compete import SuiteOptions

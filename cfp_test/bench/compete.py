@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.marks_folder import Doing

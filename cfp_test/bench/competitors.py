@@ -21,11 +21,12 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import block_strategies
 from cfp.cli.session import Session
-from cfp.context import PlannerSettings, open_context
+from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.describe import plan_rows
+from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
 from cfp.race.race import race

@@ -16,19 +16,17 @@ import jax
 
 import cfp
 from cfp.targets import resolve
-from cfp_test.bench.one_as_n_data import FILE, RESULTS, write_page
+from cfp_test.bench.one_as_n import link_rates
+from cfp_test.bench.one_as_n_data import FILE, write_page
 from cfp_test.bench.recorded import GPT, MOE
 
 
-def _description(folder: Path) -> str:
-    """4 H200 whose links are those of the host's memory."""
-    page = json.loads((RESULTS / "curves_h200x4_202611_p2p_off.json").read_text())
-    curves: dict[str, list[list[float]]] = {}
-    for one in page["collectives"]:
-        point = [one["size_bytes"], one["time_ms"]]
-        curves.setdefault(one["kind"], []).append(point)
+def p2p_off(folder: Path) -> str:
+    """A description of 4 H200 whose links are those of the host's memory."""
+    rates = link_rates(json.loads(FILE.read_text()))[4, "P2P off"]
+    curves = {kind: curve for (kind, _), curve in rates.curves.items()}
     lines = ['kind = "h200"', "devices_per_host = 4", "[curves]", "devices = 4"]
-    lines += [f"{kind} = {json.dumps(points)}" for kind, points in curves.items()]
+    lines += [f"{kind} = {json.dumps(curve)}" for kind, curve in curves.items()]
     file = folder / "p2p_off.toml"
     file.write_text("\n".join(lines) + "\n")
     return str(file)
@@ -38,7 +36,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        clusters = {"NVLink": "4xh200", "P2P off": _description(Path(folder))}
+        clusters = {"NVLink": "4xh200", "P2P off": p2p_off(Path(folder))}
         for text in (GPT, MOE):
             target = resolve(text.split()[0], text.split()[1:])
             for links, cluster in clusters.items():

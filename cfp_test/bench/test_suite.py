@@ -8,8 +8,8 @@ from dataclasses import replace
 import jax
 import pytest
 
-from cfp.context import PlannerSettings
 from cfp.models import find
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks_folder import MarksFolder
 from cfp_test.bench import clock, gate
 from cfp_test.bench.compete import SuiteOptions, compete

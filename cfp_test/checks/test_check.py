@@ -25,7 +25,7 @@ from cfp.checking.check import (
 )
 from cfp.checking.difference import Difference
 from cfp.checking.trial import Trial, run_trial
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 from cfp.program.step import flatten_step
 from cfp.race.enough import MEMORY_SHARE
 from cfp.runtime import execute

@@ -110,6 +110,8 @@ def test_what_the_package_imports_is_declared():
     }
     imported = set()
     for file in (ROOT / "cfp").rglob("*.py"):
+        if file.parent == ROOT / "cfp" / "cluster" / "ray":
+            continue  # Imported once Ray, an extra, is known to be there.
         # What functions import may be absent: they say what to install.
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.Import):
@@ -120,4 +122,4 @@ def test_what_the_package_imports_is_declared():
     assert {"jax", "numpy", "rich"} <= foreign
     assert foreign <= declared
     # PuLP loads the solver by its name, and bounds are loaded when they are needed.
-    assert {"highspy", "scipy"} <= declared
+    assert {"highspy", "markupsafe"} <= declared

@@ -122,6 +122,23 @@ def test_the_runner_up_and_what_it_would_cost():
     ) in text
 
 
+def test_a_runner_up_that_was_predicted_to_be_faster_is_explained():
+    text = " ".join(Page(page_html(HOSTILE)).text.split())
+    assert (
+        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB: it won the race, though "
+        "another strategy was predicted to be faster. Runner-up: fastest, with which "
+        "the step would take 9.000 ms in 900.00 KiB."
+    ) in text
+
+
+def test_a_sign_stays_with_the_tensor_behind_it():
+    html = "".join(page_html(HOSTILE).split())
+    assert html.count('<divclass="term"><spanclass="sign"') == html.count(
+        'class="sign"'
+    )
+    assert html.count('<divclass="term"><figure>') > 0
+
+
 def test_the_memory_timeline_adds_up():
     assert DEEP.figures is not None
     moments = timeline(DEEP.figures)

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.context import PlannerSettings
 from cfp.passes import budgets
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

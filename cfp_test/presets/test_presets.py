@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.context import PlannerSettings
 from cfp.models import build, initialise
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.hlo import collectives_in
 
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64

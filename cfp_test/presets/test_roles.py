@@ -11,7 +11,7 @@ import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import describe
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.batch import data_arguments
 from cfp.presets.roles import axis_walk
 from cfp.profiling.hlo import collectives_in

@@ -209,7 +209,7 @@ def test_compiler_options_are_for_gpus_only(tmp_path):
 def test_what_the_compiler_gets(case, tmp_path, monkeypatch, platform):
     passed = []
 
-    def note(key, lowered, options, *, started):
+    def note(key, lowered, options, *, started, how):
         passed.append(dict(options))
         return compile_lowered(key, lowered, {}, started=started)
 

@@ -10,7 +10,7 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore

@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.context import PlannerSettings, open_context
+from cfp.context import open_context
 from cfp.passes.profile import profile
+from cfp.planner_settings import PlannerSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.why import find_misses, why_data, why_lines

@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cfp.report.results import Saved, section
-from cfp_test.bench import call_overhead, one_as_n_page, planning_time_page
+from cfp_test.bench import (
+    call_overhead,
+    one_as_n_page,
+    planned_on_one_page,
+    planning_time_page,
+)
 from cfp_test.results import (
     attention,
     budgets,
     building,
     checked,
     doctor,
+    on_ray,
     operators,
     planning,
     ranges,
@@ -75,6 +81,14 @@ def _same_plans(data: dict[str, Any]) -> Figures:
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
+
+
+def _ray_kills(data: dict[str, Any]) -> Figures:
+    return {"page": on_ray.kills(data)}
+
+
+def _planned_on_one(data: dict[str, Any]) -> Figures:
+    return {"page": planned_on_one_page.page(data)}
 
 
 def _planning_ahead(data: dict[str, Any]) -> Figures:
@@ -210,6 +224,13 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
+    _page("planned_on_one_h200_202611", _planned_on_one),
+    Page(
+        name="ray_kills_cpu_202611",
+        sources=("ray_kills_cpu_202611.json",),
+        figures=_ray_kills,
+        has_text=False,
+    ),
     Page(
         name="planning_ahead_cpu_202611",
         sources=("planning_ahead_cpu_202611.json",),

@@ -46,9 +46,9 @@ from cfp import platform
 from cfp.api import Found, find_plan
 from cfp.checking.trial import run_trial
 from cfp.cli.session import open_target
-from cfp.context import PlannerSettings
 from cfp.errors import MemoryBudgetError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.inputs import InputKind, make_inputs
 from cfp.profiling.key import environment_parts

@@ -3,7 +3,7 @@
     python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
         [--device FILE] [--presets NAME,...] [--option NAME=VALUE ...] [--json FILE]
 
-XLA compiles for devices that a file describes (``h200.txtpb`` beside this one), which
+XLA compiles for devices that a file describes (`cfp/devices/kinds/h200.txtpb`), which
 takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
 ``pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12``, of JAX's own
 version. Kernels are not tuned, so times say nothing, but memory is what the devices
@@ -32,6 +32,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+import cfp
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.presets.classics import CLASSICS, presets
@@ -50,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
     parser.add_argument("--mesh", required=True)
-    described = Path(__file__).with_name("h200.txtpb")
+    described = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
     parser.add_argument("--device", type=Path, default=described)
     parser.add_argument("--presets", default=",".join(CLASSICS))
     parser.add_argument("--option", action="append", default=[])

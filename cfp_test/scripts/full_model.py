@@ -49,12 +49,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cfp import platform
 from cfp.analysis.flops import program_flops, recomputed_flops
 from cfp.cli.session import analyse, open_target
-from cfp.context import PlannerSettings, open_context
+from cfp.context import open_context
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path

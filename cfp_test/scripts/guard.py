@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import api, platform
-from cfp.context import PlannerSettings
 from cfp.devices.mock import mocked_mesh, play_one_of
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiled import doubt
 from cfp.profiling.overwritten import has_rematerialized
 from cfp.race.enough import MEMORY_SHARE

@@ -19,8 +19,9 @@ from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
-from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.context import PlanContext, open_context
 from cfp.passes.profile import profile as profile_segments
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile

@@ -25,7 +25,15 @@ Sources = Mapping[str, str]
 DECIDING = (
     *("settings", "search", "budgets"),
     *("planner", "planner_parts", "contest", "entries", "whole", "raced", "shortage"),
-    *("context", "solution", "race", "passes", "compose", "pipeline"),
+    *(
+        "context",
+        "planner_settings",
+        "solution",
+        "race",
+        "passes",
+        "compose",
+        "pipeline",
+    ),
 )
 # Of that half, and now in rooms with other things.
 ELSEWHERE = ("plan/compose.py", "runtime/raced.py")

@@ -35,9 +35,10 @@ from jax.sharding import Mesh
 
 from cfp import api, platform
 from cfp.cli.session import open_target
-from cfp.context import PlannerSettings, device_memory
+from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
 from cfp.plan.plan import Plan
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cfp import api, platform
 from cfp.cli.session import open_target
-from cfp.context import PlannerSettings
+from cfp.planner_settings import PlannerSettings
 from cfp.settings import ConstraintLevel
 
 

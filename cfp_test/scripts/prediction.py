@@ -26,9 +26,10 @@ import jax
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.cli.session import analyse, open_target
-from cfp.context import PlannerSettings, open_context
+from cfp.context import open_context
 from cfp.passes.profile import profile
 from cfp.passes.search import search
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads

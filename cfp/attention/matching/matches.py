@@ -116,6 +116,8 @@ def way_of(
         axes: for ops their factors' axes, of the layout.
     """
     implementation, _, spread = kernel.partition(" ")
+    if implementation not in KERNELS:
+        return "it is no kernel of attention"
     own = axes.get(match.found.op)
     if own is None:
         return "nothing says how it is sharded"

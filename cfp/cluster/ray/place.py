@@ -1,0 +1,131 @@
+"""A place to compile in: any CPU of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import ray
+from ray.exceptions import RayError, WorkerCrashedError
+
+from cfp.profiling.builder import is_out_of_memory
+from cfp.profiling.place import Executable, RefusedElsewhere, compile_parcel
+from cfp.profiling.record import ProfileRecord, Status
+from cfp.program.parcel import Parcel, WrongPlace
+
+# A builder that dies may have been ended with its node. What ends four in a row does
+# so by itself. Guess.
+BUILD_RETRIES = 3
+# So that a node that joins has work at once.
+_WAITING_BESIDE_CPUS = 4
+_MOST_AT_ONCE = 256
+# Variables of these names decide what compilers make, and what programs cost.
+_FORWARDED = ("JAX_", "LIBTPU_", "NCCL_", "XLA_")
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a builder could not compile something; errors may not travel."""
+
+    kind: str
+    message: str
+    status: Status
+
+
+def compile_there(parcel: Parcel, options: Mapping[str, str]) -> Executable | Refusal:
+    """The task of a builder."""
+    try:
+        return compile_parcel(parcel, options)
+    except (AssertionError, WrongPlace):
+        raise  # Neither says anything about the program.
+    except Exception as error:  # The compiler's errors have no type in common.
+        status = "out_of_memory" if is_out_of_memory(error) else "compile_error"
+        return Refusal(type(error).__name__, str(error), status)
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that another process of this planning needs, too."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FORWARDED)
+    }
+
+
+class RayPlace:
+    """Compiles in tasks of Ray, and hands records to the keeper.
+
+    To be made in a process that is connected to Ray, whose devices the programs are
+    for. A task whose worker or node is lost is started again by Ray, elsewhere.
+
+    Args:
+        keeper: the actor that keeps records; see `cfp.cluster.ray.actors.Keeper`.
+    """
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+
+    @property
+    def at_once(self) -> int:
+        """As many as there are CPUs just now, and a few more."""
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        return min(_MOST_AT_ONCE, cpus + _WAITING_BESIDE_CPUS)
+
+    def compiles_for(self, platform: str) -> bool:
+        """On CPUs alone: kernels for GPUs are chosen by timing them on one."""
+        return platform == "cpu"
+
+    def compile(self, parcel: Parcel, options: Mapping[str, str]) -> Executable:
+        """Compiles a program on some node of the cluster.
+
+        Raises:
+            RefusedElsewhere: it cannot be compiled, or ends builders.
+            WrongPlace: the cluster cannot do it.
+        """
+        try:
+            made: Any = ray.get(self._task.remote(parcel, dict(options)))
+        except WorkerCrashedError as error:
+            tries = BUILD_RETRIES + 1
+            reason = f"the process that compiled it died {tries} times"
+            raise RefusedElsewhere("WorkerCrashedError", reason, "crashed") from error
+        except RayError as error:
+            if isinstance(error, AssertionError):
+                raise
+            raise WrongPlace(str(error).strip().splitlines()[-1]) from error
+        if isinstance(made, Refusal):
+            raise RefusedElsewhere(made.kind, made.message, made.status)
+        return made
+
+    def keep(self, records: Sequence[ProfileRecord], replace: bool) -> None:
+        """Waits until the keeper has records, too."""
+        lines = [record.to_json() for record in records]
+        ray.get(self._keeper.put_all.remote(lines, replace))
+
+    @cached_property
+    def _task(self) -> Any:
+        # Workers with other variables are other processes: JAX reads them once.
+        flags = [
+            flag
+            for flag in os.environ.get("XLA_FLAGS", "").split()
+            if not flag.startswith(_COUNT_FLAG)
+        ]
+        count = f"{_COUNT_FLAG}={len(jax.devices())}"
+        variables = {
+            **forwarded(os.environ),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join([*flags, count]),
+        }
+        return ray.remote(compile_there).options(
+            num_cpus=1,
+            max_retries=BUILD_RETRIES,
+            runtime_env={"env_vars": variables},
+            name="cfp build",
+        )

@@ -1,0 +1,210 @@
+"""Plans on a Ray cluster: the driver's side."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cfp.errors import CfpError, DeviceError, compose
+
+if TYPE_CHECKING:
+    from cfp.cluster.ray.place import RayPlace
+
+LOCAL = "local"
+# How often a runner is started again. Each program that ends one is not run again, so
+# that this many may. Guess.
+RUNNER_RESTARTS = 20
+# A node may be about to join.
+_NODE_SECONDS = 60.0
+_LEAST_CPUS = 2
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerNeeds:
+    """What the host of a runner must have.
+
+    Attributes:
+        gpus: devices of its mesh; 0 for virtual CPU devices; None for all of a node.
+        optional: virtual CPU devices will do where no node has a GPU.
+    """
+
+    gpus: int | None = 0
+    optional: bool = False
+
+    @classmethod
+    def of(
+        cls, platform: str | None, axes: Sequence[tuple[str, int]] | None
+    ) -> RunnerNeeds:
+        """What a mesh needs.
+
+        Args:
+            platform: "cpu", "cuda", or None: GPUs, if the cluster has any.
+            axes: of the mesh; None for all devices of the node with the most.
+        """
+        count = prod(size for _, size in axes) if axes else None
+        return cls(gpus=0 if platform == "cpu" else count, optional=platform is None)
+
+    def within(self, nodes: Iterable[Mapping[str, Any]]) -> RunnerNeeds:
+        """What is needed of some nodes, as Ray lists them."""
+        most = max((int(n["Resources"].get("GPU", 0)) for n in nodes), default=0)
+        if self.gpus is None or (self.optional and not most):
+            return RunnerNeeds(gpus=most)
+        return self
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """As Ray's placement groups have it."""
+        return {"CPU": 1.0, **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+
+def plan_on_ray(
+    work: Callable[[RayPlace, Path], _Result],
+    *,
+    address: str,
+    store: Path,
+    needs: RunnerNeeds | None = None,
+    planning: str = "",
+) -> _Result:
+    """Has a runner of a Ray cluster do some planning.
+
+    Args:
+        work: the planning: called in the runner, with the place to compile in, and the
+            folder of the runner's store. It is sent there as Ray sends functions.
+        address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
+            "local", which starts one on this machine.
+        store: the file where all records are kept.
+        needs: what the runner's host must have.
+        planning: see :class:`cfp.cluster.ray.actors.Runner`; by default the store.
+
+    Raises:
+        CfpError: what the planning says, or there is no Ray, no cluster, no such node.
+    """
+    with connected(address) as ray:
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+            PlacementGroupSchedulingStrategy,
+        )
+
+        from cfp.cluster.ray.actors import Keeper, Runner
+        from cfp.cluster.ray.place import forwarded
+
+        needs = (needs or RunnerNeeds()).within(ray.nodes())
+        here = ray.get_runtime_context().get_node_id()
+        keeper = (
+            ray.remote(Keeper)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            )
+            .remote(store.resolve())
+        )
+        group = ray.util.placement_group([needs.bundle], strategy="STRICT_PACK")
+        ready, _ = ray.wait([group.ready()], timeout=_NODE_SECONDS)
+        if not ready:
+            ray.util.remove_placement_group(group)
+            raise _no_node(needs, ray.nodes())
+        runner = (
+            ray.remote(Runner)
+            .options(
+                num_cpus=1,
+                num_gpus=needs.gpus,
+                max_restarts=RUNNER_RESTARTS,
+                # Until the actor is dead for good.
+                max_task_retries=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+                runtime_env={"env_vars": forwarded(os.environ)},
+            )
+            .remote(planning or f"{here} {store.resolve()}")
+        )
+        try:
+            found, problem = ray.get(runner.plan.remote(keeper, work))
+        except ray.exceptions.RayActorError as error:
+            raise DeviceError(
+                compose(
+                    "Whatever is run ends the runner.",
+                    expected="devices that run most programs",
+                    got=f"{RUNNER_RESTARTS + 1} runners that died: {error}",
+                    attempt="the same command again, which goes on from what is "
+                    "measured; or see whether JAX runs anything on them",
+                )
+            ) from error
+        finally:
+            ray.kill(runner)
+            ray.kill(keeper)
+            ray.util.remove_placement_group(group)
+    if problem is not None:
+        raise CfpError(problem)
+    return found
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """Ray, connected to a cluster, or started here.
+
+    Raises:
+        CfpError: Ray is not installed, or there is no cluster.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise CfpError(
+            compose(
+                "Ray is not installed.",
+                expected="Ray in this Python, and on all nodes of the cluster",
+                got="no module named ray",
+                attempt='pip install "cfp[cluster]"',
+            )
+        )
+    import ray
+
+    if ray.is_initialized():
+        yield ray  # As it was connected before.
+        return
+    options: dict[str, Any] = {"include_dashboard": False}
+    if address == LOCAL:
+        options["num_cpus"] = max(_LEAST_CPUS, os.cpu_count() or 1)
+        options["address"] = LOCAL
+        # Ray has workers stand back for others; what is timed must not.
+        options["_system_config"] = {"worker_niceness": 0}
+    else:
+        options = {"address": address}
+    try:
+        ray.init(logging_level=logging.WARNING, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise CfpError(
+            compose(
+                "There is no Ray cluster to plan on.",
+                expected=f"a cluster at {address}, of the same versions of Python and "
+                "Ray, of which this machine is a node",
+                got=str(error).strip().partition("\n")[0],
+                attempt="ray start --head here, or --ray local",
+            )
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
+    found = [node["Resources"] for node in nodes if node["Alive"]]
+    shown = "; ".join(
+        f"{one.get('CPU', 0):.0f} CPUs, {one.get('GPU', 0):.0f} GPUs" for one in found
+    )
+    return DeviceError(
+        compose(
+            "No node of the Ray cluster can run this.",
+            expected=f"a node with {needs.gpus} free GPUs and a free CPU",
+            got=f"nodes with {shown}; some may be in use",
+            attempt="fewer devices; for a mesh of several hosts, cfp launch ray",
+        )
+    )

@@ -1,0 +1,330 @@
+"""Finds cross-entropies: what reads a contraction to a vocabulary, forward and back.
+
+All that is computed of the logits has to be one of four things, each of which can be
+had without them: the largest of a row; a row's sum of exponentials of the logits less
+something of the token; what a row has at one word, its label's; and contractions with
+something that is, in each element, computed of the logit and of what the token and the
+word have. The rest, such as what is done with a token's loss, stays as it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cfp.patterns.expression import (
+    INDEX,
+    LOGITS,
+    TOKEN,
+    Expr,
+    is_constant,
+    stripped,
+)
+from cfp.patterns.reading import KINDS, Reader, Unread, Use, numbers
+from cfp.patterns.softmax import at_label, is_exponential
+from cfp.program.graph import Op, Program
+
+LARGEST, SUM, PICK, PRODUCTS = "largest", "sum", "pick", "products"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A contraction with something wide, or its sum over tokens.
+
+    Attributes:
+        made: the value.
+        wide: what is contracted, or summed.
+        over: "words" or "tokens".
+        first: whether the wide operand is the first of the two.
+        other: where the other operand is read; None of a sum.
+        other_dim: the dim of the other operand that words or hidden have.
+    """
+
+    made: int
+    wide: Expr
+    over: str
+    first: bool
+    other: Use | None
+    other_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Something of each token.
+
+    Attributes:
+        made: the value.
+        kind: LARGEST, SUM or PICK.
+        wide: what is reduced.
+        label: of a PICK, the token's word.
+        clamped: whether a word out of range is the nearest; otherwise it has nothing.
+    """
+
+    made: int
+    kind: str
+    wide: Expr
+    label: Expr | None = None
+    clamped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """A contraction to a vocabulary whose result need not be held.
+
+    Attributes:
+        contraction: the id of the op that makes the logits.
+        base: what is normalized: the logits, or what is computed of them.
+        kernel_dim: the dim of the kernel that words have.
+        reductions, products: what is made of it, in the program's order.
+        reads: where leaves of expressions are read.
+        ops: all that goes, the contraction and what reads it included.
+    """
+
+    contraction: int
+    base: Expr
+    kernel_dim: int
+    reductions: tuple[Reduction, ...]
+    products: tuple[Product, ...]
+    reads: tuple[tuple[Expr, Use], ...]
+    ops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """A contraction that a softmax follows, and why it stays.
+
+    Attributes:
+        contraction: the op's id.
+        reason: why.
+        op: the op that it is for, or -1.
+    """
+
+    contraction: int
+    reason: str
+    op: int = -1
+
+
+def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:
+    """All cross-entropies of a program, and what only looks like one."""
+    found = []
+    for op in program.ops:
+        if (dim := _kernel_dim(op)) is None:
+            continue
+        finder = _Finder(program, op, dim)
+        try:
+            one = finder.run()
+        except Unread as error:
+            if finder.saw_largest:
+                found.append(LeftAlone(op.id, error.reason, error.op))
+        else:
+            found.append(one)
+    return found
+
+
+def _kernel_dim(op: Op) -> int | None:
+    """The dim of the kernel that a contraction's last dim comes from; None of others.
+
+    It contracts the last dim of its first operand, [..., hidden], with a dim of a
+    matrix.
+    """
+    if op.kind != "dot_general" or op.rule is None or op.has_regions:
+        return None
+    left, right = op.rule.operands
+    [result] = op.rule.results
+    default = "precision HIGH" not in op.attributes
+    if len(right) != 2 or len(left) < 2 or len(result) != len(left) or not default:
+        return None
+    if numbers(op.attributes, "lhs_batching_dimensions"):
+        return None
+    contracted = numbers(op.attributes, "lhs_contracting_dimensions")
+    others = numbers(op.attributes, "rhs_contracting_dimensions")
+    if contracted != (len(left) - 1,) or len(others) != 1:
+        return None
+    return 1 - others[0]
+
+
+class _Finder:
+    def __init__(self, program: Program, op: Op, kernel_dim: int):
+        self._program, self._op, self._kernel_dim = program, op, kernel_dim
+        self._reader = Reader(program, op.results[0])
+        self._reductions: list[Reduction] = []
+        self._products: list[Product] = []
+        self._ends: set[int] = set()
+        self._reached: set[int] = set()
+        self._seen: set[int] = set()
+        self._base: Expr | None = None
+
+    @property
+    def saw_largest(self) -> bool:
+        """Whether there is a largest of a row, which softmax begins with."""
+        return self._base is not None
+
+    def run(self) -> CrossEntropy:
+        self._follow()
+        self._reductions.sort(key=lambda one: self._maker(one.made))
+        self._products.sort(key=lambda one: self._maker(one.made))
+        kinds = [one.kind for one in self._reductions]
+        if self._base is None or SUM not in kinds or PICK not in kinds:
+            raise Unread("there is no softmax with labels")
+        first = kinds.index(LARGEST)
+        if SUM in kinds[:first]:
+            raise Unread("a sum of exponentials comes before the largest logit")
+        return CrossEntropy(
+            contraction=self._op.id,
+            base=self._base,
+            kernel_dim=self._kernel_dim,
+            reductions=tuple(self._reductions),
+            products=tuple(self._products),
+            reads=tuple(self._reader.reads.items()),
+            ops=tuple(
+                sorted(
+                    {self._op.id} | self._ends | self._reader.ops | self._reached,
+                )
+            ),
+        )
+
+    def _maker(self, value: int) -> int:
+        return self._program.values[value].producer
+
+    def _follow(self) -> None:
+        """Goes from the logits to all that reads them, and from labels' words, too.
+
+        What is computed of labels alone may also be read elsewhere; it stays then.
+        """
+        self._follow_from(self._op.results[0])
+        done: set[int] = set()
+        while more := set(self._reader.wide_of_tokens()) - self._seen - done:
+            for value in sorted(more):
+                done.add(value)
+                before = (list(self._reductions), list(self._products), set(self._ends))
+                try:
+                    self._follow_from(value)
+                except Unread:
+                    self._reductions, self._products, self._ends = before
+
+    def _follow_from(self, start: int) -> None:
+        program, reader = self._program, self._reader
+        stack = [start]
+        ends: dict[tuple[int, int], int] = {}
+        while stack:
+            value = stack.pop()
+            if value in self._seen:
+                continue
+            self._seen.add(value)
+            if value in program.outputs:
+                raise Unread("something that has all words is a result")
+            for user, index in program.users[value]:
+                op = program.ops[user]
+                if op.parent != reader.parent or index >= len(op.operands):
+                    raise Unread("something that has all words goes elsewhere", user)
+                goes_on = op.kind in KINDS or op.kind in (
+                    "reshape",
+                    "broadcast_in_dim",
+                )
+                if goes_on and reader.is_wide(op.results[0]):
+                    self._reached.add(user)
+                    stack.append(op.results[0])
+                else:
+                    ends[user, index] = value
+        for (user, index), value in sorted(ends.items()):
+            if user not in self._ends:
+                self._end(program.ops[user], index, value)
+
+    def _end(self, op: Op, index: int, value: int) -> None:
+        self._ends.add(op.id)
+        if op.kind == "reduce" and index == 0 and len(op.operands) == 2:
+            self._reduced(op, value)
+        elif op.kind == "gather" and index == 0:
+            self._gathered(op, value)
+        elif op.kind == "dot_general":
+            self._contracted(op, index, value)
+        else:
+            raise Unread(f"{op.kind} reads something that has all words", op.id)
+
+    # -- of each token -------------------------------------------------------
+
+    def _reduced(self, op: Op, value: int) -> None:
+        rank = len(self._program.values[value].shape)
+        dims = numbers(op.attributes, "dimensions")
+        start = self._program.values[op.operands[1]]
+        initial = self._scalar(op.operands[1])
+        wide = self._reader.express(value)
+        body = op.attributes
+        maximum = "stablehlo.maximum(%0,%1" in body
+        added = "stablehlo.add(%0,%1" in body and is_constant(initial, 0.0)
+        if start.shape or not (maximum or added):
+            raise Unread("a reduction is neither a sum nor the largest", op.id)
+        if added and dims == tuple(range(rank - 1)):
+            self._products.append(
+                Product(op.results[0], wide, "tokens", True, None),
+            )
+        elif dims != (rank - 1,):
+            raise Unread("a reduction is over some of the tokens", op.id)
+        elif maximum and is_constant(initial, float("-inf")):
+            self._largest(op, wide)
+        elif (picked := at_label(wide)) is not None:
+            label, what = picked
+            self._reductions.append(Reduction(op.results[0], PICK, what, label))
+        elif added and is_exponential(wide, self._base_of(wide)):
+            self._reductions.append(Reduction(op.results[0], SUM, wide))
+        else:
+            raise Unread("a sum over words is not one of exponentials", op.id)
+
+    def _scalar(self, value: int) -> Expr:
+        self._reader.ops.add(self._maker(value))
+        maker = self._program.ops[self._maker(value)] if value >= 0 else None
+        while maker is not None and maker.kind == "convert":
+            self._reader.ops.add(maker.id)
+            maker = self._program.ops[self._maker(maker.operands[0])]
+        if maker is None or maker.kind != "constant":
+            raise Unread("a reduction begins with something computed")
+        self._reader.ops.add(maker.id)
+        from_text = self._reader.express(maker.results[0])
+        return from_text
+
+    def _largest(self, op: Op, wide: Expr) -> None:
+        base = stripped(wide)
+        if base.has(TOKEN, INDEX) or not base.has(LOGITS):
+            raise Unread("the largest is not one of logits", op.id)
+        if self._base is not None and self._base != base:
+            raise Unread("there are two largest", op.id)
+        self._base = base
+        self._reductions.append(Reduction(op.results[0], LARGEST, wide))
+
+    def _base_of(self, wide: Expr) -> Expr:
+        """What is normalized: what the largest was taken of."""
+        if self._base is None:
+            raise Unread("a sum of exponentials comes before the largest logit")
+        return self._base
+
+    def _gathered(self, op: Op, value: int) -> None:
+        if not self._reader.at_words(op, value, op.results[0], op.operands[1]):
+            raise Unread("a gather takes no one word of each token", op.id)
+        label = self._reader.leaf(TOKEN, op.id, 1)
+        what = self._reader.express(value)
+        if what.has(INDEX):
+            raise Unread("a gather takes one of what labels made", op.id)
+        self._reductions.append(Reduction(op.results[0], PICK, what, label, True))
+
+    # -- of all tokens -------------------------------------------------------
+
+    def _contracted(self, op: Op, index: int, value: int) -> None:
+        names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
+        if numbers(op.attributes, "lhs_batching_dimensions"):
+            raise Unread("a contraction has a batch", op.id)
+        own, others = (
+            numbers(op.attributes, f"{name}_contracting_dimensions") for name in names
+        )
+        rank = len(self._program.values[value].shape)
+        other = self._program.values[op.operands[1 - index]].shape
+        wide = self._reader.express(value)
+        reached = self._reader.program.values[op.operands[1 - index]]
+        if reached.id == value or "precision HIGH" in op.attributes:
+            raise Unread("a contraction is no plain product", op.id)
+        if own == (rank - 1,) and len(other) == 2 and index == 0:
+            over, dim = "words", others[0]
+        elif own == tuple(range(rank - 1)) and others == own and len(other) == rank:
+            over, dim = "tokens", rank - 1
+        else:
+            raise Unread("a contraction is over some of the tokens", op.id)
+        use = (op.id, 1 - index)
+        self._products.append(Product(op.results[0], wide, over, index == 0, use, dim))

@@ -1,0 +1,115 @@
+"""What may be asked of planning: how much to measure, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from cfp.attention.kernels import KERNELS
+from cfp.errors import CfpError
+from cfp.profiling.marks import Limits
+from cfp.profiling.place import Place
+from cfp.profiling.tasks import Progress
+from cfp.settings import ConstraintLevel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """How much to measure, and where progress is reported.
+
+    Attributes:
+        per_kind: how many strategies to measure for each kind of segment, at most.
+        others: how many of them beside the presets' parts, the best by estimate. Where
+            memory keeps out what is faster, more are measured in rounds, until one made
+            the plan faster by less than 2 %.
+        seconds: planning ends about when this much time is over: once every kind of
+            segment has something nothing else is measured then, and no program joins
+            the race or is timed again.
+        in_context: whether segments are measured with a neighbour, which predicts
+            better and builds twice as many programs.
+        plans: how many of the best plans, by each of two ways to predict, take part
+            in the race; by default 2, and 1 on virtual CPU devices. Where memory
+            decides, one of them is for programs that turn out smaller than predicted.
+        extents: how much the compiler is constrained in presets; each way races.
+            By default all ways, and one on virtual CPU devices, where a build takes
+            longer than the difference is worth.
+        reach: candidates that are predicted to take this many times as long as the
+            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
+            are constrained, and 2 on virtual CPU devices.
+        compiler_options: options of the compiler by the name that the race is to give
+            them; the leaders are raced with each, too. By default a short list for
+            the platform.
+        attention: kernels that may take the place of the step's attentions, the
+            preferred first, such as ("cudnn", "chunked"). By default none: attentions
+            are left as they are written.
+        cross_entropy: over so many parts of the vocabulary a cross-entropy may be
+            computed, so that its logits are never held; 0 leaves it as it is.
+        race: whether the best plan and the presets are timed on the whole program;
+            otherwise the prediction is trusted, and under a budget that was asked for
+            the best that fits is found by compiling, which runs nothing.
+        repeats: of segments that repeat back to back so many repeats are raced (two at
+            least, the first and the last), unless a budget was asked for, and the rest
+            follows from the prediction; only what wins is then compiled and timed
+            whole. None races whole programs.
+        measure: whether what each strategy costs is measured; False takes what is in
+            the store already. By default it is, but on virtual CPU devices, whose times
+            say nothing about those of GPUs: there choices are made by estimates, and
+            the plan and two presets race.
+        retry_failures: whether what failed before is tried again; or what failed
+            before a moment, which a process that is started again keeps to.
+        limits: what counts as hung.
+        progress: told of every event, a :class:`Progress` or a line of text.
+        ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
+            which starts one here; see docs/cluster.md.
+        place: where programs are compiled, and records kept besides, if not only here.
+
+    Raises:
+        CfpError: fewer than two repeats, or no strategy to measure.
+    """
+
+    per_kind: int = 16
+    others: int = 1
+    seconds: float = float("inf")
+    in_context: bool = True
+    plans: int | None = None
+    extents: tuple[ConstraintLevel, ...] | None = None
+    reach: float | None = None
+    compiler_options: Mapping[str, Mapping[str, str]] | None = None
+    attention: tuple[str, ...] | None = None
+    cross_entropy: int = 0
+    race: bool = True
+    repeats: int | None = 4
+    measure: bool | None = None
+    retry_failures: bool | datetime = False
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[Progress | str], None] | None = None
+    ray: str | None = None
+    place: Place | None = None
+
+    def __post_init__(self):
+        if self.repeats is not None and self.repeats < 2:
+            raise CfpError(
+                f"Expected two repeats or more to race, got repeats={self.repeats}. "
+                "None races whole programs."
+            )
+        if self.per_kind < 1:
+            raise CfpError(
+                f"Expected one strategy or more to measure for each kind of segment, "
+                f"got per_kind={self.per_kind}."
+            )
+        if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
+            raise CfpError(
+                "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "
+                f"cross-entropies as they are, got cross_entropy={self.cross_entropy}."
+            )
+        if unknown := [name for name in self.attention or () if name not in KERNELS]:
+            raise CfpError(
+                f"Expected kernels of attention among {', '.join(KERNELS)}, got "
+                f"{', '.join(unknown)}."
+            )
+        if self.others < 0:
+            raise CfpError(
+                "Expected no fewer than 0 strategies to measure beside the presets' "
+                f"parts, got others={self.others}."
+            )

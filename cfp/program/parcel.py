@@ -1,0 +1,146 @@
+"""Programs that are ready to compile, as data that another process can compile.
+
+A lowering holds devices and MLIR, which stay in their process. Its module is written
+down; elsewhere a stand-in with the same signature is lowered for devices there, and
+given the module in place of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.mlir import ir
+from jax.sharding import Mesh, NamedSharding
+
+from cfp.program.constrain import partition_spec
+from cfp.program.graph import Spec
+
+
+class WrongPlace(Exception):
+    """A process cannot compile something, whatever it is: it is to be elsewhere."""
+
+
+Array = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """A lowering over flat arguments, as plain data.
+
+    Attributes:
+        module: StableHLO, as bytecode of MLIR. Only the version of JAX that wrote it
+            is sure to read it.
+        inputs, outputs: shapes and dtypes.
+        in_specs, out_specs: their shardings.
+        donated: positions of inputs whose memory the program may overwrite.
+        axes: names and sizes of the mesh's axes.
+        devices: ids of the mesh's devices, in its order.
+        jax_version: of the writer.
+    """
+
+    module: bytes
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    donated: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+    jax_version: str
+
+    def mesh(self) -> Mesh:
+        """The mesh, of this process's devices with the same ids.
+
+        Raises:
+            WrongPlace: there is no such device.
+        """
+        known = {device.id: device for device in jax.devices()}
+        if not known.keys() >= set(self.devices):
+            raise WrongPlace(
+                f"expected devices {self.devices}, got {sorted(known)}: see XLA_FLAGS"
+            )
+        devices = np.array([known[number] for number in self.devices])
+        names = tuple(name for name, _ in self.axes)
+        return Mesh(devices.reshape([size for _, size in self.axes]), names)
+
+
+def pack(
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec],
+    donated: Sequence[int],
+) -> Parcel:
+    """Writes a lowering down.
+
+    Args:
+        lowered: from :func:`cfp.program.graft.lower_part`.
+        mesh: its mesh.
+        in_specs, out_specs, donated: what it was lowered with.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    buffer = BytesIO()
+    module.operation.write_bytecode(buffer)
+    return Parcel(
+        module=buffer.getvalue(),
+        inputs=tuple(map(_array, jax.tree.leaves(lowered.args_info))),
+        outputs=tuple(map(_array, jax.tree.leaves(lowered.out_info))),
+        in_specs=tuple(in_specs),
+        out_specs=tuple(out_specs),
+        donated=tuple(donated),
+        axes=tuple(mesh.shape.items()),
+        devices=tuple(device.id for device in mesh.devices.flat),
+        jax_version=jax.__version__,
+    )
+
+
+def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
+    """The lowering that was written down, for devices of this process.
+
+    Raises:
+        WrongPlace: another version of JAX wrote it.
+    """
+    if parcel.jax_version != jax.__version__:
+        raise WrongPlace(
+            f"expected a program of jax {jax.__version__}, got one of jax "
+            f"{parcel.jax_version}"
+        )
+
+    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in parcel.outputs)
+
+    lowered = jax.jit(
+        stand_in,
+        keep_unused=True,
+        in_shardings=_shardings(mesh, parcel.in_specs),
+        out_shardings=_shardings(mesh, parcel.out_specs),
+        donate_argnums=parcel.donated,
+    ).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in parcel.inputs))
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(parcel.module)
+        for op in list(module.body.operations):
+            op.operation.erase()
+        with ir.InsertionPoint(module.body):
+            for op in source.body.operations:
+                op.operation.clone()
+        ours, theirs = module.operation.attributes, source.operation.attributes
+        for named in theirs:
+            name = named if isinstance(named, str) else named.name
+            ours[name] = theirs[name]
+    return lowered
+
+
+def _array(found: jax.stages.ArgInfo | jax.ShapeDtypeStruct) -> Array:
+    return tuple(found.shape), np.dtype(found.dtype).name
+
+
+def _shardings(mesh: Mesh, specs: Sequence[Spec]) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, partition_spec(spec)) for spec in specs)

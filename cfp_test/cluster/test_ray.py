@@ -1,0 +1,105 @@
+"""A planning on a Ray that is started for it; each test has one in its own process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from cfp.cluster.ray.planning import RunnerNeeds
+from cfp.profiling.store import ProfileStore
+from cfp_test.cli_runner import environment
+from cfp_test.waiting import GUARD_SECONDS
+
+# The same program here and there, so that times follow from what is compiled.
+_PROGRAM = """
+import json, os, signal, sys
+import jax, pytest
+import cfp
+from jax.sharding import AbstractMesh
+from cfp.cluster.ray.planning import connected
+from cfp.cluster.ray.steps import plan_step
+from cfp_test.injected import hold_times
+from cfp_test.toy_targets import toy
+
+settings = cfp.PlannerSettings(measure=True, per_kind=1, in_context=False)
+on_ray = cfp.PlannerSettings(measure=True, per_kind=1, in_context=False, ray="local")
+died = os.path.abspath("died")
+
+def plan(*args, **options):
+    # In the runner, whose process ends the first time.
+    import os
+    if not os.path.exists(died):
+        open(died, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    hold_times(pytest.MonkeyPatch())
+    return cfp.plan(*args, **options)
+
+step, args = toy()
+names = ("x",)
+with connected("local"):
+    there = plan_step(plan, step, args, {}, AbstractMesh((2,), names),
+                      cache_dir="there", settings=on_ray)
+    try:
+        cfp.plan(step, *args, mesh=AbstractMesh((4,), names), settings=on_ray)
+    except cfp.CfpError as error:
+        said = str(error)
+hold_times(pytest.MonkeyPatch())
+mesh = jax.make_mesh((2,), names)
+here = cfp.plan(step, *args, mesh=mesh, cache_dir="here", settings=settings)
+print(json.dumps({
+    "there": json.loads(there.to_json()), "here": json.loads(here.to_json()),
+    "said": said, "bound": there.step is not None and there.mesh is None,
+}))
+"""
+
+
+def keys(path: Path) -> set[str]:
+    with ProfileStore(path) as store:
+        return {record.key for record in store.records() if record.ok}
+
+
+def test_a_plan_is_made_on_a_cluster_as_it_is_made_here(tmp_path):
+    variables = environment(
+        CFP_CACHE_DIR=str(tmp_path / "cache"),
+        JAX_PLATFORMS="cpu",
+        RAY_USAGE_STATS_ENABLED="0",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=variables,
+        timeout=GUARD_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    # The runner died, and Ray started another.
+    assert (tmp_path / "died").exists()
+    for plan in (found["there"], found["here"]):
+        del plan["search"]  # Seconds, and counts of what was known.
+    assert found["there"] == found["here"]
+    assert found["bound"]
+    # All records are in the store of the driver; they are those of a planning here.
+    there = keys(tmp_path / "there/profiles.sqlite")
+    here = keys(tmp_path / "here/profiles.sqlite")
+    assert there == here and len(here) > 4
+    assert "The runner has too few devices" in found["said"]
+    assert "4 devices" in found["said"] and "got: 2" in found["said"]
+
+
+def test_what_a_mesh_needs_of_a_node():
+    def node(**resources: float) -> dict[str, object]:
+        return {"Resources": resources, "Alive": True}
+
+    cpus, gpus = node(CPU=8.0), node(CPU=16.0, GPU=4.0)
+    two = (("x", 2),)
+    assert RunnerNeeds.of("cpu", two).within([gpus]).bundle == {"CPU": 1.0}
+    wanted = {"CPU": 1.0, "GPU": 2.0}
+    assert RunnerNeeds.of("cuda", two).within([cpus]).bundle == wanted
+    assert RunnerNeeds.of(None, two).within([cpus, gpus]).bundle == wanted
+    assert RunnerNeeds.of(None, two).within([cpus]).bundle == {"CPU": 1.0}
+    every = RunnerNeeds.of("cuda", None).within([cpus, gpus])
+    assert every.bundle == {"CPU": 1.0, "GPU": 4.0}

@@ -1,0 +1,94 @@
+"""The models of the zoo with their cross-entropies over parts of the vocabulary."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import lay_out
+from cfp.errors import PlanMismatch
+from cfp.models.registry import build, initialise
+from cfp.patterns.sites import cross_entropies
+from cfp.presets.classics import presets
+from cfp.program.graft import constrain
+from cfp.program.replace import Recorded, erase_unread
+from cfp.program.trace import lower_step
+from cfp.runtime.replaced import resolved
+from cfp.search.measure import constraints_of
+from cfp.settings import ConstraintLevel
+from cfp_test.checking import differences, prepare, shardings
+from cfp_test.models.tiny import TINY
+
+MESH = (("x", 2), ("y", 2))
+
+
+def case_of(name, **options):
+    options = {**TINY[name], "layers": 2, **options}
+
+    def make():
+        step, _ = build(name, **options)
+        init, batch = initialise(name, **options)
+        state = init(jax.random.key(0))
+        # Adam's first step is a sign: rounding of what is near zero would show.
+        return step, (state, batch(jax.random.key(1))), {"tolerance": 1e-3}
+
+    return prepare(name, make, MESH)
+
+
+def planned(case, kernel):
+    """Constraints of a data parallel plan with a kernel in all of its segments."""
+    analysis = analyze(case.frame.program, tuple(case.mesh.shape.items()))
+    choice = presets(analysis.frame)["data_parallel"]
+    kernels = tuple((segment.index, kernel) for segment in analysis.segments)
+    choice = dataclasses.replace(choice, kernels=kernels)
+    everything = ConstraintLevel.EVERYTHING
+    told = constraints_of(analysis.frame, analysis.segments, choice, everything)
+    return told, lay_out(analysis.frame, choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt", {}),
+        ("gpt", {"microbatches": 2}),
+        ("llama", {"scan": True}),
+        ("moe", {}),
+        ("bert", {"remat": True}),
+    ],
+)
+def test_loss_and_state_are_the_untouched_steps(name, options):
+    case = case_of(name, **options)
+    program = case.frame.program
+    told, layout = planned(case, "vocabulary/4")
+    [one] = told.replaced
+    # As a plan's file has it, and found again.
+    recorded = dataclasses.replace(
+        one, stages=(), functions=Recorded(one.functions.how)
+    )
+    again = dataclasses.replace(told, replaced=(recorded,))
+    assert resolved(program, case.mesh, again).replaced == (one,)
+    ins, outs = shardings(case, layout)
+    lowering = lower_step(case.step, ins, outs)
+    constrain(lowering.module, program, case.mesh, told)
+    erase_unread(lowering.module)
+    compiled = lowering.lowered.compile()
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+def test_routers_are_left_alone_with_a_reason():
+    found = cross_entropies(case_of("moe").frame.program)
+    assert len(found.found) == 1 and found.left_alone
+    assert all("has all words" in one.reason for one in found.left_alone)
+
+
+def test_a_plan_for_another_program_says_so():
+    case = case_of("gpt")
+    told, _ = planned(case, "vocabulary/4")
+    [one] = told.replaced
+    other = dataclasses.replace(one, op=one.op + 1)
+    with pytest.raises(PlanMismatch, match="none that may be replaced"):
+        resolved(
+            case.frame.program, case.mesh, dataclasses.replace(told, replaced=(other,))
+        )

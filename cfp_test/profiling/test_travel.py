@@ -1,0 +1,78 @@
+"""Measurements of one host that answer, or do not, on another."""
+
+import json
+
+import jax
+import pytest
+
+from cfp.profiling.key import ProfileKey, environment_parts, other_kind
+from cfp.profiling.runner import profile
+from cfp.profiling.store import ProfileStore
+from cfp_test.cli_runner import run_batch
+from cfp_test.profiling.conftest import QUICK
+
+
+def renamed(parts, **changes):
+    return tuple((name, changes.get(name, value)) for name, value in parts)
+
+
+@pytest.fixture
+def where():
+    """What measurements depend on here."""
+    return environment_parts(jax.devices()[:4])
+
+
+def job_on(case, parts):
+    return case.job(key=ProfileKey((("test", "travels"), *parts)))
+
+
+def test_a_host_of_the_same_kind_is_answered_by_another_ones_file(
+    case, tmp_path, where
+):
+    job = job_on(case, where)
+    with ProfileStore(tmp_path / "one.sqlite") as store:
+        first = profile(case.program, case.mesh, [job], store, timing=QUICK)
+        assert first.measured == 1 and store.export(tmp_path / "file") == 1
+    with ProfileStore(tmp_path / "two.sqlite") as store:
+        assert store.merge(tmp_path / "file") == 1
+        again = profile(case.program, case.mesh, [job], store, timing=QUICK)
+        assert (again.measured, again.cached) == (0, 1)
+        assert again.records == first.records
+        # The same on another processor is something else, and both are kept.
+        other = job_on(case, renamed(where, processor="another, 4 cores"))
+        found = profile(case.program, case.mesh, [other], store, timing=QUICK)
+        assert (found.measured, found.cached) == (1, 0)
+        assert len(store) == 2
+        third = job_on(case, renamed(where, processor="a third, 8 cores"))
+        assert "processor: was" in store.explain(third.key)
+
+
+def test_what_is_of_another_kind_is_named(where):
+    assert other_kind((("test", "x"), *where), where) == ""
+    elsewhere = renamed(where, device_kind="NVIDIA H200", devices="8")
+    assert other_kind(elsewhere, where) == "device_kind: NVIDIA H200 there, cpu here"
+
+
+def test_import_says_what_it_keeps_apart(case, tmp_path, where):
+    parts = renamed(where, device_kind="NVIDIA H200")
+    with ProfileStore(tmp_path / "there.sqlite") as store:
+        jobs = [job_on(case, where), job_on(case, parts)]
+        profile(case.program, case.mesh, jobs, store, timing=QUICK)
+        store.export(tmp_path / "file")
+    [done] = run_batch(
+        [["profile", "import", "file", "--workdir", "w"]],
+        tmp_path,
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.code == 0, done.err + done.crash
+    said = done.out.splitlines()
+    assert said[0] == "2 measurements added from file"
+    apart = [line for line in said if "kept apart" in line]
+    assert apart == [
+        "  1 of another kind of machine, kept apart: "
+        "device_kind: NVIDIA H200 there, cpu here"
+    ]
+    kept = (tmp_path / "file").read_text().splitlines()
+    assert {json.loads(line)["key"] for line in kept} == {
+        job.key.digest for job in jobs
+    }

@@ -1,0 +1,67 @@
+"""`cfp plan --for` and `cfp verify` from the outside: every bad input, one message."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cfp_test.cli_runner import Outcome, run_batch
+
+TOY = f"{Path(__file__).with_name('toy_targets.py')}:toy"
+OTHER = f"{Path(__file__).with_name('toy_targets.py')}:in_parts"
+PARTS = ["--microbatches", "2", "--platform", "cpu"]
+PLAN = ["plan", TOY, "-q", "--for"]
+FILES = {
+    "lacks.toml": "memory_gib = 40\n",
+    "negative.toml": 'kind = "h200"\nbfloat16_tflop_per_s = -1\n',
+    "guessed.toml": 'kind = "h200"\nmemory_gib = { value = 1, basis = "guessed" }\n',
+    "curves.toml": 'kind = "h200"\n[curves]\nall-gather = [[1, 0.0]]\n',
+    "broken.toml": "kind =\n",
+}
+MISTAKES: list[tuple[list[str], str]] = [
+    ([*PLAN, "4xh300"], "There is no such kind of device"),
+    ([*PLAN, "four h200"], "cannot be read"),
+    ([*PLAN, "0xh200"], "impossible count"),
+    ([*PLAN, "4xh200", "--mesh", "x=3"], "not of the cluster's devices"),
+    ([*PLAN, "2x8xh100", "--mesh", "x=2,y=4"], "all 16 of 2x8xh100"),
+    ([*PLAN, "1xh200"], "not of the cluster's devices"),
+    ([*PLAN, "2x4xl40s"], "Nothing is known of a network"),
+    ([*PLAN, "lacks.toml"], "none for bfloat16_tflop_per_s"),
+    ([*PLAN, "negative.toml"], "bfloat16_tflop_per_s = -1"),
+    ([*PLAN, "guessed.toml"], "impossible number"),
+    ([*PLAN, "curves.toml"], "has curves that cannot be read"),
+    ([*PLAN, "broken.toml"], "cannot be read"),
+    ([*PLAN, "missing.toml"], "cannot be read"),
+    ([*PLAN, "4xh200", "--devices", "8"], "--devices does not go with --for"),
+    ([*PLAN, "4xh200", "--platform", "cpu"], "--platform does not go with --for"),
+    ([*PLAN, "8xl40s", "--compile"], "no description of that kind"),
+    (["plan", TOY, "--platform", "cpu", "--compile"], "give --for CLUSTER"),
+    (["verify", "none.json", TOY, "--platform", "cpu"], "none.json"),
+    (["verify", "plan.json", TOY, "--platform", "cpu"], "other devices than the plan"),
+    (["verify", "plan.json", OTHER, *PARTS, "--other-devices"], "another step"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> list[Outcome]:
+    folder = tmp_path_factory.mktemp("ahead")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    made = [*PLAN, "4xh200", "-o", "plan.json", "--json"]
+    return run_batch([made, *(line for line, _ in MISTAKES)], folder)
+
+
+def test_without_a_gpu_choices_are_by_estimates(outcomes):
+    assert outcomes[0].code == 0, outcomes[0].err
+    plan = json.loads(outcomes[0].out)
+    assert plan["rung"] == "estimated"
+    assert {row["rung"] for row in plan["race"]} == {"estimated"}
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_in_one_message(outcomes, number):
+    line, message = MISTAKES[number]
+    outcome = outcomes[1 + number]
+    assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
+    assert message in outcome.err, outcome.err
+    assert outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err

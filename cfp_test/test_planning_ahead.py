@@ -138,6 +138,15 @@ def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahea
     assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
 
 
+def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified):
+    raced = replace(verified[0].plan, rung="measured", search={})
+    found = replace(verified[0], plan=raced)
+    estimated = replace(raced, search={"strategies_estimated": 9.0})
+    by = {"by measured segments": found, "by estimates": replace(found, plan=estimated)}
+    for words, one in by.items():
+        assert words in "\n".join(verified_text(one))
+
+
 def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
     best = verified[0].best
     assert best.rung == "measured"

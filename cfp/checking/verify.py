@@ -26,6 +26,7 @@ from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import constraints_to_json
 from cfp.plan.plan import Plan
+from cfp.plan.words import known_how
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, Job
@@ -295,7 +296,9 @@ def verified_text(found: Verified) -> Sequence[str]:
     """What was found, in a few lines."""
     plan, off = found.plan, found.off
     how = {"estimated": "by estimates", "measured": "by measured segments"}
-    basis = how.get(plan.rung, f"on {plan.rung}")
+    # A plan that raced on virtual devices is measured, its prediction is not.
+    rung = known_how(plan) if plan.rung == "measured" else plan.rung
+    basis = how.get(rung, f"on {rung}")
     lines = []
     if found.measured_ms is None:
         lines.append(f"The plan {plan.winner!r} does not run here.")

@@ -15,6 +15,7 @@ import typer
 from cfp import platform
 from cfp.cli import options as o
 from cfp.cli import values
+from cfp.cli.output import print_error
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
@@ -155,7 +156,7 @@ def bench(
         except KeyboardInterrupt as error:
             finished = len(command.Journal(kept).finished)
             where = f" and stand in {json_file}" if finished and json_file else ""
-            o.print_error(f"Interrupted. Configurations finished: {finished}{where}.")
+            print_error(f"Interrupted. Configurations finished: {finished}{where}.")
             raise typer.Exit(o.INTERRUPTED) from error
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=1) + "\n")

@@ -45,6 +45,17 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
 ]
 
+_Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
+        "Programs are compiled on its CPUs where the platform allows, and run on the "
+        "node with the devices; measurements come back to --workdir.",
+    ),
+]
+
 
 @o.measuring
 def plan(
@@ -77,7 +88,7 @@ def plan(
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,
-    ray: o.Ray = None,
+    ray: _Ray = None,
 ) -> None:
     """Plan how to shard a step: analyze, profile, search, race.
 

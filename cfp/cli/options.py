@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
@@ -22,7 +23,6 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.report.console import literal_console
 from cfp.settings import ConstraintLevel
 
 TargetText = Annotated[
@@ -172,16 +172,6 @@ WholeRace = Annotated[
         "default a few of the repeats, and the winner whole.",
     ),
 ]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS",
-        help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
-        "Programs are compiled on its CPUs where the platform allows, and run on the "
-        "node with the devices; measurements come back to --workdir.",
-    ),
-]
 Quick = Annotated[
     bool,
     typer.Option(
@@ -272,16 +262,6 @@ def supervise(
     """Goes on in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
-
-
-def print_error(message: str) -> None:
-    """Prints to the error stream, in red where there are colours."""
-    console = literal_console(stderr=True)
-    if console.is_terminal:
-        console.print("error:", style="bold red", end=" ")
-        console.print(message, markup=False, highlight=False)
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _interrupted(workdir: Path | None) -> str:

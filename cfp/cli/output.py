@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,16 @@ def show(view: Callable[[box.Box], RenderableType]) -> None:
     """Prints what a view draws with the lines that the console has."""
     console, border = console_and_border(literal_console())
     console.print(view(border))
+
+
+def print_error(message: str) -> None:
+    """Prints to the error stream, in red where there are colours."""
+    console = literal_console(stderr=True)
+    if console.is_terminal:
+        console.print("error:", style="bold red", end=" ")
+        console.print(message, markup=False, highlight=False)
+    else:
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def save(made: Plan, output: Path | None, *, say: bool) -> None:

@@ -112,11 +112,13 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
+      place: where programs for the platform are compiled, if not here.
       always: compiler options of every build, whatever the platform.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
+    place: Place | None = None
     always: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -217,7 +219,6 @@ def build(
     mesh: Mesh,
     job: Job,
     environment: BuildEnvironment | None = None,
-    place: Place | None = None,
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job.
 
@@ -227,8 +228,7 @@ def build(
       program: the program that the job's part belongs to.
       mesh: the devices.
       job: what to build.
-      environment: directories for the compiler.
-      place: where it is compiled, if not here.
+      environment: directories for the compiler, and where that is, if not here.
 
     Returns:
       The compiled part, or the record of why there is none.
@@ -237,8 +237,9 @@ def build(
     options = dict(job.options)
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    if place is not None and place.compiles_for(platform):
-        how = partial(_compile_there, place, job, mesh)
+    if environment is not None and environment.place is not None:
+        how = partial(_compile_there, environment.place, job, mesh)
+        options = {**environment.always, **options}  # Directories are of this host.
     elif environment is not None:
         environment.prepare(platform)
         options = {**environment.options(platform), **options}

@@ -95,6 +95,11 @@ class Place(Protocol):
         ...
 
 
+def place_for(platform: str, place: Place | None) -> Place | None:
+    """A place, if programs for a platform can be compiled there."""
+    return place if place is not None and place.compiles_for(platform) else None
+
+
 def compile_parcel(parcel: Parcel, options: Mapping[str, str]) -> Executable:
     """What a place does in the process that compiles.
 

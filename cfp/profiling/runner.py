@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from cfp.profiling.builder import (
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
 from cfp.profiling.pipeline import run_tasks
-from cfp.profiling.place import Place
+from cfp.profiling.place import Place, place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -135,13 +135,14 @@ def profile(
     timing = timing or TimingOptions()
     environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
-    there = place if place is not None and place.compiles_for(platform) else None
+    there = place_for(platform, place)
+    environment = replace(environment, place=there)
     runner = _Runner(program, mesh, timing)
     tasks = [
         Task(
             key=job.key,
             label=job.label,
-            build=partial(_build, program, mesh, job, environment, there),
+            build=partial(_build, program, mesh, job, environment),
             run=partial(runner.run, job),
             expected_ms=job.expected_ms,
             after=job.after,
@@ -238,9 +239,8 @@ def _build(
     mesh: Mesh,
     job: Job,
     environment: BuildEnvironment,
-    place: Place | None,
 ) -> Built | ProfileRecord:
-    outcome = build(program, mesh, job, environment, place)
+    outcome = build(program, mesh, job, environment)
     if isinstance(outcome, Built):
         # Here, in the thread, and not while the devices wait. What goes wrong will
         # go wrong again, and be recorded, when the inputs are made.

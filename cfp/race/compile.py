@@ -16,7 +16,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.place import Place
+from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
@@ -241,12 +241,9 @@ class _Builds:
         platform = self._mesh.devices.flat[0].platform
         # Of several builds it is not known which one a process died of.
         suspects = self._marks.folder.suspects().keys() & self._jobs.keys()
-        place = options.place
-        most = (
-            place.at_once
-            if place is not None and place.compiles_for(platform)
-            else default_threads(platform)
-        )
+        place = place_for(platform, options.place)
+        environment = replace(environment, place=place)
+        most = default_threads(platform) if place is None else place.at_once
         threads = 1 if suspects else most
         cache = environment.compilation_cache(platform)
         with cache, ThreadPoolExecutor(threads) as pool:
@@ -256,7 +253,7 @@ class _Builds:
                 # Several processes have clocks of their own.
                 if agreement.alone and works and time.monotonic() > end:
                     return None
-                outcome = self._build(self._jobs[digest], environment, place)
+                outcome = self._build(self._jobs[digest], environment)
                 works.extend([digest] if isinstance(outcome, Built) else [])
                 return outcome
 
@@ -267,14 +264,12 @@ class _Builds:
                 if (outcome := next(built)) is not None:
                     yield digest, _everywhere(agreement, outcome)
 
-    def _build(
-        self, job: Job, environment: BuildEnvironment, place: Place | None
-    ) -> Built | ProfileRecord:
+    def _build(self, job: Job, environment: BuildEnvironment) -> Built | ProfileRecord:
         names = self._names[job.key.digest]
         for name in self._built.keys() & set(names):
             return replace(self._built[name], key=job.key)
         with self._marks.doing(job.key, job.label, "build"):
-            outcome = build(*self._places[job.key.digest], job, environment, place)
+            outcome = build(*self._places[job.key.digest], job, environment)
         if isinstance(outcome, Built):
             self._built.update(dict.fromkeys(names, outcome))
         return outcome

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cfp.profiling import builder
-from cfp.profiling.builder import Built, build, compile_right
+from cfp.profiling.builder import BuildEnvironment, Built, build, compile_right
 from cfp.profiling.inputs import input_kinds, make_inputs
 from cfp.profiling.place import RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord
@@ -53,7 +53,7 @@ def run(built, case, job):
 def test_what_is_compiled_elsewhere_is_the_same_program(case):
     job, place = case.job(), Elsewhere()
     here = build(case.program, case.mesh, job)
-    there = build(case.program, case.mesh, job, place=place)
+    there = build(case.program, case.mesh, job, BuildEnvironment(place=place))
     assert isinstance(here, Built) and isinstance(there, Built)
     assert len(place.compiled) == 1
     assert there.collectives == here.collectives != ()
@@ -75,12 +75,16 @@ def test_what_is_refused_there_is_the_record_that_it_is_here(case):
     here = build(case.program, case.mesh, job)
     assert isinstance(here, ProfileRecord)
     error = RefusedElsewhere("JaxRuntimeError", "no such option", "compile_error")
-    there = build(case.program, case.mesh, job, place=Elsewhere(error))
+    there = build(
+        case.program, case.mesh, job, BuildEnvironment(place=Elsewhere(error))
+    )
     assert isinstance(there, ProfileRecord)
     assert there.status == here.status == "compile_error"
     assert there.reason == "JaxRuntimeError: no such option"
     dead = RefusedElsewhere("WorkerCrashedError", "it died", "crashed")
-    record = build(case.program, case.mesh, job, place=Elsewhere(dead))
+    record = build(
+        case.program, case.mesh, job, BuildEnvironment(place=Elsewhere(dead))
+    )
     assert isinstance(record, ProfileRecord) and record.status == "crashed"
 
 
@@ -93,14 +97,14 @@ def test_where_a_place_cannot_it_is_compiled_here(case, caplog, monkeypatch):
 
     monkeypatch.setattr(builder, "compile_right", compile_here)
     place = Elsewhere(WrongPlace("no cluster"))
-    built = build(case.program, case.mesh, case.job(), place=place)
+    built = build(case.program, case.mesh, case.job(), BuildEnvironment(place=place))
     assert isinstance(built, Built) and len(here) == 1
     assert "whole is compiled here instead: no cluster" in caplog.text
 
 
 def test_another_version_of_jax_does_not_read_a_program(case):
     place = Elsewhere()
-    build(case.program, case.mesh, case.job(), place=place)
+    build(case.program, case.mesh, case.job(), BuildEnvironment(place=place))
     [parcel] = place.compiled
     assert parcel.mesh() == case.mesh
     with pytest.raises(WrongPlace, match=r"got one of jax 0\.1"):

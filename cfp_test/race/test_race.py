@@ -97,9 +97,9 @@ def raced(monkeypatch):
     """The parts that were built for races, in turn: how many ops each has."""
     counts, build = [], building.build
 
-    def counting(program, mesh, job, environment, place):
+    def counting(program, mesh, job, environment):
         counts.append(len(job.part.ops))
-        return build(program, mesh, job, environment, place)
+        return build(program, mesh, job, environment)
 
     monkeypatch.setattr(building, "build", counting)
     return counts

@@ -73,6 +73,9 @@ def kills(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+WORKERS = (1, 2, 4)
+
+
 def builds(data: Mapping[str, Any]) -> str:
     """Builds on several workers."""
     rows = data["rows"]
@@ -103,4 +106,11 @@ def builds(data: Mapping[str, Any]) -> str:
             row["wall_seconds"],
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    absent = [str(n) for n in WORKERS if n not in {row["workers"] for row in rows}]
+    if absent:
+        lines += [
+            "",
+            f"Not measured: {', '.join(absent)} workers. The run was ended before "
+            "that, since the machine was needed.",
+        ]
     return "\n".join(lines) + "\n"

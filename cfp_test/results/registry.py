@@ -83,6 +83,10 @@ def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
 
 
+def _ray_builds(data: dict[str, Any]) -> Figures:
+    return {"page": on_ray.builds(data)}
+
+
 def _ray_kills(data: dict[str, Any]) -> Figures:
     return {"page": on_ray.kills(data)}
 
@@ -225,6 +229,12 @@ PAGES: tuple[Page, ...] = (
     _page("miscompiled_h200_202611", building.miscompiled),
     _page("overwritten_h200_202611", building.overwritten),
     _page("planned_on_one_h200_202611", _planned_on_one),
+    Page(
+        name="ray_builds_cpu_202611",
+        sources=("ray_builds_cpu_202611.json",),
+        figures=_ray_builds,
+        has_text=False,
+    ),
     Page(
         name="ray_kills_cpu_202611",
         sources=("ray_kills_cpu_202611.json",),

@@ -23,8 +23,9 @@ class PlannerSettings:
         others: how many of them beside the presets' parts, the best by estimate. Where
             memory keeps out what is faster, more are measured in rounds, until one made
             the plan faster by less than 2 %.
-        seconds: planning ends about when this much time is over: no round of measuring
-            begins then, and no program joins the race or is timed again.
+        seconds: planning ends about when this much time is over: once every kind of
+            segment has something nothing else is measured then, and no program joins
+            the race or is timed again.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, take part

@@ -400,6 +400,16 @@ def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
     assert made.search["strategies_measured"] == 0
 
 
+def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
+    """A plan takes one strategy of each kind of segment, and no more is measured."""
+    made = plan(cache_dir=tmp_path, seconds=0.0)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
+    kinds = len(analyze(program, tuple(mesh.shape.items())).representatives)
+    assert made.search["strategies_measured"] == kinds
+    full = plan(cache_dir=tmp_path, race=False)
+    assert full.search["strategies_measured"] > kinds
+
+
 def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
     flat = flatten_step(STEP, ARGS, {})
     found = planning_mesh(mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -80,9 +81,14 @@ def look_up(
         context.measure,
     )
 
-    def is_over() -> bool:
-        return not alone or looker.interrupted or time.monotonic() > context.end
+    def is_late() -> bool:
+        return time.monotonic() > context.end
 
+    def is_over() -> bool:
+        return not alone or looker.interrupted or is_late()
+
+    # Several processes measure the same, however long it takes.
+    has_end = alone and math.isfinite(context.end)
     limits = context.defaults.limits_memory and may_save(context)
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
@@ -97,6 +103,7 @@ def look_up(
             at_first=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
             look=looker,
+            look_in_time=looker.until(is_late) if has_end else None,
             is_over=is_over,
             left=LIMITED_MEMORY if limits else 1.0,
         )

@@ -15,6 +15,8 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.graph import Program
 
+Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
+
 
 class Looker:
     """Looks jobs up, and measures those that the store does not know.
@@ -58,6 +60,15 @@ class Looker:
         Raises:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
+        return self._look(jobs, None)
+
+    def until(self, is_late: Callable[[], bool]) -> Look:
+        """Does the same, but begins with nothing else once time is over."""
+        return lambda jobs: self._look(jobs, is_late)
+
+    def _look(
+        self, jobs: Sequence[Job], is_late: Callable[[], bool] | None
+    ) -> Mapping[str, ProfileRecord]:
         digests = {job.key.digest for job in jobs}
         known = self._store.common(digests)
         self.known |= known.keys() - self._measured
@@ -85,6 +96,7 @@ class Looker:
                 progress=how.progress,
                 limits=how.limits,
                 place=how.place,
+                is_late=is_late,
             ).records
         except KeyboardInterrupt:
             # Of several processes the others would go on.

@@ -52,6 +52,7 @@ def run_tasks(
     agreement: Agreement | None = None,
     limits: Limits | None = None,
     program: str = "",
+    is_late: Callable[[], bool] | None = None,
 ) -> ProfileSummary:
     """Measures what the store does not know.
 
@@ -72,6 +73,9 @@ def run_tasks(
         then needs the same tasks, and a store of its own.
       limits: what counts as hung.
       program: what the tasks belong to, for messages.
+      is_late: whether time is over, so that nothing else is begun: what was not
+        measured by then has no record. Several processes must run the same, and do
+        not ask.
     """
     by_key: dict[str, Task] = {}
     for task in tasks:
@@ -86,6 +90,7 @@ def run_tasks(
             retry_failures=retry_failures,
             progress=progress,
             agreement=agreement or Agreement(alone=True),
+            is_late=is_late,
         )
         state.look_up()
         _measure(state, threads, overlap)
@@ -102,7 +107,7 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     # Of several builds nobody knows which one a process died of.
     alone = bool(state.marks.folder.suspects().keys() & state.tasks.keys())
     try:
-        while waiting or ahead:
+        while (waiting or ahead) and not state.ends:
             if overlap or not ahead:
                 claimed = state.claim(waiting, 1 if alone else room, len(ahead))
                 ahead.extend(
@@ -117,7 +122,10 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                     state.tell(ahead[0][0].label, "build")
                     wait([built for _, built in ahead])
             # No name here: what was built goes when its turn is over.
-            state.take_turn(*ahead.popleft())
+            if not state.ends:
+                state.take_turn(*ahead.popleft())
+    except CancelledError:
+        assert state.ends, "only what is late is not built"
     finally:
         # A compile cannot be stopped: after an interrupt the threads finish what
         # they have begun, and nobody waits for it.
@@ -142,8 +150,8 @@ def _submitted(
 def _in_thread(state: _State) -> Build:
     def build(task: Task, before: Sequence[Building]) -> Outcome:
         wait(before)
-        if state.is_over:
-            raise CancelledError  # Nobody reads it.
+        if state.is_over or state.ends:
+            raise CancelledError  # Nothing waits for it any more.
         with state.marks.doing(task.key, task.label, "build", then_wait=True):
             outcome = task.build()
             if isinstance(outcome, ProfileRecord):
@@ -161,6 +169,7 @@ class _State:
     retry_failures: bool | datetime
     progress: ProgressCallback | None
     agreement: Agreement
+    is_late: Callable[[], bool] | None = None
     is_over: bool = False
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
@@ -171,6 +180,11 @@ class _State:
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def ends(self) -> bool:
+        """Whether nothing else is to be begun."""
+        return self.agreement.alone and self.is_late is not None and self.is_late()
 
     def has(self, task: Task) -> bool:
         return task.key.digest in self.records
@@ -271,7 +285,7 @@ class _State:
 
     def summary(self) -> ProfileSummary:
         return ProfileSummary(
-            records={digest: self.records[digest] for digest in self.tasks},
+            records={k: self.records[k] for k in self.tasks if k in self.records},
             measured=self.measured,
             cached=self.cached,
             failed=self.failed,

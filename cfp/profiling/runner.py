@@ -105,6 +105,7 @@ def profile(
     environment: BuildEnvironment | None = None,
     limits: Limits | None = None,
     place: Place | None = None,
+    is_late: Callable[[], bool] | None = None,
 ) -> ProfileSummary:
     """Measures the jobs that the store has no record of.
 
@@ -123,9 +124,10 @@ def profile(
         to the store.
       limits: what counts as hung.
       place: where jobs are compiled, if not here; then that disturbs no run.
+      is_late: whether time is over, so that nothing else is begun.
 
     Returns:
-      A record for each key, failures included.
+      A record for each key, failures included, but for what there was no time for.
 
     Raises:
       DeviceError: if the devices answer no more after something crashed on them.
@@ -158,6 +160,7 @@ def profile(
             agreement=Agreement.of(mesh),
             limits=limits,
             program=program.name,
+            is_late=is_late,
         )
 
 

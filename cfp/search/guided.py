@@ -12,12 +12,14 @@ when enough was measured.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
 from cfp.profiling.builder import Job
+from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import Estimates, best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem, measured_options
@@ -36,8 +38,6 @@ from cfp.settings import (
     SAFE_MEMORY_SHARE,
 )
 
-Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
-
 
 def explore(
     estimates: Estimates,
@@ -48,6 +48,7 @@ def explore(
     at_first: int = 1,
     budget_bytes: int | None,
     look: Look,
+    look_in_time: Look | None = None,
     is_over: Callable[[], bool] = lambda: False,
     left: float = 1.0,
 ) -> Explored:
@@ -61,6 +62,8 @@ def explore(
         at_first: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
         look: measures jobs, or looks them up; what it has no record of stays unknown.
+        look_in_time: does the same while there is time, for what a plan can do without;
+            None where time has no end.
         is_over: whether to stop after a round.
         left: with what share of memory that is no state a compiler makes do if it
             must; 1 if it cannot save any.
@@ -70,7 +73,11 @@ def explore(
     """
     wanted = asked = maker.first(per_kind, at_first)
     required, rounds, tight, before = len(wanted), 0, False, None
-    records = dict(look(_jobs(wanted)))
+    if look_in_time is None:
+        records = dict(look(_jobs(wanted)))
+    else:
+        records = _least(wanted, look)
+        records.update(look_in_time(_jobs(wanted)))
     # What would be asked for next depends on what all of it takes.
     while all(job.key.digest in records for job in _jobs(asked)):
         view = _View(estimates, maker, costs, per_kind, budget_bytes, wanted, records)
@@ -83,10 +90,24 @@ def explore(
             break
         rounds, before = rounds + 1, view
         wanted = [*wanted, *asked]
-        records.update(look(_jobs(asked)))
+        records.update((look_in_time or look)(_jobs(asked)))
     return Explored(
         wanted=wanted, records=records, required=required, rounds=rounds, tight=tight
     )
+
+
+def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
+    """What a plan cannot do without: of each kind the first that can be measured."""
+    records: dict[str, ProfileRecord] = {}
+    rest = {item.kind: deque[Wanted]() for item in wanted}
+    for item in wanted:
+        rest[item.kind].append(item)
+    while asked := [items.popleft() for items in rest.values() if items]:
+        records.update(look(_jobs(asked)))
+        for item in asked:
+            if item.is_known(records) and item.failure(records) is None:
+                rest[item.kind].clear()
+    return records
 
 
 def _jobs(wanted: Sequence[Wanted]) -> list[Job]:

@@ -123,6 +123,31 @@ def digests(names: str) -> list[str]:
     return [key_of(name).digest for name in names]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_when_time_is_over_nothing_else_is_begun(compiled, store, overlap):
+    shop, late = Workshop(compiled), threading.Event()
+    shop.on_run["b"] = late.set
+    found = run_tasks(
+        shop.tasks("abcdef"), store, overlap=overlap, threads=2, is_late=late.is_set
+    )
+    assert shop.ran == ["a", "b"]
+    assert {key_of(name).digest for name in "ab"} == found.records.keys()
+    assert (found.measured, found.failed) == (2, 0)
+    shop.ends()
+    # What was not measured is nobody's: it can be measured at once.
+    again = run_tasks(shop.tasks("abcdef"), store, overlap=overlap)
+    assert shop.ran == [*"abcdef"] and again.cached == 2
+
+
+def test_what_waits_to_be_built_is_not_built_when_time_is_over(compiled, store):
+    shop, late = Workshop(compiled), threading.Event()
+    shop.on_build["a"] = late.set
+    found = run_tasks(
+        shop.tasks("abc"), store, overlap=False, threads=1, is_late=late.is_set
+    )
+    assert (shop.built, shop.ran, dict(found.records)) == (["a"], [], {})
+
+
 def test_records_come_in_the_order_of_the_tasks(shop, store):
     summary = run_tasks(shop.tasks("cab"), store, threads=3)
     assert list(summary.records) == digests("cab")
@@ -460,6 +485,14 @@ def test_what_one_process_cannot_build_none_runs(shop, store):
     [a, b] = summary.records.values()
     assert (a.status, b.status) == ("compile_error", "ok")
     assert "another process" in a.reason
+
+
+def test_several_processes_go_on_together_though_it_is_late(compiled, store):
+    """Their clocks differ, and each must run what the others do."""
+    shop = Workshop(compiled)
+    agreement = Dissent([[True, True], [True], [True]])
+    late = {"agreement": agreement, "is_late": lambda: True}
+    assert len(run_tasks(shop.tasks("ab"), store, **late).records) == 2
 
 
 def test_one_process_agrees_with_itself(mesh):

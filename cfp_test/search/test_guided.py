@@ -102,7 +102,7 @@ class Devices(WantedMaker):
         plain = replace(candidate, remat=False)
         return self.costs.least_bytes(kind, plain).residual_bytes
 
-    def explore(self, budget_bytes=None, per_kind=100):
+    def explore(self, budget_bytes=None, per_kind=100, **options):
         return explore(
             self.estimates,
             self,
@@ -110,6 +110,7 @@ class Devices(WantedMaker):
             per_kind=per_kind,
             budget_bytes=budget_bytes,
             look=self.look,
+            **options,
         )
 
     def best(self, found, budget_bytes=None):
@@ -300,6 +301,28 @@ def test_what_fails_is_not_asked_for_again(model):
     nothing = Devices(analysis, estimates, broken=lambda _: True)
     with pytest.raises(DeviceError, match="broken"):
         nothing.explore()
+
+
+@pytest.mark.parametrize("broken", [None, Storage.SHARDED, Storage.USED])
+def test_without_time_of_each_kind_one_is_measured(model, broken):
+    """The first that runs, whatever time that takes: a plan takes one of each."""
+    analysis, estimates = model
+    devices = Devices(analysis, estimates, broken=lambda c: c.storage is broken)
+    hurried = devices.explore(look_in_time=lambda jobs: {})
+    good = [w for w in hurried.wanted if w.is_known(hurried.records)]
+    good = [w for w in good if w.failure(hurried.records) is None]
+    assert [w.kind for w in good] == [*range(len(estimates.kinds))]
+    for one in good:
+        before = [w for w in hurried.wanted if w.kind == one.kind]
+        before = before[: before.index(one)]
+        assert all(w.has_failed(hurried.records) for w in before)
+    assert devices.runs == len(hurried.records)
+    assert devices.best(hurried) is not None
+    # With time left the rest follows, and nothing is looked up in vain.
+    assert (
+        devices.explore(look_in_time=devices.look).records.keys()
+        == devices.explore().records.keys()
+    )
 
 
 class Neighbours(Devices):

@@ -1,0 +1,380 @@
+"""Plans with kernels of attention and without, made on one GPU that plays one of N.
+
+    python -m cfp_test.bench.attention_planned OUT.json [--seconds 400]
+        [--parts steps,long] [--tiny]
+
+``steps``: GPT at 1,024 and 4,096 tokens and LLaMA at 4,096 on 4 devices: what a plan of
+the rung "one device" chooses, with attentions as they are written and with cuDNN's in
+their place, what it computes and needs. ``long``: LLaMA-2-7B on 8 devices at 8k to 512k
+tokens: what is chosen by estimates with all memory and within a budget, and strategies
+by hand, each compiled for what it needs; what is short is run, too. From two lengths of
+a strategy the longest that fits follows, which is then compiled as well.
+
+OUT.json is written after each row; rows in it already are not made again. What is not
+reached within the seconds is left out. With ``--tiny`` virtual CPU devices run all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+_STARTED = time.perf_counter()
+_TINY = "--layers 2 --hidden 64 --heads 8 --vocab 128"
+_SEVEN = "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --kv_heads 32"
+_LARGE = "--layers 4 --hidden 4096 --heads 32"
+STEPS = {
+    "gpt 1k": f"gpt {_LARGE} --batch 24 --seq 1024",
+    "llama 4k": f"llama {_LARGE} --ffn 11008 --kv_heads 32 --batch 8 --seq 4096",
+    "gpt 4k": f"gpt {_LARGE} --batch 8 --seq 4096",
+}
+TINY_STEPS = {"gpt tiny": f"gpt {_TINY} --seq 32 --batch 8"}
+# (tokens, sequences of a batch)
+LENGTHS = ((8192, 8), (32768, 8), (131072, 1), (524288, 1))
+TINY_LENGTHS = ((64, 8), (128, 1))
+# What is longer than this is compiled and not run: a step takes 8 seconds and more.
+_MOST_RUN = 8192
+# Strategies by hand, and with one sequence those that spread it.
+_BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
+_PARTS_OF_VOCABULARY = 16
+# A budget as it may be asked for, below a device's memory.
+BUDGET_BYTES = 40 * 10**9
+_PLAN_SECONDS = 25
+
+
+def long_target(tokens: int, batch: int, tiny: bool) -> str:
+    """LLaMA-2-7B, or a tiny one, rematerialized layer by layer."""
+    size = _TINY if tiny else _SEVEN
+    return f"llama {size} --seq {tokens} --batch {batch} --scan --remat"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--parts", default="steps,long")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        Maker(options).make(options.child)
+        return
+    parts = options.parts.split(",")
+    for number, part in enumerate(parts):
+        # A process plays one number of devices.
+        left = options.seconds - (time.perf_counter() - _STARTED)
+        share = left / (len(parts) - number)
+        words = [sys.executable, "-m", "cfp_test.bench.attention_planned"]
+        words += [str(options.out), "--seconds", str(share), "--child", part]
+        words += ["--tiny"] if options.tiny else []
+        try:
+            if subprocess.run(words, check=False, timeout=share + 45).returncode:
+                print(f"{part} ended with an error", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"{part} was ended: its time was over", flush=True)
+
+
+def _kind(tiny: bool) -> str:
+    """Of the GPU, which JAX may not be asked for before it plays one of several."""
+    if tiny:
+        return "h100"
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return "h200" if "H200" in told else "h100"
+
+
+class Maker:
+    """Makes the rows of one part, in a process that plays one of its devices."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.tiny = options, options.tiny
+        self.kernels = ("chunked",) if options.tiny else ("cudnn", "chunked")
+        path = options.out
+        self.page = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        self.folder = Path(tempfile.mkdtemp())
+
+    def make(self, part: str) -> None:
+        """All rows of a part, those of most use first."""
+        from cfp.devices.described import described
+
+        count = 4 if part == "steps" else 8
+        mesh = described(f"{count}x{_kind(self.tiny)}", x=count)
+        if self.tiny:
+            from cfp import platform
+            from cfp_test.bench.planned_on_one import stand_in
+
+            platform.select("cpu", mesh.axes)
+            self.mesh = stand_in(mesh)
+        else:
+            self.mesh = mesh.on_one_device()
+        if part == "steps":
+            for name, target in (TINY_STEPS if self.tiny else STEPS).items():
+                for kernels in ((), self.kernels):
+                    self._add({"name": name, "target": target, "kernels": kernels})
+            return
+        lengths = TINY_LENGTHS if self.tiny else LENGTHS
+        for tokens, batch in lengths:
+            target = long_target(tokens, batch, self.tiny)
+            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
+            row |= {"kernels": self.kernels, "batch": batch}
+            hands = [n for n in _BY_HAND if batch > 1 or n != "fully_sharded"]
+            for name in hands:
+                self._add(row | {"by_hand": name})
+            for budget in (None, BUDGET_BYTES):
+                self._add(row | {"budget": budget, "kernels": self.kernels})
+        for tokens, batch in lengths[:1]:
+            target = long_target(tokens, batch, self.tiny)
+            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
+            for name in _BY_HAND:
+                self._add(row | {"batch": batch, "by_hand": name, "kernels": ()})
+        for name, kernels in (
+            ("tensor_sequence_parallel", self.kernels),
+            ("fully_sharded", self.kernels),
+            ("tensor_sequence_parallel", ()),
+        ):
+            self._longest(name, kernels)
+
+    def _add(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Makes a row that is not there yet, if there is time."""
+        row["kernels"] = list(row["kernels"])
+        for known in self.page["rows"]:
+            if all(n in known and known[n] == value for n, value in row.items()):
+                return known
+        left = self.options.seconds - (time.perf_counter() - _STARTED)
+        if left < 5:
+            print(f"no time for {row}", flush=True)
+            return None
+        started = time.perf_counter()
+        row = {"part": self.mesh.cluster.count, **row}
+        try:
+            row |= self._hand(row) if "by_hand" in row else self._planned(row)
+        except Exception as error:  # One row that fails is a row.
+            row["failure"] = f"{type(error).__name__}: {error}"[:600]
+        row["seconds"] = round(time.perf_counter() - started, 1)
+        self.page["rows"].append(row)
+        import jax
+
+        self.page |= {
+            "jax": jax.__version__,
+            "hardware": str(self.mesh.stand_in.devices.flat[0].device_kind),
+            "memory_bytes": self.mesh.memory_bytes,
+        }
+        self.options.out.write_text(json.dumps(self.page, indent=1) + "\n")
+        brief = {k: v for k, v in row.items() if k not in ("programs", "told")}
+        spent = time.perf_counter() - _STARTED
+        print(f"{spent:6.1f} s {json.dumps(brief)[:900]}", flush=True)
+        return row
+
+    def _analysed(self, target: str) -> Any:
+        from cfp.passes.pipeline import analyze_step
+        from cfp.program.step import flatten_step
+        from cfp.targets import resolve
+
+        words = target.split()
+        found = resolve(words[0], words[1:])
+        step = flatten_step(
+            found.step,
+            found.args,
+            static_argnums=found.static,
+            donate_argnums=found.donate,
+        )
+        return analyze_step(step, self.mesh)
+
+    def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a plan chooses: raced, or by estimates and compiled."""
+        from cfp.context import open_context
+        from cfp.passes.pipeline import decide
+        from cfp.passes.profile import profile
+        from cfp.passes.search import search
+        from cfp.planner_settings import PlannerSettings
+        from cfp.settings import ConstraintLevel
+
+        analyzed = self._analysed(row["target"])
+        by_estimates = "budget" in row
+        settings = PlannerSettings(
+            attention=tuple(row["kernels"]),
+            cross_entropy=_PARTS_OF_VOCABULARY if by_estimates else 0,
+            seconds=_PLAN_SECONDS,
+            race=not by_estimates,
+            plans=1,
+            extents=(ConstraintLevel.EVERYTHING,),
+            compiler_options={},
+        )
+        budget = row.get("budget")
+        with open_context(analyzed.mesh, self.folder, budget, settings) as context:
+            solution = search(
+                context, analyzed.analysis, profile(context, analyzed.analysis)
+            )
+            plan, outcome = decide(context, analyzed.analysis, solution)
+            assert context.stand_in is not None
+            programs = [
+                {
+                    "name": one.label,
+                    "computation_ms": list(one.alone_ms),
+                    "predicted_ms": list(one.record.samples_ms),
+                    "peak_bytes": one.record.peak_bytes,
+                    "failure": "" if one.record.ok else one.record.reason[:300],
+                }
+                for one in context.stand_in.known.values()
+            ]
+        found = {
+            "winner": plan.winner,
+            "predicted_ms": plan.predicted_ms,
+            "predicted_bytes": plan.predicted_bytes,
+            "replaced": [
+                [one.op, *one.functions.how] for one in plan.constraints.replaced
+            ],
+            "rematerialized": len(plan.constraints.recompute),
+            "programs": programs,
+            "told": repr(plan),
+        }
+        if not by_estimates:
+            return found
+        # What it needs is what the compiler says.
+        return found | self._compiled(row, analyzed, outcome.winner.choice)
+
+    def _hand(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A strategy by hand, with a kernel in all segments and the head in parts."""
+        from cfp.presets.classics import presets
+
+        analyzed = self._analysed(row["target"])
+        choice = presets(analyzed.analysis.frame)[row["by_hand"]]
+        if row["kernels"]:
+            choice = replace(choice, kernels=self._kernels(analyzed.analysis, choice))
+        return self._compiled(row, analyzed, choice)
+
+    def _kernels(self, analysis: Any, choice: Any) -> tuple[tuple[int, str], ...]:
+        """The first kernel that each segment can have under a choice."""
+        from cfp.search.candidates import segment_candidate
+        from cfp.search.kernels import Kernels
+
+        platform = self.mesh.stand_in.devices.flat[0].platform
+        parts = _PARTS_OF_VOCABULARY
+        known = Kernels(
+            analysis=analysis, names=self.kernels, parts=parts, platform=platform
+        )
+        found = []
+        for segment in analysis.segments:
+            candidate = segment_candidate(analysis, segment.index, choice)
+            variants = known.variants(segment.kind, candidate)
+            found += [(segment.index, one.kernel) for one in variants[:1]]
+        return tuple(found)
+
+    def _compiled(
+        self, row: Mapping[str, Any], analyzed: Any, choice: Any
+    ) -> dict[str, Any]:
+        """What a choice needs, and, if it is short, what its computation takes."""
+        from cfp.devices import mock
+        from cfp.profiling.builder import BuildEnvironment, Built, build
+        from cfp.search.measure import whole_job
+
+        analysis, here = analyzed.analysis, self.mesh.stand_in
+        program = analysis.frame.program
+        options = {} if self.tiny else dict(mock.OPTIONS)
+        where = (analysis.frame, analysis.segments, choice)
+        job = whole_job(*where, (), "by hand", options=options)
+        started = time.perf_counter()
+        built = build(program, here, job, BuildEnvironment())
+        found: dict[str, Any] = {
+            "build_seconds": round(time.perf_counter() - started, 1)
+        }
+        if not isinstance(built, Built):
+            return found | {"failure": f"{built.status}: {built.reason}"[:600]}
+        found |= {
+            "peak_bytes": built.peak_bytes,
+            "temp_bytes": built.temp_bytes,
+            "fits": built.peak_bytes <= self.mesh.memory_bytes,
+            "replaced": [
+                [one.op, *one.functions.how] for one in job.constraints.replaced
+            ],
+        }
+        if "by_hand" in row:
+            found["estimated_ms"] = self._estimated_ms(row, analyzed, choice)
+        if row.get("tokens", 0) <= _MOST_RUN and found["fits"]:
+            found |= self._run(built, job, program)
+        return found
+
+    def _estimated_ms(
+        self, row: Mapping[str, Any], analyzed: Any, choice: Any
+    ) -> float | None:
+        """What a choice takes by the estimates that plans are chosen by."""
+        from cfp.context import open_context
+        from cfp.passes.profile import profile
+        from cfp.passes.search import search
+        from cfp.planner_settings import PlannerSettings
+        from cfp.solution import predicted_ms
+
+        settings = PlannerSettings(
+            attention=tuple(row["kernels"]),
+            cross_entropy=_PARTS_OF_VOCABULARY if row["kernels"] else 0,
+            race=False,
+        )
+        analysis = analyzed.analysis
+        # All fits: what does not is estimated, too.
+        with open_context(analyzed.mesh, self.folder, 10**15, settings) as context:
+            known = search(context, analysis, profile(context, analysis))
+            assert known.problem is not None
+            return predicted_ms(analysis, known.problem, choice)
+
+    def _run(self, built: Any, job: Any, program: Any) -> dict[str, Any]:
+        """What one device computes, collectives left out."""
+        from statistics import median
+
+        from cfp.profiling.runner import TimingOptions, run
+
+        timing = TimingOptions(
+            warmup_seconds=0.4, min_samples=3, max_samples=5, budget_seconds=6
+        )
+        record = run(built, job, program, self.mesh.stand_in, timing=timing)
+        if not record.ok:
+            return {"not_run": f"{record.status}: {record.reason}"[:300]}
+        samples = list(record.samples_ms)
+        return {"samples_ms": samples, "computation_ms": median(samples)}
+
+    def _longest(self, name: str, kernels: tuple[str, ...]) -> None:
+        """The longest sequence that fits, from two that were compiled."""
+        least = 64 if self.tiny else 8192
+        batch = 1 if name != "fully_sharded" else 8
+        known: list[tuple[int, int]] = []
+        for tokens in (least * 2, least * 4):
+            row = self._of_length(name, kernels, tokens, batch)
+            if row is None or "peak_bytes" not in row:
+                return
+            known.append((tokens, row["peak_bytes"]))
+        (a, bytes_a), (b, bytes_b) = known
+        each = (bytes_b - bytes_a) / (b - a)
+        if not kernels:  # Scores grow with the square.
+            square = (bytes_b - bytes_a) / (b * b - a * a)
+            rest = self.mesh.memory_bytes - bytes_a + square * a * a
+            longest = (rest / square) ** 0.5
+        else:
+            longest = a + (self.mesh.memory_bytes - bytes_a) / each
+        tokens = int(longest // least) * least
+        if 0 < tokens < 2**23:
+            self._of_length(name, kernels, tokens, batch)
+
+    def _of_length(
+        self, name: str, kernels: tuple[str, ...], tokens: int, batch: int
+    ) -> dict[str, Any] | None:
+        return self._add(
+            {
+                "name": f"longest, {tokens} x {batch}",
+                "target": long_target(tokens, batch, self.tiny),
+                "by_hand": name,
+                "kernels": kernels,
+                "longest": tokens,
+                "tokens": _MOST_RUN + 1,  # None is run.
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -38,9 +38,8 @@ RECOMPUTE_TIME_EXPECTED = 1.25
 # saved, for another one. docs/results/planning_h200x2.
 ROUND_IS_WORTH = 0.02
 # Strategies in a round, and unmeasured ones of a kind that take part in a search at
-# once. Guesses.
+# once. Guess.
 ROUND_SIZE = 8
-CANDIDATES_IN_SIGHT = 8
 
 # --------------------------------------------------------------------- the search
 

@@ -17,16 +17,15 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
-from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.costs import Costs, build_problem
 from cfp.search.measure import can_recompute
 from cfp.search.problem import Problem
-from cfp.search.wanted import Wanted, computed_again
+from cfp.search.wanted import Wanted, computed_again, measured_options
+from cfp.settings import ROUND_SIZE
 from cfp.solution import Profiles
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
-# How many of those that compute again are measured until the time is looked at.
-_ROUND = 8
 
 
 def measure_all_budgets(
@@ -66,13 +65,13 @@ def _measured_again(
     if not context.is_alone:
         end = math.inf  # A process that stops here would have the others wait.
     try:
-        for start in range(0, len(jobs), _ROUND):
+        for start in range(0, len(jobs), ROUND_SIZE):
             if time.monotonic() > end:
                 break
             profile(
                 analysis.frame.program,
                 context.devices,
-                jobs[start : start + _ROUND],
+                jobs[start : start + ROUND_SIZE],
                 context.store,
                 retry_failures=settings.retry_failures,
                 progress=settings.progress,

@@ -10,14 +10,21 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.presets.classics import presets
+from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
+from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
-from cfp.search.candidates import estimate_kinds, leading_classics
+from cfp.search.candidates import (
+    estimate_kinds,
+    leading_classics,
+    segment_candidate,
+)
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.kernels import Kernels
-from cfp.search.wanted import Explored, WantedMaker, tuning_jobs
+from cfp.search.measure import segment_job
+from cfp.search.wanted import Explored, WantedMaker
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
 
@@ -92,7 +99,7 @@ def look_up(
     limits = context.defaults.limits_memory and may_save(context)
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
-        where = (analysis, leading, estimates, context.environment)
+        where = (costs, leading, estimates, context.environment)
         return explore(
             estimates,
             WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
@@ -117,6 +124,31 @@ def look_up(
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker
+
+
+def tuning_jobs(
+    analysis: Analysis, classics: Mapping[str, Choice], environment: Parts
+) -> list[Job]:
+    """What holds nearly every kernel of a program: one of each kind of segment.
+
+    In each way in which the classics shard the blocks. The largest come first, so that
+    those that tune several at once end together.
+    """
+    ways = {choice.blocks: (name, choice) for name, choice in classics.items()}
+    segments = analysis.segments
+    largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
+    return [
+        segment_job(
+            analysis.frame,
+            segments,
+            index,
+            segment_candidate(analysis, index, choice),
+            environment,
+            f"{name}, segment {segments[index].kind}",
+        )
+        for index in largest
+        for name, choice in ways.values()
+    ]
 
 
 def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
@@ -72,11 +72,7 @@ def rematerialized(
     """
     [problem, *_] = problems
     found = {}
-    for name, choice in presets.items():
-        picks = picks_of(analysis, problem, choice)
-        if picks is None:
-            continue
-        taken = dict(zip(problem.kinds, picks, strict=True))
+    for name, taken in _taken(analysis, problem, presets):
         kept = [
             [
                 place
@@ -95,6 +91,15 @@ def rematerialized(
     return found
 
 
+def _taken(
+    analysis: Analysis, problem: Problem, presets: Mapping[str, Choice]
+) -> Iterator[tuple[str, Mapping[int, int]]]:
+    """Presets of which all is an option: by name, for each kind its last segment's."""
+    for name, choice in presets.items():
+        if (picks := picks_of(analysis, problem, choice)) is not None:
+            yield name, dict(zip(problem.kinds, picks, strict=True))
+
+
 def planned_around(
     analysis: Analysis, problem: Problem, presets: Mapping[str, Choice]
 ) -> dict[str, Choice]:
@@ -110,11 +115,7 @@ def planned_around(
     """
     counts = Counter(problem.kinds)
     found = {}
-    for name, choice in presets.items():
-        picks = picks_of(analysis, problem, choice)
-        if picks is None:
-            continue
-        taken = dict(zip(problem.kinds, picks, strict=True))
+    for name, taken in _taken(analysis, problem, presets):
         kept = [
             [taken[kind]] if counts[kind] > 1 else [*range(len(options))]
             for kind, options in enumerate(problem.options)

@@ -21,9 +21,7 @@ from cfp.context import PlanContext
 from cfp.profiling.key import Parts
 from cfp.race.cache import keep_answer
 from cfp.race.candidates import candidates_of
-from cfp.race.enough import (
-    Admitted,
-)
+from cfp.race.enough import Admitted
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,

@@ -8,7 +8,7 @@ unless they are estimated to take far longer than the best of all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,22 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     kernel = dict(choice.kernels).get(index, "")
     remat = index in choice.remat
     return Candidate(strategies, storage, remat=remat, kernel=kernel)
+
+
+def preset_parts(
+    analysis: Analysis, choices: Iterable[Choice]
+) -> list[dict[tuple, Candidate]]:
+    """For each kind of segment the parts of choices that concern it, by key.
+
+    Equal segments may differ in a preset: the last layer hands over to something else
+    than to a layer.
+    """
+    found: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
+    for choice in choices:
+        for segment in analysis.segments:
+            member = segment_candidate(analysis, segment.index, choice)
+            found[segment.kind].setdefault(member.key, member)
+    return found
 
 
 def storage_modes(estimate: SegmentEstimate) -> list[Storage]:

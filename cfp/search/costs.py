@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,21 +10,19 @@ from itertools import pairwise
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
 from cfp.attention.matching.matches import among, way_of
-from cfp.errors import DeviceError
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
-from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import segment_candidate
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
     can_recompute,
     segment_bytes,
+    segment_layout,
 )
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.terms import Terms
 from cfp.search.transitions import TransitionCosts, between, handover_ms
-from cfp.search.wanted import Wanted, layout_of
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
@@ -146,7 +144,9 @@ class Costs:
     def _layout(self, index: int, candidate: Candidate) -> Layout:
         key = (index, *candidate.key[:2])
         if key not in self._layouts:
-            self._layouts[key] = layout_of(self.analysis, index, candidate)
+            self._layouts[key] = segment_layout(
+                self.analysis.frame, self.analysis.segments, index, candidate
+            )
         return self._layouts[key]
 
     @cached_property
@@ -215,50 +215,3 @@ def _far_ms(
         for a, b in costs.distant
     }
     return {pair: rows for pair, rows in found.items() if any(map(any, rows))}
-
-
-def measured_options(
-    costs: Costs,
-    wanted: Iterable[Wanted],
-    records: Mapping[str, ProfileRecord],
-    alone: bool = False,
-) -> list[list[Option]]:
-    """For each kind of segment the candidates that were measured.
-
-    Args:
-        costs: of the program's segments.
-        wanted: what was to be measured.
-        records: what was measured.
-        alone: take what segments take alone for what they cost.
-
-    Raises:
-        DeviceError: no candidate of some segment could be measured.
-    """
-    options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
-    reasons: dict[int, str] = {}
-    for item in wanted:
-        if not item.is_known(records):
-            continue
-        failed = item.failure(records)
-        if failed is not None:
-            reasons[item.kind] = f"{failed.status}: {failed.reason}"
-            continue
-        least = costs.least_bytes(item.kind, item.candidate)
-        residual = item.kept_bytes(records, least.residual_bytes)
-        options[item.kind].append(
-            Option(
-                candidate=item.candidate,
-                time_ms=item.alone_ms(records) if alone else item.time_ms(records),
-                state_bytes=least.state_bytes,
-                residual_bytes=residual,
-                temp_bytes=max(0, records[item.job.key.digest].temp_bytes - residual),
-            )
-        )
-    for kind, found in enumerate(options):
-        if not found:
-            raise DeviceError(
-                f"No strategy of segment kind {kind} could be measured "
-                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
-                "use more devices, or a smaller batch."
-            )
-    return options

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.layout import Choice
-from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
+from cfp.search.candidates import Estimates, choose_candidates, preset_parts
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
@@ -128,12 +128,7 @@ def estimate_options(
         budget_bytes: memory of one device, or None.
         kernels: what may compute attentions.
     """
-    analysis = costs.analysis
-    required: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
-    for choice in presets.values():
-        for segment in analysis.segments:
-            member = segment_candidate(analysis, segment.index, choice)
-            required[segment.kind].setdefault(member.key, member)
+    required = preset_parts(costs.analysis, presets.values())
     options = []
     for kind, estimate in enumerate(estimates.kinds):
         own = list(required[kind].values())

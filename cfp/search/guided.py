@@ -22,7 +22,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import Estimates, best_candidates, storage_modes
-from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
@@ -30,9 +30,8 @@ from cfp.search.ilp import leanest
 from cfp.search.kernels import with_kernels
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory
-from cfp.search.wanted import Explored, Wanted, WantedMaker
+from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
 from cfp.settings import (
-    CANDIDATES_IN_SIGHT,
     ROUND_IS_WORTH,
     ROUND_SIZE,
     SAFE_MEMORY_SHARE,
@@ -300,8 +299,8 @@ class _View:
 def _first_unasked(estimate: SegmentEstimate, asked: set[tuple]) -> list[Candidate]:
     """The best by an estimate of what was not asked for yet."""
     ranked = [
-        best_candidates(estimate, mode, CANDIDATES_IN_SIGHT + len(asked))
+        best_candidates(estimate, mode, ROUND_SIZE + len(asked))
         for mode in storage_modes(estimate)
     ]
     merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
-    return list(islice((c for c in merged if c.key not in asked), CANDIDATES_IN_SIGHT))
+    return list(islice((c for c in merged if c.key not in asked), ROUND_SIZE))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout
+from cfp.analysis.layout import Choice
+from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import Estimates, choose_candidates, segment_candidate
+from cfp.search.candidates import (
+    Estimates,
+    choose_candidates,
+    preset_parts,
+    segment_candidate,
+)
+from cfp.search.costs import Costs
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.measure import pair_job, segment_job, segment_layout
+from cfp.search.measure import pair_job, segment_job
 from cfp.search.problem import Candidate, Option
-from cfp.search.transitions import between, handover_ms
 from cfp.settings import LEAST_ADDED_SHARE
 
 
@@ -171,7 +177,7 @@ class WantedMaker:
     """Makes candidates of segments into things to measure.
 
     Args:
-        analysis: the program's analysis.
+        costs: of the program's segments.
         classics: choices whose parts are measured in any case.
         estimates: of every kind of segment.
         environment: what else a profile depends on.
@@ -181,14 +187,15 @@ class WantedMaker:
 
     def __init__(
         self,
-        analysis: Analysis,
+        costs: Costs,
         classics: Mapping[str, Choice],
         estimates: Estimates,
         environment: Parts,
         in_context: bool = True,
         kernels: Kernels | None = None,
     ) -> None:
-        self._analysis = analysis
+        analysis = self._analysis = costs.analysis
+        self._costs = costs
         self._classics = classics
         self._estimates = estimates
         self._environment = environment
@@ -197,16 +204,11 @@ class WantedMaker:
         self._family: dict[tuple[int, tuple], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
-        self._layouts: dict[tuple, Layout] = {}
-        self._required: list[dict[tuple, Candidate]]
-        self._required = [{} for _ in analysis.representatives]
+        self._required = preset_parts(analysis, classics.values())
         for name, choice in classics.items():
-            # Equal segments may differ in a classic: the last layer hands over to
-            # something else than to a layer.
-            for segment in analysis.segments:
-                member = segment_candidate(analysis, segment.index, choice)
-                self._required[segment.kind].setdefault(member.key, member)
-                self._family.setdefault((segment.kind, member.key), name)
+            for kind, parts in enumerate(preset_parts(analysis, [choice])):
+                for key in parts:
+                    self._family.setdefault((kind, key), name)
 
     def first(self, per_kind: int, others: int) -> list[Wanted]:
         """For each kind the parts of the classics, and the best others by estimate.
@@ -272,12 +274,6 @@ class WantedMaker:
             self._jobs[key] = segment_job(*where, index, candidate, *how)
         return self._jobs[key]
 
-    def _layout(self, index: int, candidate: Candidate) -> Layout:
-        key = (index, candidate.key[:2])
-        if key not in self._layouts:
-            self._layouts[key] = layout_of(self._analysis, index, candidate)
-        return self._layouts[key]
-
     def _carrier(
         self, index: int, candidate: Candidate, near: int
     ) -> tuple[Candidate, float]:
@@ -294,15 +290,10 @@ class WantedMaker:
             options = [candidate]
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
-        moves = self._estimates.estimator.terms.moves
-        layout = self._layout(index, candidate)
-        out, back = between(analysis, index, near), between(analysis, near, index)
-        ways = []
-        for option in options:
-            there = self._layout(near, option)
-            ahead_ms = handover_ms(moves, layout, there, out)
-            back_ms = handover_ms(moves, there, layout, back)
-            ways.append((option, ahead_ms + back_ms))
+        ways = [
+            (option, self._costs.handover_ms(index, near, candidate, option))
+            for option in options
+        ]
         return min(ways, key=lambda way: way[1])
 
 
@@ -334,31 +325,6 @@ def computed_again(
     return replace(base, candidate=candidate, pair_job=together, base=base)
 
 
-def tuning_jobs(
-    analysis: Analysis, classics: Mapping[str, Choice], environment: Parts
-) -> list[Job]:
-    """What holds nearly every kernel of a program: one of each kind of segment.
-
-    In each way in which the classics shard the blocks. The largest come first, so that
-    those that tune several at once end together.
-    """
-    ways = {choice.blocks: (name, choice) for name, choice in classics.items()}
-    segments = analysis.segments
-    largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
-    return [
-        segment_job(
-            analysis.frame,
-            segments,
-            index,
-            segment_candidate(analysis, index, choice),
-            environment,
-            f"{name}, segment {segments[index].kind}",
-        )
-        for index in largest
-        for name, choice in ways.values()
-    ]
-
-
 def _neighbour(analysis: Analysis, index: int) -> int | None:
     """The segment that a segment is measured together with: a twin, or any."""
     segments = analysis.segments
@@ -367,5 +333,48 @@ def _neighbour(analysis: Analysis, index: int) -> int | None:
     return (twins or near or [None])[0]
 
 
-def layout_of(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
-    return segment_layout(analysis.frame, analysis.segments, index, candidate)
+def measured_options(
+    costs: Costs,
+    wanted: Iterable[Wanted],
+    records: Mapping[str, ProfileRecord],
+    alone: bool = False,
+) -> list[list[Option]]:
+    """For each kind of segment the candidates that were measured.
+
+    Args:
+        costs: of the program's segments.
+        wanted: what was to be measured.
+        records: what was measured.
+        alone: take what segments take alone for what they cost.
+
+    Raises:
+        DeviceError: no candidate of some segment could be measured.
+    """
+    options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
+    reasons: dict[int, str] = {}
+    for item in wanted:
+        if not item.is_known(records):
+            continue
+        failed = item.failure(records)
+        if failed is not None:
+            reasons[item.kind] = f"{failed.status}: {failed.reason}"
+            continue
+        least = costs.least_bytes(item.kind, item.candidate)
+        residual = item.kept_bytes(records, least.residual_bytes)
+        options[item.kind].append(
+            Option(
+                candidate=item.candidate,
+                time_ms=item.alone_ms(records) if alone else item.time_ms(records),
+                state_bytes=least.state_bytes,
+                residual_bytes=residual,
+                temp_bytes=max(0, records[item.job.key.digest].temp_bytes - residual),
+            )
+        )
+    for kind, found in enumerate(options):
+        if not found:
+            raise DeviceError(
+                f"No strategy of segment kind {kind} could be measured "
+                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
+                "use more devices, or a smaller batch."
+            )
+    return options

@@ -35,6 +35,7 @@ from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.candidates import estimate_kinds, leading_classics
+from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on
@@ -76,9 +77,10 @@ def row(name: str, make: Callable[[], Any]) -> dict[str, Any]:
 
 def _builds_on_gpus(analysis: Any) -> int:
     """Programs that measuring begins with, by the defaults for GPUs."""
-    estimates = estimate_kinds(analysis, Rates.default(SIZES))
+    rates = Rates.default(SIZES)
+    estimates = estimate_kinds(analysis, rates)
     every = leading_classics(analysis, estimates, presets(analysis.frame), 1.6)
-    maker = WantedMaker(analysis, every, estimates, ())
+    maker = WantedMaker(Costs(analysis, rates), every, estimates, ())
     first = maker.first(cfp.PlannerSettings().per_kind, 1)
     return len({job.key.digest for wanted in first for job in wanted.jobs})
 

@@ -49,7 +49,7 @@ def measured(analysis, mesh, folder, monkeypatch):
             rounds.append([job.label for job in jobs])
             return profile(program, mesh, jobs, store, **options)
 
-        monkeypatch.setattr(budgets, "_ROUND", 2)
+        monkeypatch.setattr(budgets, "ROUND_SIZE", 2)
         monkeypatch.setattr(budgets, "profile", asked)
         monkeypatch.setattr(
             budgets, "time", SimpleNamespace(monotonic=lambda: next(clock))

@@ -28,7 +28,7 @@ from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.context import open_context
-from cfp.passes.profile import look_up
+from cfp.passes.profile import look_up, tuning_jobs
 from cfp.profiling import pipeline
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
@@ -36,7 +36,8 @@ from cfp.profiling.tuning import tune_kernels
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.candidates import estimate_kinds
-from cfp.search.wanted import WantedMaker, tuning_jobs
+from cfp.search.costs import Costs
+from cfp.search.wanted import WantedMaker
 
 
 def main() -> None:
@@ -73,11 +74,10 @@ def main() -> None:
         if options.rates_only:
             return
         classics = look_up(context, analysis, rates, measure=False)[0]
-        maker = WantedMaker(
-            analysis, classics, estimate_kinds(analysis, rates), context.environment
-        )
-        effort = context.effort
-        wanted = maker.first(effort.per_kind, effort.at_first)
+        costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
+        maker = WantedMaker(costs, classics, estimates, context.environment)
+        settings = context.settings
+        wanted = maker.first(settings.per_kind, settings.others)
         jobs = [job for item in wanted for job in item.jobs]
         tuning = tuning_jobs(analysis, classics, context.environment)
         begun = time.perf_counter()

@@ -29,10 +29,10 @@ from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.assemble import whole_choice
 from cfp.search.candidates import best_candidates, estimate_kinds
-from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
-from cfp.search.wanted import Wanted, WantedMaker
+from cfp.search.wanted import Wanted, WantedMaker, measured_options
 
 
 def enumerate_pool(
@@ -45,7 +45,7 @@ def enumerate_pool(
     """What guided profiling measured, and all the rest of the pool."""
     estimates = estimate_kinds(analysis, rates)
     maker = WantedMaker(
-        analysis,
+        Costs(analysis, rates),
         presets(analysis.frame),
         estimates,
         context.environment,

@@ -13,12 +13,12 @@ from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import best_candidates, leading_classics
-from cfp.search.costs import Costs, build_problem, measured_options
+from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.guided import explore
 from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Candidate, Option
-from cfp.search.wanted import WantedMaker
+from cfp.search.wanted import WantedMaker, measured_options
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -51,10 +51,11 @@ class Devices(WantedMaker):
 
     def __init__(self, analysis, estimates, noise=0.0, broken=lambda _: False):
         classics = leading_classics(analysis, estimates, presets(analysis.frame))
-        super().__init__(analysis, classics, estimates, (), in_context=False)
+        costs = Costs(analysis, rates_of(SIZES))
+        super().__init__(costs, classics, estimates, (), in_context=False)
         self.analysis = analysis
         self.estimates = estimates
-        self.costs = Costs(analysis, rates_of(SIZES))
+        self.costs = costs
         self.noise = noise
         self.broken = broken
         self.status = "crashed"

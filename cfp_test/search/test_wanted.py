@@ -40,7 +40,8 @@ def analysis(mesh):
 def made(mesh, analysis):
     """A candidate with a neighbour, and the same computed again."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
-    maker = WantedMaker(analysis, presets(analysis.frame), estimates, ())
+    costs = Costs(analysis, Rates.default(mesh))
+    maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
         if base.pair_job and can_recompute(analysis.frame, analysis.segments[index]):
@@ -167,7 +168,8 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
 def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, mesh):
     """What the search adds for a handover is what was subtracted before."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
-    maker = WantedMaker(analysis, presets(analysis.frame), estimates, ())
+    costs = Costs(analysis, Rates.default(mesh))
+    maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
     items = [item for item in maker.first(100, 4) if item.handover_ms]
     assert items
     for item in items:

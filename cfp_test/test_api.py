@@ -591,6 +591,27 @@ def test_donated_memory_is_given_away_once(mesh, cache):
         planned(found)
 
 
+def test_expected_arrays_that_another_step_was_donated(mesh, cache):
+    """Where JAX raises nothing, it ends the process."""
+    weights = {"a": X + 1, "b": X + 2}
+    step = cfp.parallelize(
+        lambda w, x: x @ w["a"].T + (w["b"] @ w["b"].T).sum(),
+        mesh=mesh,
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    step(weights, X)
+    weights = jax.device_put(weights, step.plan.in_shardings[0])
+    expected = [step(weights, X) for _ in range(3)][-1]
+    gone = dict(weights)
+    jax.jit(lambda b: b * 2, donate_argnums=0)(gone["b"])
+    assert gone["b"].is_deleted()
+    with pytest.raises(cfp.PlanMismatch, match="'w/b' is gone"):
+        step(gone, X)
+    again = {"a": X + 1, "b": X + 2}
+    np.testing.assert_allclose(step(again, X), expected, rtol=1e-6)
+
+
 def test_arrays_without_elements(mesh, cache):
     def step(w, z):
         return z @ w, w * 2

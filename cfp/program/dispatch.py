@@ -33,6 +33,11 @@ _Expected = Callable[[], Any]
 
 _is_deleted = methodcaller("is_deleted")
 
+# Given an array that another step was donated, JAX ended the process until 0.11.0, so
+# that each call asks in advance; from 0.11.2 on it raises an error (docs/decisions.md,
+# "A call asks whether an argument's memory is gone only where JAX does not").
+_ASKS_FIRST = jax.__version_info__ < (0, 11, 2)
+
 
 def _nothing() -> None:
     """Stands where no array is expected."""
@@ -160,10 +165,18 @@ class Dispatch:
             changed = {*new, *copied}
             donated = self._step.donated
             kept = frozenset(i for i in there.difference(copied) if not donated[i])
-        # XLA ends the process if it is given an array that is gone.
-        if any(map(_is_deleted, placed)):
-            raise self._gone([*map(_is_deleted, placed)].index(True))
+        if _ASKS_FIRST:
+            self.check_there(placed)
         return Placed(placed, changed, kept, memory)
+
+    def check_there(self, leaves: Sequence[jax.Array]) -> None:
+        """Refuses arguments whose memory is gone.
+
+        Raises:
+            PlanMismatch: an array was deleted, or donated to another step.
+        """
+        if any(map(_is_deleted, leaves)):
+            raise self._gone([*map(_is_deleted, leaves)].index(True))
 
     def remember(self, placed: Placed, results: Sequence[jax.Array]) -> None:
         """Notes what a call returned: no two results share memory."""

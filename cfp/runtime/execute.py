@@ -88,7 +88,12 @@ class CompiledStep:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
         run = self.compiled if self.raced is None else self.raced
-        results = run(*placed.leaves)
+        try:
+            results = run(*placed.leaves)
+        except (RuntimeError, ValueError) as error:
+            if "has been deleted" in str(error):  # JAX does not say which argument.
+                self.dispatch.check_there(placed.leaves)
+            raise
         self.dispatch.remember(placed, results)
         made = tree_unflatten(self.out_tree, results)
         if self.alarm is not None:

@@ -35,8 +35,10 @@ from cfp.search.priced import (
 from cfp.search.problem import Problem, Solution, solution
 
 # How far above the bound to look first, of the bound; and how to go on.
-_FIRST_SLACK = 2e-3
-_MORE_SLACK = 4.0
+_FIRST_SLACK = 2.5e-4
+_MORE_SLACK = 2.0
+# Partial choices that are compared one by one, before those that are left of the rest.
+_FIRST_ROWS = 64
 # Costs that differ by less, of the cost, are the same sum in another order.
 _ROUNDING = 1e-12
 
@@ -120,6 +122,7 @@ class _Chain:
         self._distant = Distant(problem)
         self._free = costs_to_go(problem)
         self._priced = costs_to_go(at_price(problem, price))
+        self._alike = [_alike(problem, place) for place in range(len(problem.kinds))]
 
     def search(self, most_ms: float) -> tuple[list[int] | None, bool]:
         """The cheapest choice that costs no more, and whether that left nothing out."""
@@ -137,7 +140,7 @@ class _Chain:
             if len(good) > MOST_STATES and grown.open.shape[1]:
                 good = good[np.argsort(bound[good], kind="stable")[:MOST_STATES]]
             grown = grown.take(good)
-            now = grown.take(_unbeaten_of_all(grown))
+            now = grown.take(_unbeaten_of_all(grown, self._alike[place][grown.pick]))
             stages.append(now)
         if not len(now.cost_ms):
             return None, is_all
@@ -176,9 +179,29 @@ class _Chain:
         return grown.cost_ms + np.maximum(self._free[place][grown.pick], priced)
 
 
-def _unbeaten_of_all(grown: _Partials) -> np.ndarray:
-    """The rows that no other beats of those that all that follows costs as much for."""
-    numbers = states(grown.pick, grown.open)
+def _alike(problem: Problem, place: int) -> np.ndarray:
+    """A number for each option at a place, equal where the next resharding costs alike.
+
+    Those that differ in storage, or in what is kept, often hand on alike.
+    """
+    kinds = problem.kinds
+    none = np.zeros(len(problem.options[kinds[place]]), int)
+    if place + 1 == len(kinds):
+        return none
+    matrix = problem.edge_ms.get((kinds[place], kinds[place + 1]))
+    if matrix is None:
+        return none
+    return np.unique(np.asarray(matrix, float), axis=0, return_inverse=True)[1].ravel()
+
+
+def _unbeaten_of_all(grown: _Partials, alike: np.ndarray) -> np.ndarray:
+    """The rows that no other beats of those that all that follows costs as much for.
+
+    Args:
+        grown: partial choices.
+        alike: for each, a number for what the next resharding costs.
+    """
+    numbers = states(alike, grown.open)
     order = np.argsort(numbers, kind="stable")
     ends = np.flatnonzero(np.diff(numbers[order])) + 1
     kept = [_unbeaten(grown, rows) for rows in np.split(order, ends)]
@@ -187,21 +210,34 @@ def _unbeaten_of_all(grown: _Partials) -> np.ndarray:
 
 def _unbeaten(grown: _Partials, rows: np.ndarray) -> np.ndarray:
     """Of some rows those that no other beats in everything that counts."""
-    order = np.lexsort((grown.peak[rows], grown.kept[rows], grown.cost_ms[rows]))
+    order = rows[np.lexsort((grown.peak[rows], grown.kept[rows], grown.cost_ms[rows]))]
+    held, peak = grown.kept[order], grown.peak[order]
     kept: list[int] = []
     # Those so far that need least: the more is kept, the lower the peak.
     stairs: list[int] = []
     peaks: list[int] = []
-    for row in rows[order]:
-        held, peak = int(grown.kept[row]), int(grown.peak[row])
-        at = bisect_right(stairs, held)
-        if at and peaks[at - 1] <= peak:
-            continue
-        kept.append(row)
-        if at and stairs[at - 1] == held:
-            at -= 1
-        end = at
-        while end < len(peaks) and peaks[end] >= peak:
-            end += 1
-        stairs[at:end], peaks[at:end] = [held], [peak]
+    start, length = 0, _FIRST_ROWS
+    while start < len(order):
+        # Most rows are beaten by much cheaper ones, which arrays tell at once.
+        some = np.arange(start, min(start + length, len(order)))
+        at = np.searchsorted(stairs, held[some], side="right") - 1
+        lowest = np.array([*peaks, np.iinfo(np.int64).max])[at]
+        for row in some[lowest > peak[some]]:
+            if _climb(stairs, peaks, int(held[row]), int(peak[row])):
+                kept.append(order[row])
+        start, length = start + length, length * 2
     return np.array(kept, np.int64)
+
+
+def _climb(stairs: list[int], peaks: list[int], held: int, peak: int) -> bool:
+    """Adds what no step beats, and takes away the steps that it beats."""
+    at = bisect_right(stairs, held)
+    if at and peaks[at - 1] <= peak:
+        return False
+    if at and stairs[at - 1] == held:
+        at -= 1
+    end = at
+    while end < len(peaks) and peaks[end] >= peak:
+        end += 1
+    stairs[at:end], peaks[at:end] = [held], [peak]
+    return True

@@ -7,7 +7,8 @@ Two loops: training, in which a donated state comes back with each call, and eva
 in which the same weights are passed each time. The steps add one number to each array,
 so that there are no collectives and next to nothing to compute. What is counted is the
 processor time of the calling thread during the call; each call is waited for before the
-next. The steps take turns. The page beside the JSON is made from it.
+next. The steps take turns. The page beside the JSON is made from it, which keeps the
+runs with other versions of JAX.
 """
 
 from __future__ import annotations
@@ -108,7 +109,12 @@ def measured(
 
 
 def page(data: dict[str, Any]) -> str:
-    """The rows as Markdown."""
+    """What was measured, with each version of JAX, as Markdown."""
+    return "\n".join(["# What a call costs on the host", "", *map(_run, data["runs"])])
+
+
+def _run(data: dict[str, Any]) -> str:
+    """The rows of one run."""
     base = {
         (row["loop"], row["leaves"]): median(row["samples_us"])
         for row in data["rows"]
@@ -130,7 +136,7 @@ def page(data: dict[str, Any]) -> str:
     head = "loop | arguments | way | median µs | least µs | of compiled jax.jit"
     return "\n".join(
         [
-            "# What a call costs on the host",
+            f"## jax {data['jax']}",
             "",
             f"{data['devices']}, two shared processor cores, {data['python']}, jax "
             f"{data['jax']}, {data['date']}. Processor time of the calling thread "
@@ -156,17 +162,20 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     device = jax.devices()[0].device_kind
-    data: dict[str, Any] = {
+    run: dict[str, Any] = {
         "python": f"Python {sys.version.split()[0]}",
         "jax": jax.__version__,
         "devices": f"{len(jax.devices())} x {device}",
         "date": time.strftime("%Y-%m-%d"),
         "rows": [],
     }
+    known = json.loads(options.json.read_text()) if options.json.exists() else {}
+    others = [one for one in known.get("runs", ()) if one["jax"] != jax.__version__]
+    data = {"runs": [*others, run]}
     for leaves in map(int, options.leaves.split(",")):
         for fn in (train, evaluate):
             rows = measured(fn, leaves, options.rounds, options.calls)
-            data["rows"] += rows
+            run["rows"] += rows
             options.json.write_text(json.dumps(data) + "\n")
             options.json.with_suffix(".md").write_text(page(data))
             for row in rows:

@@ -5,10 +5,12 @@
 
 On a machine with one H200. `chosen`: GPT and MoE for 4 H200, over NVLink and without
 peer-to-peer access. `ladder`: LLaMA-2-7B, a 70B of the same shape, GPT and MoE for 8,
-64 and 1,024 H200. Each number of devices is planned for in a process of its own. Rows
-are appended to ``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached
-within the seconds is left out. On a CPU virtual devices stand in, to try it out; or,
-with ``--compiled``, JAX's CUDA plugin compiles for H200 that are not here.
+64 and 1,024 H200, on one axis, and GPT and MoE also with an axis of hosts and one of
+eight devices. Each number of devices is planned for in a process of its own. Rows are
+appended to ``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached within
+the seconds is left out, and what is there, or in the page of ``--known``, is not
+planned again. On a CPU virtual devices stand in, to try it out; or, with
+``--compiled``, JAX's CUDA plugin compiles for H200 that are not here.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,8 @@ _SIZES = {8: "8xh200", 64: "8x8xh200", 1024: "128x8xh200"}
 # Of one row, after which the next is begun; and from where on what is left of it is
 # predicted from truncated programs.
 _ROW_SECONDS = 150
+_LADDER_ROW_SECONDS = 75
+_LARGE_ROW_SECONDS = 130
 _CHOSEN_SECONDS = 60
 _LADDER_SECONDS = 20
 
@@ -54,6 +59,7 @@ class Cell:
         target: and its options.
         cluster: for which devices; "P2P off" for four whose curves are those.
         devices: how many they are.
+        hosts: the size of the mesh's first axis, where it has one of hosts; else 0.
     """
 
     part: str
@@ -61,6 +67,21 @@ class Cell:
     target: str
     cluster: str
     devices: int
+    hosts: int = 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes; none where it has one alone."""
+        if not self.hosts:
+            return {}
+        return {"host": self.hosts, "gpu": self.devices // self.hosts}
+
+    @property
+    def row_seconds(self) -> float:
+        """After which the next one is begun."""
+        if self.part == "chosen":
+            return _ROW_SECONDS
+        return _LARGE_ROW_SECONDS if self.name == "70B" else _LADDER_ROW_SECONDS
 
 
 def cells(parts: list[str], tiny: bool) -> list[Cell]:
@@ -82,17 +103,31 @@ def cells(parts: list[str], tiny: bool) -> list[Cell]:
                 how = {"part": "chosen", "name": name, "target": text, "devices": 4}
                 found.append(Cell(**how, cluster=cluster))
     if "ladder" in parts:
-        for devices, cluster in _SIZES.items():
-            for name, target, each in (*_LADDER, *([_LARGE] if devices > 8 else [])):
-                text = target.format(batch=each * devices)
-                how = {"part": "ladder", "name": name, "devices": devices}
-                found.append(Cell(**how, target=text, cluster=cluster))
-        name, target, each = _LARGE  # Does not fit into eight: last.
-        how = {"part": "ladder", "name": name, "devices": 8}
-        found.append(
-            Cell(**how, target=target.format(batch=8 * each), cluster="8xh200")
-        )
+        one_axis = [cell for n in _SIZES for cell in _ladder(n, _LADDER)]
+        hosts = [
+            replace(cell, hosts=n // 8)
+            for n in list(_SIZES)[1:]
+            for cell in _ladder(n, (_LADDER[0], _LADDER[2]))
+        ]
+        both = sorted([*one_axis, *hosts], key=lambda cell: cell.devices)
+        # Does not fit into eight: last.
+        large = [cell for n in (64, 1024, 8) for cell in _ladder(n, (_LARGE,))]
+        found += [*both, *large]
     return found
+
+
+def _ladder(devices: int, models: Sequence[tuple[str, str, int]]) -> list[Cell]:
+    """Plans of some models for as many devices."""
+    return [
+        Cell(
+            part="ladder",
+            name=name,
+            target=target.format(batch=each * devices),
+            cluster=_SIZES[devices],
+            devices=devices,
+        )
+        for name, target, each in models
+    ]
 
 
 def description(cluster: str, folder: Path) -> str:
@@ -120,7 +155,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     seconds = _CHOSEN_SECONDS if cell.part == "chosen" else _LADDER_SECONDS
     seconds = options.seconds if options.compiled else seconds
     folder = options.out
-    mesh = described(description(cell.cluster, folder))
+    mesh = described(description(cell.cluster, folder), **cell.axes)
     if options.compiled:
         mesh = mesh.by_compiler()
     elif not options.estimated:
@@ -223,9 +258,9 @@ def child(options: argparse.Namespace) -> None:
         left = options.end - time.time()
         if left < 15:
             break
-        longest = left if options.compiled else min(left, _ROW_SECONDS)
+        longest = left if options.compiled else min(left, cell.row_seconds)
         faulthandler.dump_traceback_later(longest, exit=True)
-        print(f"{cell.name} for {cell.cluster}", flush=True)
+        print(f"{cell.name} for {cell.cluster} {cell.axes or ''}", flush=True)
         try:
             row = planned(cell, options)
         except Exception as error:  # A row of its own, and the others go on.
@@ -251,6 +286,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--estimated", action="store_true", help="nothing compiles")
     parser.add_argument("--sizes", help="of the ladder, such as 64,1024")
+    parser.add_argument("--known", type=Path, help="JSON of a page with rows")
     parser.add_argument("--compiled", action="store_true", help="without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
@@ -260,14 +296,19 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.time() + options.seconds
-    known = [[row[name] for name in ("target", "cluster")] for row in rows(options.out)]
+    known = rows(options.out)
+    if options.known:
+        page = json.loads(options.known.read_text())["rows"]
+        known += [row for row in page if row["rung"] == "one device"]
+    done = {(row["target"], row["cluster"], row.get("hosts", 0)) for row in known}
     wanted = cells(options.parts.split(","), options.tiny)
-    wanted = [one for one in wanted if [one.target, one.cluster] not in known]
+    wanted = [one for one in wanted if (one.target, one.cluster, one.hosts) not in done]
     if options.sizes:
         sizes = set(map(int, options.sizes.split(",")))
         wanted = [one for one in wanted if one.devices in sizes]
     while wanted and time.time() < end:
-        now = [one for one in wanted if one.devices == wanted[0].devices]
+        other = (i for i, c in enumerate(wanted) if c.devices != wanted[0].devices)
+        now = wanted[: next(other, len(wanted))]
         before = len(rows(options.out))
         told = json.dumps([asdict(one) for one in now])
         words = [sys.executable, "-m", "cfp_test.bench.planned_on_one"]

@@ -65,6 +65,42 @@ def test_solvers_agree_with_the_oracle_many_times(problem):
     check_solvers(problem)
 
 
+def twins(problem, slower_ms):
+    """Beside each option one that hands on alike, slower, and keeps nothing."""
+    options = tuple(
+        tuple(
+            twin
+            for one in several
+            for twin in (
+                one,
+                replace(one, time_ms=one.time_ms + slower_ms, residual_bytes=0),
+            )
+        )
+        for several in problem.options
+    )
+
+    def doubled(matrices):
+        return {
+            places: [[ms for ms in row for _ in "ab"] for row in matrix for _ in "ab"]
+            for places, matrix in matrices.items()
+        }
+
+    edges, far = doubled(problem.edge_ms), doubled(problem.far_ms)
+    return replace(problem, options=options, edge_ms=edges, far_ms=far)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(budgets=st.integers(1, 60)), st.sampled_from([0.0, 0.5, 30.0]))
+def test_solvers_agree_where_options_hand_on_alike(problem, slower_ms):
+    """As with segments that rematerialize: what they keep still tells them apart."""
+    double = twins(problem, slower_ms)
+    found, other = solve_ilp(double), solve_dynamically(double)
+    assert (found is None) == (other is None)
+    if found is not None and other is not None:
+        assert double.fits(other.picks)
+        assert other.cost_ms == pytest.approx(found.cost_ms, rel=1e-6)
+
+
 @settings(max_examples=30, deadline=None)
 @given(problems(), st.integers(6, 40))
 def test_solvers_agree_on_deep_programs(problem, depth):

@@ -77,6 +77,7 @@ def plan(
     per_kind: o.PerKind = _PER_KIND,
     others: o.Others = _OTHERS,
     attention: o.Attention = None,
+    cross_entropy: o.CrossEntropy = None,
     time_budget: o.TimeBudget = None,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

@@ -130,6 +130,16 @@ Attention = Annotated[
         show_default=False,
     ),
 ]
+CrossEntropy = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PARTS",
+        help="Over so many parts of the vocabulary the step's cross-entropies may be "
+        "computed, so that logits are never held whole, such as 8. By default they are "
+        "left as they are written.",
+        show_default=False,
+    ),
+]
 Others = Annotated[
     int,
     typer.Option(
@@ -307,6 +317,8 @@ def settings(
     if given.get("attention") is not None:
         names = [name for name in given["attention"].split(",") if name != "none"]
         made = replace(made, attention=tuple(names))
+    if given.get("cross_entropy") is not None:
+        made = replace(made, cross_entropy=given["cross_entropy"])
     if given.get("whole_race"):
         made = replace(made, repeats=None)
     if "run_timeout" in given:

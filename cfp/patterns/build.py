@@ -80,6 +80,20 @@ def is_chunked(name: str) -> bool:
     return name.startswith(PREFIX) and number.isdecimal() and 1 < int(number) < 10_000
 
 
+def joined(attention: str, parts: str) -> str:
+    """What computes both attentions and cross-entropies of a segment."""
+    return f"{attention}+{parts}"
+
+
+def split(kernel: str) -> tuple[str, str]:
+    """What computes the attentions of a segment, and what its cross-entropies.
+
+    Each is empty where they are left as they are written.
+    """
+    first, _, last = kernel.rpartition("+")
+    return (first, last) if is_chunked(last) else (kernel, "")
+
+
 def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:
     """What a layout spreads; None if it spreads the hidden dim, or says nothing."""
     op = layout.frame.program.ops[found.contraction]

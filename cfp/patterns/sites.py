@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import PREFIX, build, is_chunked, spread_of
@@ -82,3 +83,26 @@ def in_parts(
         if spread is not None:
             made.append(build(program, one, chunks, spread, dict(layout.frame.mesh)))
     return tuple(one for one in made if one is not None)
+
+
+def no_longer_made(program: Program, replaced: Iterable[Replacement]) -> set[int]:
+    """What is as large as the logits and made of them, in what is replaced.
+
+    Everything that reads the logits is known, or they are left alone: see
+    `cfp.patterns.cross_entropy`. Contractions with them are made in parts.
+    """
+    found: set[int] = set()
+    for one in replaced:
+        stack = [*program.ops[one.op].results]
+        size = prod(program.values[stack[0]].shape)
+        while stack:
+            found.add(value := stack.pop())
+            for user, _ in program.users[value]:
+                op = program.ops[user]
+                if op.kind != "dot_general":
+                    stack += [
+                        v
+                        for v in op.results
+                        if v not in found and prod(program.values[v].shape) == size
+                    ]
+    return found

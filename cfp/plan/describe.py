@@ -12,7 +12,7 @@ from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import NONE, Spec, Strategy
-from cfp.patterns.build import is_chunked
+from cfp.patterns.build import split
 from cfp.plan.parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
@@ -26,7 +26,8 @@ _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 def kernel_text(kernel: str) -> str:
     """A segment's kernel in words; that of a cross-entropy says so itself."""
-    return kernel if is_chunked(kernel) else f"{kernel}{ATTENTION}"
+    attention, parts = split(kernel)
+    return f"{kernel}{ATTENTION}" if attention else parts
 
 
 def plan_rows(

@@ -16,7 +16,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
 from cfp.attention.matching.matches import is_kernel
 from cfp.context import PlanContext
-from cfp.patterns.build import is_chunked
+from cfp.patterns.build import split
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
@@ -184,8 +184,13 @@ def _read(
         and all(type(place) is int for place in remat)
         and all(place in range(len(analysis.segments)) for place in remat)
         and all(place in range(len(analysis.segments)) for place, _ in kernels)
-        and all(is_kernel(name) or is_chunked(name) for _, name in kernels)
+        and all(_is_known(name) for _, name in kernels)
         and refused_option(told) is None
     ):
         return Choice(blocks, storage, remat, kernels), level, told
     return None
+
+
+def _is_known(kernel: str) -> bool:
+    attention, parts = split(kernel)
+    return is_kernel(attention) if attention else bool(parts)

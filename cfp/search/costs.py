@@ -10,6 +10,8 @@ from itertools import pairwise
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
 from cfp.attention.matching.matches import among, way_of
+from cfp.patterns.build import split
+from cfp.patterns.sites import in_parts
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.search.candidates import segment_candidate
@@ -77,15 +79,22 @@ class Costs:
         return self._least[key]
 
     def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
-        """What a candidate's kernel should save, less what it takes."""
+        """What a candidate's kernel should save, less what it takes.
+
+        Over parts of the vocabulary a cross-entropy makes its logits twice.
+        """
         if not candidate.kernel:
             return 0.0
         program = self.analysis.frame.program
         index = self.analysis.representatives[kind]
+        ops = self.analysis.segments[index].ops
         layout, terms = self._layout(index, candidate), self._terms
+        attention, parts = split(candidate.kernel)
         saved = 0.0
-        for match in among(program, self.analysis.segments[index].ops):
-            if isinstance(way_of(program, match, candidate.kernel, layout.axes), str):
+        for one in in_parts(layout, ops, parts):
+            saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]
+        for match in among(program, ops) if attention else ():
+            if isinstance(way_of(program, match, attention, layout.axes), str):
                 continue
             times = [
                 terms.compute_ms(program.ops[op], layout.axes[op])
@@ -94,7 +103,7 @@ class Costs:
             ]
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
-            share = KERNEL_SHARE_OF_MATMUL[candidate.kernel.partition(" ")[0]]
+            share = KERNEL_SHARE_OF_MATMUL[attention.partition(" ")[0]]
             saved += others + products - products / share
         return saved
 

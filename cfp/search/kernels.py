@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cfp.analysis.analyze import Analysis
 from cfp.attention.matching.graft import refused
 from cfp.attention.matching.matches import Match, among, way_of
-from cfp.patterns.build import name_of
+from cfp.patterns.build import joined, name_of
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
 from cfp.search.measure import segment_layout
@@ -50,17 +50,17 @@ class Kernels:
         if not matches and not losses:
             return []
         layout = segment_layout(analysis.frame, analysis.segments, index, candidate)
-        found = []
         name = name_of(self.parts)
-        if losses and in_parts(layout, ops, name):
-            found.append(replace(candidate, kernel=name))
+        parts = [name] if losses and in_parts(layout, ops, name) else []
+        kernels = []
         for spread in ("", " ring"):
-            for name in self.names:
-                kernel = name + spread
+            for kernel in (name + spread for name in self.names):
                 if any(self._can(match, kernel, layout.axes) for match in matches):
-                    found.append(replace(candidate, kernel=kernel))
+                    kernels.append(kernel)
                     break
-        return found
+        both = [joined(kernel, part) for kernel in kernels for part in parts]
+        every = (*parts, *kernels, *both)
+        return [replace(candidate, kernel=kernel) for kernel in every]
 
     def _can(
         self,

@@ -15,7 +15,8 @@ from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
-from cfp.patterns.sites import in_parts
+from cfp.patterns.build import split
+from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -69,11 +70,12 @@ def _replaced(
     program = layout.frame.program
     found: list[Replacement] = []
     for index, kernel in kernels.items():
-        for match in among(program, segments[index].ops) if kernel else ():
-            way = way_of(program, match, kernel, layout.axes)
+        attention, parts = split(kernel)
+        for match in among(program, segments[index].ops) if attention else ():
+            way = way_of(program, match, attention, layout.axes)
             if isinstance(way, Way):
                 found += replacements(program, match, way)
-        found += in_parts(layout, segments[index].ops, kernel)
+        found += in_parts(layout, segments[index].ops, parts)
     return tuple(found)
 
 
@@ -332,8 +334,10 @@ def segment_bytes(
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
     held = held_values(frame, segment, remat)
-    for match in among(frame.program, segment.ops) if kernel else ():
-        if isinstance(way_of(frame.program, match, kernel, layout.axes), Way):
+    attention, parts = split(kernel)
+    held -= no_longer_made(frame.program, in_parts(layout, segment.ops, parts))
+    for match in among(frame.program, segment.ops) if attention else ():
+        if isinstance(way_of(frame.program, match, attention, layout.axes), Way):
             held -= {v for op in match.between for v in frame.program.ops[op].results}
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)

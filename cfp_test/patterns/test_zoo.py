@@ -48,26 +48,31 @@ def planned(case, kernel):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "kernel", "attentions"),
     [
-        ("gpt", {}),
-        ("gpt", {"microbatches": 2}),
-        ("llama", {"scan": True}),
-        ("moe", {}),
-        ("bert", {"remat": True}),
+        ("gpt", {}, "vocabulary/4", 0),
+        ("gpt", {"microbatches": 2}, "vocabulary/4", 0),
+        ("llama", {"scan": True}, "vocabulary/4", 0),
+        ("moe", {}, "vocabulary/4", 0),
+        ("bert", {"remat": True}, "vocabulary/4", 0),
+        ("gpt", {}, "chunked+vocabulary/4", 2),
+        ("gpt", {"layers": 1}, "chunked+vocabulary/4", 1),
     ],
 )
-def test_loss_and_state_are_the_untouched_steps(name, options):
+def test_loss_and_state_are_the_untouched_steps(name, options, kernel, attentions):
     case = case_of(name, **options)
     program = case.frame.program
-    told, layout = planned(case, "vocabulary/4")
-    [one] = told.replaced
+    told, layout = planned(case, kernel)
+    names = [one.name for one in told.replaced]
+    assert names.count("cross-entropy") == 1
+    assert len({o.op for o in told.replaced if o.name == "attention"}) == attentions
     # As a plan's file has it, and found again.
-    recorded = dataclasses.replace(
-        one, stages=(), functions=Recorded(one.functions.how)
+    recorded = tuple(
+        dataclasses.replace(one, stages=(), functions=Recorded(one.functions.how))
+        for one in told.replaced
     )
-    again = dataclasses.replace(told, replaced=(recorded,))
-    assert resolved(program, case.mesh, again).replaced == (one,)
+    again = dataclasses.replace(told, replaced=recorded)
+    assert resolved(program, case.mesh, again).replaced == told.replaced
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
     constrain(lowering.module, program, case.mesh, told)

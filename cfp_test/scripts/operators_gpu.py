@@ -220,7 +220,7 @@ class Run:
             return
         self.rows += [row for row in rows if row.state not in (b.NO_TIME, b.ABSENT)]
         found = json.loads(file.read_text())["injection"]
-        self.injected += [one for one in found if "verdict" in one]
+        self.injected += [one for one in found if one.get("right")]
 
     def measure(self, operators, shapes, available) -> None:
         """Measures operators at some shapes."""

@@ -12,7 +12,7 @@ from cfp.plan.figures import (
 )
 from cfp.plan.plan import Plan
 from cfp.printable import printable
-from cfp_test.report.test_tables import RACE, make_plan, row
+from cfp_test.report.plans import RACE, make_plan, row
 
 KIB = 2**10
 HARMFUL = (

@@ -8,7 +8,7 @@ from cfp.page.page import page_html
 from cfp.report.differing import diff_text
 from cfp.report.told import explain_text
 from cfp_test.cli_runner import run_batch
-from cfp_test.profiling.test_hlo_sites import OLD
+from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.reported import DEEP, HOSTILE
 
 

@@ -25,7 +25,7 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
 from cfp.search.problem import Solution
 from cfp_test.checking import make_mesh
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 SIZES = (("x", 4),)
 STEP, ARGS = stack_step()

@@ -389,3 +389,22 @@ def test_model_word_rule(text, words):
     found = model_word_breaches({"api.py": text + "\n"})
     assert [breach.split(": ")[1] for breach in found] == words
     assert model_word_breaches({"models/a.py": text + "\n"}) == []
+
+
+def test_a_test_imports_from_no_other_test():
+    """What several need is a module without `test_`: CONTRIBUTING.md."""
+    found = []
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            found += [
+                (path.name, name)
+                for name in names
+                if re.fullmatch(r"cfp_test\.(\w+\.)*test_\w+", name)
+            ]
+    assert not found

@@ -35,7 +35,7 @@ from cfp.search.guided import explore
 from cfp.settings import ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp_test.injected import inject_times
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 STEP, ARGS = stack_step()
 PRESETS = cfp.PRESETS

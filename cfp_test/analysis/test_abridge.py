@@ -21,27 +21,23 @@ from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
-from cfp.program.trace import planning_mesh, trace
 from cfp.search.measure import can_recompute, whole_job
 from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
+from cfp_test.analysis.stacks import (
+    ADAM,
+    BATCH,
+    KEPT,
+    WIDTH,
+    analysed,
+    plain,
+    stack_of,
+    trained,
+)
 from cfp_test.models.tiny import TINY
 
-WIDTH, BATCH = 8, 4
-KEPT = 4
 NUMBER = re.compile(r"\d+")
 LAYER = re.compile(r"[Ll]ayers?[_/]\d+")
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    return planning_mesh(mesh)
-
-
-def analysed(step, args, mesh):
-    program, _ = trace(step if args is None else flatten_step(step, args, {}), mesh)
-    return analyze(program, tuple(mesh.shape.items()))
 
 
 def model(name, layers, mesh):
@@ -51,13 +47,6 @@ def model(name, layers, mesh):
 
 
 # ------------------------------------------------------------- small models of one file
-
-
-def plain(params, x):
-    for name in sorted(params["layers"], key=lambda name: int(name)):
-        layer = params["layers"][name]
-        x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
-    return jnp.mean((x @ params["head"]) ** 2)
 
 
 def with_side_losses(params, x):
@@ -154,30 +143,6 @@ def with_all_outputs(params, x):
     return jnp.mean((jnp.stack(made).prod(axis=0) @ params["head"]) ** 2)
 
 
-def trained(loss, params, optimizer):
-    def step(state, x):
-        params, memory = state
-        value, gradients = jax.value_and_grad(loss)(params, x)
-        updates, memory = optimizer.update(gradients, memory, params)
-        return (optax.apply_updates(params, updates), memory), value
-
-    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
-
-
-def stack_of(loss, layers, optimizer):
-    layer = {
-        "up": jnp.ones((WIDTH, 2 * WIDTH)),
-        "bias": jnp.ones(2 * WIDTH),
-        "down": jnp.ones((2 * WIDTH, WIDTH)),
-    }
-    params = {
-        "layers": {str(i): layer for i in range(layers)},
-        "head": jnp.ones((WIDTH, WIDTH)),
-        "shared": jnp.ones(WIDTH),
-    }
-    return trained(loss, params, optimizer)
-
-
 def linen_stack(layers):
     """Layers of flax's older kind, dropout included, computed again."""
 
@@ -230,7 +195,6 @@ def nnx_stack(layers):
 
 
 WEIGHT = r"state/0/layers/\d+/up"
-ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2))
 
 

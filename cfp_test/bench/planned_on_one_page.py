@@ -46,7 +46,9 @@ def page(data: Mapping[str, Any]) -> str:
     rows = [row for row in data["rows"] if "failure" not in row]
     chosen = [row for row in rows if row["part"] == "chosen"]
     ladder = [row for row in rows if row["part"] == "ladder"]
-    ladder.sort(key=lambda row: (row["name"], row["devices"], row["rung"]))
+    ladder.sort(
+        key=lambda r: (r["name"], r.get("hosts", 0) > 0, r["devices"], r["rung"])
+    )
     lines = [
         *_table("chosen", [_chosen(row) for row in chosen]),
         "*Its prediction*: what one device says of the best recorded program. "
@@ -111,8 +113,9 @@ def _predicted(row: Mapping[str, Any]) -> list[list[str]]:
 
 def _ladder(row: Mapping[str, Any]) -> list[str]:
     seconds = row["seconds"]
+    hosts = row.get("hosts")
     return [
-        row["name"],
+        row["name"] + (f", {hosts} hosts x 8" if hosts else ""),
         f"{row['devices']:,}",
         row["rung"],
         row["winner"],

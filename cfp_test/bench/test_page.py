@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
+from cfp_test.bench.made_rows import ROWS, made
 from cfp_test.bench.page import page
-from cfp_test.bench.test_rows import ROWS, made
 from cfp_test.cli_runner import environment
 from cfp_test.waiting import GUARD_SECONDS
 

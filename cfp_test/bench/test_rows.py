@@ -2,33 +2,15 @@
 
 import pytest
 
+from cfp_test.bench.made_rows import ROWS, made, row
 from cfp_test.bench.rows import (
-    Row,
     best,
     changes,
-    configuration,
     pays_after,
     pytorch_rows,
     ratios,
     rows_of,
 )
-
-
-def row(name, group, *samples, status="ok", **more):
-    return Row(
-        name=name, group=group, mesh="x=4", status=status, samples_ms=samples, **more
-    )
-
-
-ROWS = [
-    row("planned", "planned", 8.0, 10.0, 9.0),
-    row("planned on x=2,y=2", "planned", 12.0),
-    row("fsdp", "handwritten", 10.0),
-    row("tp", "handwritten", 20.0),
-    row("wrong", "handwritten", status="wrong", reason="off by 1"),
-    row("cost model", "cost_model", 18.0),
-    row("preset zero1", "preset", 8.0),
-]
 
 
 def test_best_of_a_group_is_the_fastest_that_ran():
@@ -50,19 +32,6 @@ def test_planning_is_paid_for_by_what_steps_save():
     # One millisecond a step against a person, nine against the model.
     found = pays_after(ROWS, planning_seconds=9.0)
     assert found == {"handwritten": 9000, "cost_model": 1000, "preset": None}
-
-
-def made(rows, name="gpt, 4 layers"):
-    return configuration(
-        name=name,
-        model="gpt",
-        options={"layers": 4, "batch": 24},
-        devices=4,
-        rows=rows,
-        planning={"x=4": {"planning_seconds": 9.0}, "x=2,y=2": {"planning_seconds": 1}},
-        comparison=[],
-        tflop=59.4,
-    )
 
 
 def test_rows_survive_json():

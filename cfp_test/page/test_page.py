@@ -14,7 +14,7 @@ from cfp.page.tensors import drawn_dims, tensor_drawing
 from cfp.plan.plan import Plan
 from cfp.plan.text import best_variants
 from cfp.printable import printable
-from cfp_test.report.test_tables import as_data, make_plan
+from cfp_test.report.plans import as_data, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 
 VOID = {"meta", "link", "br", "img"}

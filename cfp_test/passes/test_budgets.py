@@ -12,7 +12,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 
 @pytest.fixture(scope="module")

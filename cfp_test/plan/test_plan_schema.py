@@ -8,7 +8,7 @@ import pytest
 
 import cfp
 from cfp.plan.plan import FORMAT
-from cfp_test.report.test_tables import as_data, layers, make_plan
+from cfp_test.report.plans import as_data, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 
 SCHEMA = json.loads((Path(cfp.__file__).parent / "plan.schema.json").read_text())

@@ -13,7 +13,7 @@ from cfp.plan.parts import PlanRow
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.tables import plan_text
-from cfp_test.report.test_tables import RACE, layers, make_plan, row
+from cfp_test.report.plans import RACE, layers, make_plan, row
 
 
 @pytest.mark.smoke

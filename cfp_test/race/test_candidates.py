@@ -24,7 +24,7 @@ from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Candidate
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0
 

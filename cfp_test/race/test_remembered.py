@@ -19,7 +19,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race.remembered import remembered
 from cfp.search.measure import whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 STEP, ARGS = stack_step()
 HERE = (("device", "some"),)

@@ -17,7 +17,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.measure import can_recompute, whole_job
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from cfp.race.truncated import truncate
 from cfp.search.candidates import segment_candidate
 from cfp.search.costs import fixed_bytes
 from cfp.search.problem import Option, Problem
-from cfp_test.analysis.test_abridge import ADAM, KEPT, analysed, plain, stack_of
+from cfp_test.analysis.stacks import ADAM, KEPT, analysed, plain, stack_of
 
 LAYERS = 20
 

@@ -7,7 +7,7 @@ import pytest
 from cfp.errors import CfpError
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.told import WIDTH, explain_data, explain_text
-from cfp_test.report.test_tables import layers, make_plan
+from cfp_test.report.plans import layers, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
 

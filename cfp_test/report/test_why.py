@@ -10,7 +10,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.why import find_misses, why_data, why_lines
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 FOLLOWS = "worth measuring follows from what these take"
 

@@ -18,7 +18,7 @@ from cfp.search.candidates import estimate_kinds
 from cfp.search.costs import Costs
 from cfp.search.measure import can_recompute, whole_job
 from cfp.search.wanted import WantedMaker, computed_again
-from cfp_test.program.test_recompute import stack_step
+from cfp_test.program.stacks import stack_step
 
 MS = {"alone": 10.0, "carrier": 9.0, "pair": 17.0}
 BYTES = {"alone": 400, "carrier": 300, "pair": 700}

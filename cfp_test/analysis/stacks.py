@@ -1,0 +1,60 @@
+"""Stacks of layers to leave repeats out of."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+
+WIDTH, BATCH = 8, 4
+
+
+KEPT = 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return planning_mesh(mesh)
+
+
+def analysed(step, args, mesh):
+    program, _ = trace(step if args is None else flatten_step(step, args, {}), mesh)
+    return analyze(program, tuple(mesh.shape.items()))
+
+
+def plain(params, x):
+    for name in sorted(params["layers"], key=lambda name: int(name)):
+        layer = params["layers"][name]
+        x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def trained(loss, params, optimizer):
+    def step(state, x):
+        params, memory = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return (optax.apply_updates(params, updates), memory), value
+
+    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
+
+
+def stack_of(loss, layers, optimizer):
+    layer = {
+        "up": jnp.ones((WIDTH, 2 * WIDTH)),
+        "bias": jnp.ones(2 * WIDTH),
+        "down": jnp.ones((2 * WIDTH, WIDTH)),
+    }
+    params = {
+        "layers": {str(i): layer for i in range(layers)},
+        "head": jnp.ones((WIDTH, WIDTH)),
+        "shared": jnp.ones(WIDTH),
+    }
+    return trained(loss, params, optimizer)
+
+
+ADAM = optax.adam(1e-2)

@@ -1,0 +1,115 @@
+"""Plans that compute cross-entropies over parts of the vocabulary, end to end."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.cli.options import settings
+from cfp.models.registry import build, initialise
+from cfp.presets.classics import presets
+from cfp.search.candidates import segment_candidate
+from cfp.search.kernels import Kernels
+from cfp.search.measure import segment_bytes, segment_layout
+from cfp_test.checking import prepare
+from cfp_test.models.tiny import TINY
+
+WORDS = 2048
+
+
+def step(params, batch):
+    def loss(params):
+        hidden = jnp.tanh(batch["x"] @ params["in"])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            hidden @ params["head"], batch["labels"]
+        ).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "in": jax.random.normal(keys[0], (16, 16)),
+        "head": jax.random.normal(keys[1], (16, WORDS)),
+    }
+    labels = jax.random.randint(keys[2], (64, 16), 0, WORDS)
+    return params, {"x": jax.random.normal(keys[3], (64, 16, 16)), "labels": labels}
+
+
+def test_where_memory_is_short_it_is_planned_raced_saved_loaded_and_applied(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, batch = arguments()
+
+    def planned(**how):
+        return cfp.plan(
+            step,
+            params,
+            batch,
+            mesh=mesh,
+            memory_budget="1.6MB",  # Of the logits alone a device has 2 MiB.
+            cache_dir=tmp_path / "cache",
+            settings=cfp.PlannerSettings(**how),
+        )
+
+    with pytest.raises(cfp.MemoryBudgetError):
+        planned()
+    plan = planned(cross_entropy=8)
+    [one] = json.loads(plan.to_json())["replaced"]
+    assert (one["name"], one["how"][0]) == ("cross-entropy", "vocabulary/8")
+    assert plan.peak_bytes is not None and plan.peak_bytes < 1_600_000
+    assert any(row.name == plan.winner and row.samples_ms for row in plan.race)
+    plan.save(tmp_path / "plan.json")
+    applied = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).apply(step)
+    for found, right in zip(
+        jax.tree.leaves(applied(params, batch)),
+        jax.tree.leaves(step(params, batch)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, right, rtol=2e-4, atol=2e-5)
+
+
+def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
+    options = {**TINY["gpt"], "layers": 1}
+
+    def make():
+        init, batch = initialise("gpt", **options)
+        state = init(jax.random.key(0))
+        return build("gpt", **options)[0], (state, batch(jax.random.key(1)))
+
+    program = prepare("gpt", make, (("x", 4),)).frame.program
+    analysis = analyze(program, (("x", 4),))
+    frame, segments = analysis.frame, analysis.segments
+    choice = presets(frame)["data_parallel"]
+    kernels = Kernels(analysis=analysis, names=("chunked",), parts=4)
+    held = {}
+    for kind, index in enumerate(analysis.representatives):
+        plain = segment_candidate(analysis, index, choice)
+        layout = segment_layout(frame, segments, index, plain)
+        own = {
+            one.kernel: segment_bytes(
+                frame, segments[index], layout, kernel=one.kernel
+            ).residual_bytes
+            for one in (plain, *kernels.variants(kind, plain))
+        }
+        if "chunked+vocabulary/4" in own:
+            held = own
+    assert set(held) == {"", "chunked", "vocabulary/4", "chunked+vocabulary/4"}
+    less = [held[""] - held[name] for name in ("chunked", "vocabulary/4")]
+    assert min(less) > 0
+    assert held[""] - held["chunked+vocabulary/4"] == sum(less)
+
+
+def test_the_command_line_asks_for_it():
+    ctx = SimpleNamespace(params={"cross_entropy": 8}, obj=None)
+    assert settings(ctx, per_kind=4, quick=False).cross_entropy == 8
+    ctx.params["cross_entropy"] = 1
+    with pytest.raises(cfp.CfpError, match="Expected 2 to 9,999 parts"):
+        settings(ctx, per_kind=4, quick=False)

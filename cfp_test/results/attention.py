@@ -202,8 +202,9 @@ def planned(data: Mapping[str, Any]) -> Figures:
         ),
         "",
         "The four strategies by hand with the cross-entropy in parts did not compile: "
-        "that JAX names a mesh twice in what it lowers, which is read since. Strategies as written, and the longest sequence that fits, were not "
-        "reached: the time was over.",
+        "that JAX names a mesh twice in what it lowers, which is read since. "
+        "Strategies as written, and the longest sequence that fits, were not reached: "
+        "the time was over.",
         "",
         "All rows are in the JSON beside this page, which `python -m cfp_test.results` "
         "makes.",

@@ -57,7 +57,7 @@ def run(words: Sequence[str], budget_bytes: int) -> tuple[dict | None, str]:
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path])},
     )
     return (json.loads(made.stdout) if made.stdout.strip() else None), made.stderr
 

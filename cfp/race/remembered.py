@@ -202,10 +202,9 @@ def _is_known(kernel: str) -> bool:
 
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """Whether all that a choice replaces may be replaced now."""
-    parts = name_of(context.settings.cross_entropy)
     named = [split(kernel) for _, kernel in choice.kernels]
     return all(
-        own in ("", parts)
+        own in ("", name_of(context.settings.cross_entropy))
         and (not attention or attention.partition(" ")[0] in context.attention)
         for attention, own in named
     )

@@ -6,8 +6,8 @@
 For GPT, LLaMA and MoE. First fully sharded steps as they are written, with their
 cross-entropy over parts of the vocabulary, with cuDNN's attention, and with both: the
 computation and the peak of memory. Then what is planned without operators and with
-them, and at last GPT's again with less memory. OUT.json is written after each row, and
-what it has is not done again; what is not reached within the seconds is left out. With
+them, and at last GPT's again with less memory. OUT.json is written after each row; what
+it has is not done again, unless it failed; what is not reached within the seconds is left out. With
 ``--tiny`` virtual CPU devices stand in.
 """
 
@@ -48,6 +48,7 @@ def wanted(tiny: bool) -> list[dict[str, Any]]:
         if model != "moe":  # Its heads are wider than cuDNN takes.
             kernels += [kernel, f"{kernel}+{PARTS}"]
         found += [{"what": "step", "model": model, "kernel": one} for one in kernels]
+    for model in TINY if tiny else TARGETS:
         for operators in (False, True):
             found.append({"what": "plan", "model": model, "operators": operators})
     short = _TINY_SHORT_BYTES if tiny else _SHORT_BYTES
@@ -72,7 +73,8 @@ def main() -> None:
                 add(options, row)
         return
     end = time.time() + options.seconds
-    known = [one["row"] for one in page_of(options.out)["rows"]]
+    rows = page_of(options.out)["rows"]
+    known = [one["row"] for one in rows if "failure" not in one]
     todo = [row for row in wanted(options.tiny) if row not in known]
     while todo and time.time() < end:
         # One process for steps, and one for plans: each plays four in its own way.
@@ -108,6 +110,7 @@ def add(options: argparse.Namespace, row: dict[str, Any]) -> None:
     page = page_of(options.out)
     page |= {"jax": jax.__version__, "hardware": str(jax.devices()[0].device_kind)}
     page["date"] = time.strftime("%Y-%m-%d")
+    page["rows"] = [one for one in page["rows"] if one["row"] != row]
     page["rows"].append({"row": row, **found})
     options.out.write_text(json.dumps(page, indent=1) + "\n")
     brief = {k: v for k, v in found.items() if k not in ("plan", "race", "programs")}

@@ -47,6 +47,7 @@ from cfp.program.recompute import TAG, tag_of
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _EMPTY_MESH = re.compile(r"\s*sdy\.mesh @\w+ = <\[\]>")
+_MESH = re.compile(r"\s*sdy\.mesh @[^=]+= ")
 _CONSTRAINT = "sdy.sharding_constraint"
 _STAY = ("custom_call", "send", "recv", "outfeed", "infeed")
 
@@ -312,9 +313,13 @@ def _lowered(
     assert module is not None, "JAX lowers to StableHLO"
     # What is whole may be so on a mesh of no axes: it is on the other as well.
     lines = [line for line in str(module).split("\n") if not _EMPTY_MESH.match(line)]
-    text = "\n".join(lines)
-    meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    names = {_symbol(op.operation): "cfp_mesh" for op in meshes}
+    # Newer JAX has a mesh once as devices and once as shapes: to a program one.
+    meshes = [number for number, line in enumerate(lines) if _MESH.match(line)]
+    if len({_MESH.sub("", lines[number]) for number in meshes}) > 1:
+        raise AssertionError("a stage is spread over the devices of one mesh")
+    text = "\n".join(line for n, line in enumerate(lines) if n not in meshes[1:])
+    known = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    names = {_symbol(op.operation): "cfp_mesh" for op in known}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation

@@ -118,7 +118,13 @@ def choices(frame):
 
 
 @pytest.mark.parametrize(
-    "name", ["data_parallel", "fully_sharded", "words", "words and tokens"]
+    "name",
+    [
+        "data_parallel",
+        "fully_sharded",
+        "words",
+        pytest.param("words and tokens", marks=pytest.mark.smoke),
+    ],
 )
 @pytest.mark.parametrize("loss", [gathered, biased], ids=lambda one: one.__name__)
 def test_the_step_computes_the_same_and_holds_no_logits(loss, name):

@@ -1,0 +1,134 @@
+"""Plans with kernels in the place of attentions: searched, raced, saved and applied."""
+
+import re
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.attention import chunked
+from cfp.checking.check import Check, both_sides
+from cfp.context import open_context
+from cfp.errors import PlanMismatch
+from cfp_test.programs.common import normal
+
+TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
+HIDDEN = HEADS * HEAD_DIM
+SETTINGS = {"per_kind": 2, "in_context": False}
+
+
+def loss(params, x):
+    q, k, v = (jnp.einsum("bsh,hnd->bsnd", x, params[name]) for name in ("q", "k", "v"))
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5
+    seen = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+    mixed = jnp.einsum("bnqk,bknd->bqnd", weights, v)
+    return jnp.square(jnp.einsum("bqnd,ndh->bqh", mixed, params["out"]) - x).mean()
+
+
+def step(params, x):
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def arguments():
+    shapes = {name: (HIDDEN, HEADS, HEAD_DIM) for name in ("q", "k", "v")}
+    shapes["out"] = (HEADS, HEAD_DIM, HIDDEN)
+    params = {
+        name: 0.2 * normal(seed, *shape)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    return params, normal(9, 4, TOKENS, HIDDEN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_chunks():
+    with patch.object(chunked, "CHUNK", CHUNK):
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def planned(mesh, tmp_path_factory):
+    """A plan for less memory than any plan for the step as it is written needs."""
+    folder = tmp_path_factory.mktemp("store")
+
+    def plan(budget, *kernels):
+        return cfp.plan(
+            step,
+            *arguments(),
+            mesh=mesh,
+            memory_budget=budget,
+            cache_dir=folder,
+            settings=cfp.PlannerSettings(attention=kernels, **SETTINGS),
+        )
+
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1000)
+    least = caught.value.smallest_feasible_bytes
+    return plan(least - 1, "chunked"), least
+
+
+def assert_same(found):
+    expected = jax.jit(step)(*arguments())
+    worst = cfp.compare(found, expected)[0]
+    assert worst.relative_l2 < 1e-5, worst
+
+
+@pytest.mark.smoke
+def test_a_plan_with_a_kernel_wins_where_nothing_else_fits(planned):
+    plan, least = planned
+    assert plan.peak_bytes < least
+    [how] = {one.functions.how for one in plan.constraints.replaced}
+    assert how[0] == "chunked"
+    assert any(row.name == plan.winner and row.time_ms is not None for row in plan.race)
+    assert "chunked attention" in repr(plan)
+    assert_same(plan.apply(step)(*arguments()))
+
+
+def test_it_is_the_same_behind_its_file(planned, mesh, tmp_path):
+    plan, _ = planned
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    applied = loaded.apply(step)
+    assert_same(applied(*arguments()))
+    with pytest.raises(PlanMismatch, match="attentions"):
+        plan.export_python(tmp_path / "sharded.py")
+
+
+def squares(plan):
+    """Shapes with two dims of all tokens, in the program that a plan compiles to."""
+    compiled = plan.compile(step, *arguments()).compiled
+    shapes = set(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text()))
+    return [one for one in shapes if one.split(",").count(str(TOKENS)) > 1]
+
+
+def test_no_scores_are_left_in_what_it_compiles_to(planned, mesh, tmp_path):
+    plan, _ = planned
+    assert squares(plan) == []
+    # The same search finds them in a plan that leaves the attention as it is written.
+    settings = cfp.PlannerSettings(race=False, **SETTINGS)
+    how = {"preset": "data_parallel", "cache_dir": tmp_path, "settings": settings}
+    assert squares(cfp.plan(step, *arguments(), mesh=mesh, **how)) != []
+
+
+def test_a_check_of_it_passes(planned):
+    plan, _ = planned
+    check = Check(*both_sides(plan), {0: 0})
+    check.start(arguments())
+    for _ in range(2):
+        assert check.step().failures(check.tolerance) == []
+
+
+def test_on_virtual_devices_no_kernel_is_tried_unless_it_is_asked_for(mesh, tmp_path):
+    with open_context(mesh, tmp_path) as context:
+        assert context.attention == ()
+    asked = cfp.PlannerSettings(attention=("chunked",))
+    with open_context(mesh, tmp_path, None, asked) as context:
+        assert context.attention == ("chunked",)

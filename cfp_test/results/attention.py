@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from cfp_test.results.pages import Figures, fixed, table
@@ -154,3 +155,80 @@ def steps(data: Mapping[str, Any]) -> Figures:
 
 def _step(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["target"], row["preset"]
+
+
+def planned(data: Mapping[str, Any]) -> Figures:
+    """What `attention_planned.py` saved: plans with kernels and without."""
+    raced = [row for row in data["rows"] if row["part"] == 4]
+    long = [row for row in data["rows"] if row["part"] == 8]
+    lines = [
+        "# Plans with kernels of attention and without",
+        "",
+        f"One {data['hardware']}, jax {data['jax']}, {data['date']}; "
+        f"`{data['command']}`.",
+        "",
+        "## On one device that plays four",
+        "",
+        "What `cfp plan --for 4xh200` chooses with attentions as they are written, and "
+        "where cuDNN's kernel may take their place. Times are the computation of one "
+        "device, which it ran, and the predicted step with its collectives.",
+        "",
+        table(
+            "step | attention | computation ms | predicted ms | GB as compiled",
+            [
+                [
+                    f"`{row['target']}`",
+                    ", ".join(sorted({one[1] for one in row["replaced"]}))
+                    or "as written",
+                    fixed(median(row["programs"][0]["computation_ms"]), 1),
+                    fixed(row["predicted_ms"], 1),
+                    fixed(row["predicted_bytes"] / 1e9, 2),
+                ]
+                for row in raced
+            ],
+        ),
+        "",
+        "## LLaMA-2-7B on eight",
+        "",
+        "Rematerialized layer by layer. Plans are chosen by estimates, with all of a "
+        f"device's {fixed(data['memory_bytes'] / 1e9, 1)} GB that programs may use or "
+        "with 40 GB, and then compiled for what they need; what needs more than it may "
+        "is over. Times are estimates; of 8,192 tokens the computation was run.",
+        "",
+        table(
+            "tokens x sequences | how | attention | estimated ms | estimated GB "
+            "| GB as compiled | | computation ms | why not",
+            [_long(row, data["memory_bytes"]) for row in long],
+        ),
+        "",
+        "The four strategies by hand with the cross-entropy in parts did not compile: "
+        "that JAX names a mesh twice in what it lowers, which is read since. "
+        "Strategies as written, and the longest sequence that fits, were not reached: "
+        "the time was over.",
+        "",
+        "All rows are in the JSON beside this page, which `python -m cfp_test.results` "
+        "makes.",
+    ]
+    return {"page": "\n".join(lines) + "\n"}
+
+
+def _long(row: Mapping[str, Any], memory_bytes: int) -> list[Any]:
+    budget = row.get("budget")
+    limit = budget or memory_bytes
+    by_hand = row.get("by_hand")
+    how = by_hand or f"planned, {fixed((limit) / 1e9, 0)} GB"
+    kernels = sorted({" ".join(one[1:]) for one in row.get("replaced", ())})
+    peak, bytes_ = row.get("peak_bytes"), row.get("predicted_bytes")
+    time = row.get("predicted_ms") or row.get("estimated_ms")
+    ran = row.get("computation_ms")
+    return [
+        row["name"],
+        how,
+        ", ".join(kernels) or None,
+        time and fixed(time, 0),
+        bytes_ and fixed(bytes_ / 1e9, 1),
+        peak and fixed(peak / 1e9, 1),
+        peak and ("over" if peak > limit else "fits"),
+        ran and fixed(ran, 0),
+        " ".join(row.get("failure", "").split())[:120] or None,
+    ]

@@ -164,6 +164,12 @@ PAGES: tuple[Page, ...] = (
         figures=attention.steps,
         has_text=False,
     ),
+    Page(
+        name="attention_planned_h200_202611",
+        sources=("attention_planned_h200_202611.json",),
+        figures=attention.planned,
+        has_text=False,
+    ),
     _page(
         "budgets_h200x2_202611",
         budgets.budgets,

@@ -16,7 +16,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
 from cfp.attention.matching.matches import is_kernel
 from cfp.context import PlanContext
-from cfp.patterns.build import split
+from cfp.patterns.build import name_of, split
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
@@ -91,7 +91,11 @@ def known_to_fit(
     assert context.memory is not None, "without a budget everything known is raced"
     budget_bytes = context.memory.budget_bytes
     [first] = programs_of(analysis, candidates[:1], context.environment)
-    known = remembered(analysis, context.store, first.job)
+    known = [
+        one
+        for one in remembered(analysis, context.store, first.job)
+        if _is_asked_for(context, one.choice)
+    ]
     present = {one.key for one in candidates}
     alike = {(one.choice, one.level) for one in candidates if not one.options}
     # What is too large as it is leads nothing, to be raced with other options then.
@@ -194,3 +198,13 @@ def _read(
 def _is_known(kernel: str) -> bool:
     attention, parts = split(kernel)
     return is_kernel(attention) if attention else bool(parts)
+
+
+def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
+    """Whether all that a choice replaces may be replaced now."""
+    named = [split(kernel) for _, kernel in choice.kernels]
+    return all(
+        own in ("", name_of(context.settings.cross_entropy))
+        and (not attention or attention.partition(" ")[0] in context.attention)
+        for attention, own in named
+    )

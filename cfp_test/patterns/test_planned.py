@@ -62,6 +62,8 @@ def test_where_memory_is_short_it_is_planned_raced_saved_loaded_and_applied(tmp_
     with pytest.raises(cfp.MemoryBudgetError):
         planned()
     plan = planned(cross_entropy=8)
+    with pytest.raises(cfp.MemoryBudgetError):
+        planned()  # What was compiled is remembered, and not asked for.
     [one] = json.loads(plan.to_json())["replaced"]
     assert (one["name"], one["how"][0]) == ("cross-entropy", "vocabulary/8")
     assert plan.peak_bytes is not None and plan.peak_bytes < 1_600_000

@@ -19,6 +19,7 @@ from cfp_test.results import (
     checked,
     doctor,
     on_ray,
+    operator_plans,
     operators,
     planning,
     ranges,
@@ -239,6 +240,12 @@ PAGES: tuple[Page, ...] = (
         has_text=False,
     ),
     _page("miscompiled_h200_202611", building.miscompiled),
+    Page(
+        name="operator_plans_h200_202611",
+        sources=("operator_plans_h200_202611.json",),
+        figures=operator_plans.operator_plans,
+        has_text=False,
+    ),
     _page("overwritten_h200_202611", building.overwritten),
     _page("planned_on_one_h200_202611", _planned_on_one),
     Page(

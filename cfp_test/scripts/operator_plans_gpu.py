@@ -1,14 +1,15 @@
 """Plans with operators against plans without, by one GPU that plays four.
 
     python cfp_test/scripts/operator_plans_gpu.py OUT.json [--seconds 450] [--kind h200]
-        [--tiny]
+        [--tiny | --compiled]
 
 For GPT, LLaMA and MoE. First fully sharded steps as they are written, with their
 cross-entropy over parts of the vocabulary, with cuDNN's attention, and with both: the
 computation and the peak of memory. Then what is planned without operators and with
-them, and at last GPT's again with less memory. OUT.json is written after each row, and
-what it has is not done again; what is not reached within the seconds is left out. With
-``--tiny`` virtual CPU devices stand in.
+them, and at last GPT's again with less memory. OUT.json is written after each row; what
+it has is not done again, unless it failed; what is not reached within the seconds is
+left out. With ``--tiny`` virtual CPU devices stand in. With ``--compiled`` steps are
+only compiled, by JAX's CUDA plugin, where there is no GPU: for their memory.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def wanted(tiny: bool) -> list[dict[str, Any]]:
         if model != "moe":  # Its heads are wider than cuDNN takes.
             kernels += [kernel, f"{kernel}+{PARTS}"]
         found += [{"what": "step", "model": model, "kernel": one} for one in kernels]
+    for model in TINY if tiny else TARGETS:
         for operators in (False, True):
             found.append({"what": "plan", "model": model, "operators": operators})
     short = _TINY_SHORT_BYTES if tiny else _SHORT_BYTES
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=450)
     parser.add_argument("--kind", default="h200")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -72,16 +75,25 @@ def main() -> None:
                 add(options, row)
         return
     end = time.time() + options.seconds
-    known = [one["row"] for one in page_of(options.out)["rows"]]
-    todo = [row for row in wanted(options.tiny) if row not in known]
+    rows = page_of(options.out)["rows"]
+    known = [one["row"] for one in rows if "failure" not in one]
+    todo = wanted(options.tiny)
+    if options.compiled:
+        steps = [row for row in todo if row["what"] == "step"]
+        # What needs no cuDNN first, which may ask for a device.
+        steps.sort(key=lambda row: "cudnn" in row["kernel"])
+        todo = [{**row, "what": "compiled"} for row in steps]
+    todo = [row for row in todo if row not in known]
     while todo and time.time() < end:
         # One process for steps, and one for plans: each plays four in its own way.
         first = todo[0]
         own = [r for r in todo if all(r[n] == first[n] for n in ("what", "model"))]
+        own = own[:1] if options.compiled else own  # What crashes takes one along.
         todo = [row for row in todo if row not in own]
         words = [sys.executable, __file__, str(options.out), "--rows", json.dumps(own)]
         words += ["--end", str(end), "--kind", options.kind]
         words += ["--tiny"] if options.tiny else []
+        words += ["--compiled"] if options.compiled else []
         left = end - time.time() + 60
         try:
             subprocess.run(words, timeout=left, check=False, env=dict(os.environ))
@@ -99,15 +111,18 @@ def add(options: argparse.Namespace, row: dict[str, Any]) -> None:
     import jax
 
     started = time.perf_counter()
-    made = measured_step if row["what"] == "step" else planned
+    made = {"step": measured_step, "plan": planned, "compiled": compiled}[row["what"]]
     try:
         found = made(options, row)
     except Exception as error:  # One row that fails is a row.
         found = {"failure": f"{type(error).__name__}: {error}"[:1500]}
     found["wall_seconds"] = round(time.perf_counter() - started, 1)
     page = page_of(options.out)
-    page |= {"jax": jax.__version__, "hardware": str(jax.devices()[0].device_kind)}
+    page |= {"jax": jax.__version__}
+    if row["what"] != "compiled":
+        page["hardware"] = str(jax.devices()[0].device_kind)
     page["date"] = time.strftime("%Y-%m-%d")
+    page["rows"] = [one for one in page["rows"] if one["row"] != row]
     page["rows"].append({"row": row, **found})
     options.out.write_text(json.dumps(page, indent=1) + "\n")
     brief = {k: v for k, v in found.items() if k not in ("plan", "race", "programs")}
@@ -162,6 +177,52 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     else:
         found["failure"] = f"{record.status}: {record.reason}"[:1500]
     return found
+
+
+def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+    """The memory of a fully sharded step, without a GPU."""
+    from cfp import described, platform
+    from cfp.context import open_context
+    from cfp.passes.pipeline import analyze_step
+    from cfp.planner_settings import PlannerSettings
+    from cfp.presets.classics import presets
+    from cfp.profiling.builder import BuildEnvironment, Built, build
+    from cfp.program.step import flatten_step
+    from cfp.search.measure import whole_job
+    from cfp.targets import resolve
+
+    platform.select("cpu", (("x", 4),))
+    mesh = described(f"4x{options.kind}").by_compiler()
+    target = TARGETS[row["model"]]
+    words = target.split()
+    source = resolve(words[0], words[1:])
+    step = flatten_step(
+        source.step,
+        source.args,
+        static_argnums=source.static,
+        donate_argnums=source.donate,
+    )
+    analyzed = analyze_step(step, mesh)
+    frame, segments = analyzed.analysis.frame, analyzed.analysis.segments
+    choice = presets(frame)["fully_sharded"]
+    if row["kernel"]:
+        every = tuple((segment.index, row["kernel"]) for segment in segments)
+        choice = replace(choice, kernels=every)
+    store = options.out.parent / "operator_plans"
+    with open_context(analyzed.mesh, store, None, PlannerSettings()) as context:
+        common = dict(context.stand_in.compiler_options) if context.stand_in else {}
+        job = whole_job(
+            frame, segments, choice, context.environment, target, options=common
+        )
+        built = build(frame.program, context.devices, job, BuildEnvironment())
+    if not isinstance(built, Built):
+        return {"failure": f"{built.status}: {built.reason}"[:1500]}
+    return {
+        "target": target,
+        "replaced": [one.name for one in job.constraints.replaced],
+        "peak_bytes": built.peak_bytes,
+        "temp_bytes": built.temp_bytes,
+    }
 
 
 def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def _unbeaten(grown: _Partials, rows: np.ndarray) -> np.ndarray:
         lowest = np.array([*peaks, np.iinfo(np.int64).max])[at]
         for row in some[lowest > peak[some]]:
             if _climb(stairs, peaks, int(held[row]), int(peak[row])):
-                kept.append(order[row])
+                kept.append(int(order[row]))
         start, length = start + length, length * 2
     return np.array(kept, np.int64)
 

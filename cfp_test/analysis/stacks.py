@@ -3,22 +3,13 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.program.step import flatten_step
-from cfp.program.trace import planning_mesh, trace
+from cfp.program.trace import trace
 
 WIDTH, BATCH = 8, 4
-
-
 KEPT = 4
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    return planning_mesh(mesh)
 
 
 def analysed(step, args, mesh):

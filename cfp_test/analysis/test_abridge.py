@@ -21,6 +21,7 @@ from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh
 from cfp.search.measure import can_recompute, whole_job
 from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
@@ -38,6 +39,12 @@ from cfp_test.models.tiny import TINY
 
 NUMBER = re.compile(r"\d+")
 LAYER = re.compile(r"[Ll]ayers?[_/]\d+")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return planning_mesh(mesh)
 
 
 def model(name, layers, mesh):

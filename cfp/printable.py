@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
+from collections import Counter
 from collections.abc import Sequence
 
 _STAND_IN = "\N{REPLACEMENT CHARACTER}"
 _NUMBER = re.compile(r"\d+")
+
+# How wide text is where nothing says it, and what it is never narrower than.
+USUAL_COLUMNS = 100
+LEAST_COLUMNS = 60
+
+
+def columns() -> int:
+    """How wide text may be: $COLUMNS, or else the terminal, or else 100 columns."""
+    return max(shutil.get_terminal_size((USUAL_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
 def printable(text: str, kept: str = "") -> str:
@@ -30,6 +41,36 @@ def merged_name(names: Sequence[str]) -> str:
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
     spans = iter([span_text(list(column)) for column in columns])
     return _NUMBER.sub(lambda _: next(spans), names[0])
+
+
+def merged_alike(names: Sequence[str]) -> list[str]:
+    """Names, those that differ in numbers alone as one: ``layer_0-3/up``."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(_NUMBER.sub("#", name), []).append(name)
+    return [merged_name(group) for group in alike.values()]
+
+
+def distinct_ends(names: Sequence[str]) -> list[str]:
+    """Of each path as much of its end as tells it from the others.
+
+    ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``; paths that are
+    equal are numbered.
+    """
+    ends: Counter[str] = Counter()
+    for name in set(names):
+        parts = name.split("/")
+        ends.update("/".join(parts[start:]) for start in range(len(parts)))
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        parts = name.split("/")
+        starts = range(len(parts) - 1, -1, -1)
+        tails = ["/".join(parts[start:]) for start in starts]
+        short = next((tail for tail in tails if ends[tail] == 1), name)
+        found.append(f"{short} ({seen[name]})" if seen[name] > 1 else short)
+    return found
 
 
 def span_text(numbers: list[int]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from cfp_test.quick_flags import QUICK_FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("COLUMNS", None)  # Text is as wide as where nothing says it.
 os.environ["XLA_FLAGS"] = (
     f"{QUICK_FLAGS} "
     + os.environ.get("XLA_FLAGS", "")

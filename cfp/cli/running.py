@@ -18,6 +18,7 @@ from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.report.console import literal_console
+from cfp.report.fitted import Fitted
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
@@ -187,7 +188,7 @@ def _print_trial(trial: Trial) -> None:
         for d in step.comparison.differences[:1]:
             row += [f"{d.relative_l2:.2g}", d.path]
         table.add_row(*row)
-    console.print(table)
+    console.print(Fitted(table))
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
         print(check_text(trial))

@@ -19,6 +19,7 @@ from cfp.cli import options as o
 from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
+from cfp.report.fitted import Fitted
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant
@@ -190,7 +191,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     """The variants as a table, the fastest first."""
     table = Table(box=border, title="Variants", title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("variant", no_wrap=True)
+    table.add_column("variant")
     table.add_column("plan")
     for heading in ("step ms", "memory", "planned in"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -209,7 +210,9 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             style="bold" if won else None,
         )
     compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1
-    return Group(table, Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else ""))
+    return Group(
+        Fitted(table), Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else "")
+    )
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from cfp.plan.text import (
     collapse,
     headline,
     merged_name,
+    other_names,
     remarks,
     span_text,
 )
@@ -106,6 +106,7 @@ class RaceView:
     won: bool
     predicted_bar: float
     measured_bar: float
+    same: str  # names under which the same program took part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +353,7 @@ def _race(plan: Plan) -> tuple[RaceView, ...]:
         RaceView(
             row=row,
             won=row.name == plan.winner,
+            same=", ".join(other_names(plan, row)),
             predicted_bar=100 * (row.predicted_ms or 0.0) / longest,
             measured_bar=100 * (row.time_ms or 0.0) / longest,
         )
@@ -368,13 +370,11 @@ def _off(plan: Plan) -> float | None:
 
 def _costs(plan: Plan) -> tuple[tuple[str, float, float], ...]:
     """(pass, seconds, percent of the longest)."""
-    seconds = Counter(
-        {
-            name.removesuffix("_seconds"): value
-            for name, value in plan.search.items()
-            if name.endswith("_seconds")
-        }
-    )
+    seconds = {
+        name.removesuffix("_seconds"): value
+        for name, value in plan.search.items()
+        if name.endswith("_seconds")
+    }
     longest = max(seconds.values(), default=0.0) or 1.0
     return tuple((name, s, 100 * s / longest) for name, s in seconds.items())
 

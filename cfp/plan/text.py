@@ -10,7 +10,7 @@ from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
 from cfp.plan.parts import PlanRow
-from cfp.printable import merged_name, span_text
+from cfp.printable import columns, distinct_ends, merged_name, span_text
 from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 
@@ -27,7 +27,6 @@ STORAGE_WORDS = {
 # What a short text has room for.
 _MOST_REPEATS = 4
 _MOST_NAMES = 4
-_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,33 @@ def common_prefix(names: Sequence[str]) -> str:
 def best_variants(plan: Plan) -> list[RaceRow]:
     """Of each finalist its fastest variant, the fastest finalist first.
 
-    A variant's name is the finalist's, a comma, and in what it differs.
+    A variant's name is the finalist's, a comma, and in what it differs. Finalists that
+    came out as one program stand there once, under the winner's name if they won.
     """
+    programs: dict[object, RaceRow] = {}
+    for row in _finalists(plan):
+        programs.setdefault(row.samples_ms or row.name, row)
+    return sorted(programs.values(), key=_place)
+
+
+def other_names(plan: Plan, row: RaceRow) -> list[str]:
+    """Under which names the program of a row took part in the race, too."""
+    return [
+        other.name
+        for other in sorted(_finalists(plan), key=_place)
+        if other.name != row.name
+        and row.samples_ms
+        and other.samples_ms == row.samples_ms
+    ]
+
+
+def slower_variants(plan: Plan) -> int:
+    """How many variants of finalists were not the fastest of theirs."""
+    return len(plan.race) - len(_finalists(plan))
+
+
+def _finalists(plan: Plan) -> list[RaceRow]:
+    """Of each finalist its fastest variant, the winner first."""
     ranked = sorted(
         plan.race,
         key=lambda row: (row.name != plan.winner, *_place(row)),
@@ -104,7 +128,7 @@ def best_variants(plan: Plan) -> list[RaceRow]:
     found: dict[str, RaceRow] = {}
     for row in ranked:
         found.setdefault(row.name.partition(", ")[0], row)
-    return sorted(found.values(), key=_place)
+    return [*found.values()]
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
@@ -205,7 +229,7 @@ def short_text(plan: Plan) -> str:
     lines += [f"  {remark}" for remark in remarks(plan)]
     lines.append('  more: plan.save("plan.json"), then: cfp show plan.json')
     wrap = TextWrapper(
-        width=_WIDTH,
+        width=columns(),
         subsequent_indent=" " * 4,
         break_on_hyphens=False,
         break_long_words=False,
@@ -217,10 +241,9 @@ def _chosen_text(plan: Plan) -> str:
     """How a plan came to be the one."""
     able = (row for row in best_variants(plan) if not row.note)
     ran = [row for row in able if row.time_ms is not None]
-    mine = {row.samples_ms for row in ran if row.name == plan.winner}
-    twins = [r.name for r in ran if r.name != plan.winner and r.samples_ms in mine]
+    twins = [n for r in ran if r.name == plan.winner for n in other_names(plan, r)]
     same = f", the same program as {' and '.join(twins)}" if twins else ""
-    others = [row for row in ran if row.name not in (plan.winner, *twins)]
+    others = [row for row in ran if row.name != plan.winner]
     if others:
         what = "the whole step"
         against = ""
@@ -230,8 +253,7 @@ def _chosen_text(plan: Plan) -> str:
             own = [row.time_ms for row in ran if row.name == plan.winner]
             against = "".join(f", against {ms:.3f} ms there" for ms in own)
         next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms{against}"
-        count = len(ran) - len(twins)
-        return f"the fastest of {count} raced on {what}{same}{next_one}"
+        return f"the fastest of {len(ran)} raced on {what}{same}{next_one}"
     if ran:
         return f"timed on the whole step, by itself{same}"
     if "adapted" in plan.search:
@@ -255,12 +277,16 @@ def _repeat_text(repeat: Repeat, prefix: str) -> str:
     """How the blocks of some segments are sharded, in short."""
     modules: list[str] = []
     ways: dict[str, list[str]] = {}
-    for twins in zip(*repeat.rows, strict=True):
-        path = merged_name([twin.name.removeprefix(prefix) for twin in twins])
+    columns_of = [*zip(*repeat.rows, strict=True)]
+    paths = [
+        merged_name([twin.name.removeprefix(prefix) for twin in twins])
+        for twins in columns_of
+    ]
+    for path, end, twins in zip(paths, distinct_ends(paths), columns_of, strict=True):
         module, _, inside = path.partition("/")
         modules += [module] if inside else []
         way = _SIZES.sub("", twins[0].sharded)
-        ways.setdefault(way, []).append(path.rpartition("/")[2])
+        ways.setdefault(way, []).append(end)
     where = f" ({_few(modules, ', ')})" if modules else ""
     sharded = _few([f"{_few(names, ', ')} {way}" for way, names in ways.items()], "; ")
     stored = [STORAGE_WORDS.get(r.storage, r.storage) for r in repeat.rows[0]]

@@ -159,8 +159,13 @@ def _source(said: str, tables: Mapping[str, Mapping[int, str]]) -> str:
 
 
 def _stack(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """``path:line`` of a frame and of all that called it, the innermost first."""
+    """``path:line`` of a frame and of all that called it, the innermost first.
+
+    XLA counts parents from 1 up, where 1 is none: the first frame seems to be its own.
+    """
     found: list[str] = []
+    first = _fields(tables["StackFrames"].get(1, ""))
+    above = 1 if first.get("parent_frame_id") == 1 else 0
     seen: set[int] = set()
     while frame not in seen and frame in tables["StackFrames"]:
         seen.add(frame)
@@ -171,7 +176,7 @@ def _stack(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
         file = tables["FileNames"].get(location.get("file_name_id", 0), "")
         if file:
             found.append(f"{_plain(file.strip(chr(34)))}:{location.get('line', 0)}")
-        frame = row.get("parent_frame_id", 0)
+        frame = row.get("parent_frame_id", 0) - above
     return found
 
 

@@ -191,8 +191,20 @@ def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
     """What comes of a race whose times are predictions of whole steps."""
     won = outcome.result
+    # What came out as one program is told by its samples, which are left out.
+    first = {row.samples_ms: row.name for row in reversed(outcome.rows)}
+    first |= {won.samples_ms: won.name} if won is not None and won.ran else {}
     rows = [
-        replace(row, predicted_ms=row.time_ms, rung=rung, samples_ms=(), time_ms=None)
+        replace(
+            row,
+            predicted_ms=row.time_ms,
+            rung=rung,
+            samples_ms=(),
+            time_ms=None,
+            note=row.note
+            if row.note or first[row.samples_ms] == row.name
+            else f"the same program as {first[row.samples_ms]}",
+        )
         if row.time_ms is not None
         else replace(row, rung="estimated", samples_ms=())
         for row in outcome.rows

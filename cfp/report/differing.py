@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cfp.analysis.strategies import Spec
 from cfp.plan.plan import Plan
-from cfp.plan.text import STORAGE_WORDS, merged_name
+from cfp.plan.text import STORAGE_WORDS
 from cfp.plan.words import elided
+from cfp.printable import merged_alike
 from cfp.report.told import wrapped
 from cfp.units import format_bytes
 
 # Versions and devices are told in full; nobody compares drivers' details by eye.
 _NOTHING = "-"
+# The size of a dim is none of how it is sharded: ``(dim 0 of 8)``, ``(of 64)``.
+_OF_SIZE = re.compile(r" \(of \d+\)|(?<=\d) of \d+(?=\))")
 
 
 def diff_data(first: Plan, second: Plan) -> dict[str, Any]:
@@ -24,16 +28,21 @@ def diff_data(first: Plan, second: Plan) -> dict[str, Any]:
         "program": _unlike(_program(first), _program(second)),
         "environment": _unlike(first.environment, second.environment),
         "options": _unlike(first.options, second.options),
+        "sizes": {
+            name: pair
+            for name, pair in _unlike(_types(first), _types(second)).items()
+            if None not in pair
+        },
         "arguments": _unlike(_arguments(first), _arguments(second)),
         "blocks": _unlike(_blocks(first), _blocks(second)),
-        "collectives": _unlike(_collectives(first), _collectives(second)),
+        "collectives": _unlike(*_collectives_of_both(first, second)),
     }
 
 
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """The differences in at most 100 columns; those of repeated layers stand once."""
+    """The differences, folded; those of repeated layers stand once."""
     found = diff_data(first, second)
     lines = [f"{names[0]} -> {names[1]}"]
     titles = {
@@ -41,6 +50,7 @@ def diff_text(
         "program": "Program and mesh",
         "environment": "Versions and devices",
         "options": "Compiler options",
+        "sizes": "Arguments of other types or sizes",
         "arguments": "Arguments, by how each dim is sharded",
         "blocks": "Blocks",
         "collectives": "Collectives (bytes of all blocks together)",
@@ -59,19 +69,8 @@ def _lines(changes: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
         pair = (before or _NOTHING, after or _NOTHING)
         groups.setdefault(pair, []).append(name)
     for (before, after), members in groups.items():
-        for name in _merged(members):
+        for name in merged_alike(members):
             yield f"  {elided(name)}: {before} -> {after}"
-
-
-def _merged(names: Sequence[str]) -> list[str]:
-    """Names that differ in numbers alone as one: ``layer_0-3/up``."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        letters = "".join("#" if c.isdigit() else c for c in name)
-        while "##" in letters:
-            letters = letters.replace("##", "#")
-        alike.setdefault(letters, []).append(name)
-    return [merged_name(group) for group in alike.values()]
 
 
 def _unlike(
@@ -108,13 +107,13 @@ def spec_text(spec: Spec) -> str:
     return ", ".join(dims) if any(spec) else "replicated"
 
 
+def _types(plan: Plan) -> dict[str, str]:
+    return dict(zip(plan.arg_names, plan.arg_types, strict=True))
+
+
 def _arguments(plan: Plan) -> dict[str, str]:
-    return {
-        name: f"{kind} {spec_text(spec)}"
-        for name, kind, spec in zip(
-            plan.arg_names, plan.arg_types, plan.arg_specs, strict=True
-        )
-    }
+    specs = zip(plan.arg_names, plan.arg_specs, strict=True)
+    return {name: spec_text(spec) for name, spec in specs}
 
 
 def _blocks(plan: Plan) -> dict[str, str]:
@@ -124,23 +123,37 @@ def _blocks(plan: Plan) -> dict[str, str]:
         seen[row.name] += 1
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
         stored = STORAGE_WORDS.get(row.storage, row.storage)
-        found[row.name + again] = f"{row.sharded}; parameters {stored}"
+        sharded = _OF_SIZE.sub("", row.sharded)
+        found[row.name + again] = f"{sharded}; parameters {stored}"
     return found
 
 
-def _collectives(plan: Plan) -> dict[str, str]:
-    totals: Counter[tuple[str, str]] = Counter()
-    times: defaultdict[tuple[str, str], float] = defaultdict(float)
-    unknown: set[tuple[str, str]] = set()
+# For each kind over some axes the bytes, and the time where it is known.
+_Sent = dict[str, tuple[int, float | None]]
+
+
+def _collectives_of_both(first: Plan, second: Plan) -> tuple[dict, dict]:
+    """What both plans send; nothing, where one of them does not say."""
+    if first.figures is None or second.figures is None:
+        return {}, {}
+    one, two = _collectives(first), _collectives(second)
+    timed = all(ms is not None for sent in (one, two) for _, ms in sent.values())
+    return _sent_texts(one, timed), _sent_texts(two, timed)
+
+
+def _sent_texts(sent: _Sent, timed: bool) -> dict[str, str]:
+    return {
+        name: format_bytes(size) + (f", {ms:.3f} ms" if timed else "")
+        for name, (size, ms) in sent.items()
+    }
+
+
+def _collectives(plan: Plan) -> _Sent:
+    found: _Sent = {}
     for block in plan.figures.blocks if plan.figures else ():
         for move in block.moves:
-            key = (move.kind, ",".join(move.axes))
-            totals[key] += move.total_bytes
-            times[key] += move.time_ms or 0.0
-            if move.time_ms is None:
-                unknown.add(key)
-    return {
-        f"{kind} over {axes}": format_bytes(size)
-        + ("" if (kind, axes) in unknown else f", {times[kind, axes]:.3f} ms")
-        for (kind, axes), size in totals.items()
-    }
+            name = f"{move.kind} over {','.join(move.axes)}"
+            size, ms = found.get(name, (0, 0.0))
+            known = None if ms is None or move.time_ms is None else ms + move.time_ms
+            found[name] = size + move.total_bytes, known
+    return found

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
+from cfp.report.fitted import Fitted
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.explain import Alternative, Explanation, KindExplanation
 from cfp.search.problem import Problem
@@ -76,7 +77,7 @@ def _kind_table(
     item: KindExplanation,
     names: list[list[str]],
     border: box.Box,
-) -> Table:
+) -> Fitted:
     title = kind_title(analysis, item.kind)
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -102,7 +103,7 @@ def _kind_table(
             words if first or words == "the same" else f"but: {words}",
             style="bold" if alternative.taken else None,
         )
-    return table
+    return Fitted(table)
 
 
 def _in_best(problem: Problem, found: Explanation, kind: int, option: int) -> bool:

@@ -19,8 +19,9 @@ from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.plan.describe import block_collectives, op_text
+from cfp.printable import columns as columns_of_text
 from cfp.report.console import literal_console
-from cfp.report.tables import PLAIN_WIDTH
+from cfp.report.fitted import Fitted
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 
@@ -51,7 +52,7 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
 def _table(title: str, border: box.Box, *columns: str) -> Table:
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column)
     return table
 
 
@@ -88,7 +89,8 @@ def analysis_view(
                 str(size),
             )
         table.add_section()
-    parts: list[RenderableType] = [Text(lines, style="bold"), Text(), table, Text()]
+    parts: list[RenderableType] = [Text(lines, style="bold"), Text()]
+    parts += [Fitted(table), Text()]
     parts += map(Text, summary_lines(summarize(analysis)))
     opaque = list(opaque_lines(program))
     if opaque_ops(program):
@@ -178,7 +180,7 @@ def profiles_view(
         f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
         f"{profiles.failed} failed; {profiles.seconds:.1f} s"
     )
-    return Group(table, Text(), Text(line))
+    return Group(Fitted(table), Text(), Text(line))
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
@@ -249,16 +251,16 @@ def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType
             format_bytes(item["argument_bytes"]),
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-",
         )
-    return table
+    return Fitted(table)
 
 
 # -------------------------------------------------------------------------- printing
 
 
 def console_and_border(console: Console) -> tuple[Console, box.Box]:
-    """The console as it is if it is a terminal; else wide, and with ASCII lines."""
+    """The console as it is if it is a terminal; else with ASCII lines."""
     if console.is_terminal:
         return console, box.ROUNDED
     return literal_console(
-        file=console.file, width=PLAIN_WIDTH, color_system=None
+        file=console.file, width=columns_of_text(), color_system=None
     ), box.ASCII

@@ -10,53 +10,79 @@ from pathlib import PurePath
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cfp.printable import printable
+from cfp.analysis.naming import op_path
+from cfp.printable import columns, merged_alike, printable
 from cfp.profiling.hlo_sites import CollectiveSite
-from cfp.report.told import WIDTH
+from cfp.report.console import literal_console
+from cfp.report.fitted import Fitted
 from cfp.units import format_bytes
 
 _PATH_PARTS = 2
-_WRAPPER = re.compile(r"^jit\([^()]*\)/")
+_MOST_NAMES = 3
+_STEP = re.compile(r"^jit\([^()]*\)/")
 _MERGED = re.compile(r"^\((.*)\)$")
 
 
 def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableType:
-    """A table of collectives, most bytes first, and their sum."""
+    """A table of collectives, most bytes first, and their sum.
+
+    Those of one kind, size and line whose ops differ in numbers alone, as those of
+    layers do, stand in one row.
+    """
     if not sites:
         return Text("The program has no collectives.")
     table = Table(box=border, title="Collectives", title_justify="left", pad_edge=False)
     table.add_column("collective", no_wrap=True)
-    for heading in ("times", "bytes", "devices"):
+    for heading in ("times", "bytes of one", "devices"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("source line", overflow="fold")
-    table.add_column("op", overflow="fold")
-    for site in sites:
+    table.add_column("source line")
+    table.add_column("op")
+    for alike in _alike(sites):
+        first = alike[0]
         table.add_row(
-            site.kind,
-            str(site.count),
-            format_bytes(site.bytes),
-            str(site.group_size),
-            Text(printable(short_path(site.source)) or "-"),
-            Text(printable(short_scope(site.scope)) or "-"),
+            first.kind,
+            str(sum(site.count for site in alike)),
+            format_bytes(first.bytes),
+            str(first.group_size),
+            printable(short_path(first.source)) or "-",
+            printable(ops_text([site.scope for site in alike])) or "-",
         )
     total = sum(site.bytes * site.count for site in sites)
     count = sum(site.count for site in sites)
     return Group(
-        table,
+        Fitted(table),
         Text(
-            f"{count} collectives in one step; {format_bytes(total)} on each device "
-            "together. Bytes: of one, the larger of what a device gives and gets."
+            f"{count} {'collective' if count == 1 else 'collectives'} in one step; "
+            f"{format_bytes(total)} on each device together. Bytes of one: the larger "
+            "of what a device gives and gets. --json lists each op."
         ),
     )
 
 
+def _alike(sites: Sequence[CollectiveSite]) -> list[list[CollectiveSite]]:
+    """Collectives that a table shows in one row; the order stays."""
+    found: dict[tuple, list[CollectiveSite]] = {}
+    for site in sites:
+        ops = ops_text([site.scope])
+        key = (
+            site.kind,
+            site.bytes,
+            site.group_size,
+            site.source,
+            re.sub(r"\d+([-,.]+\d+)*", "#", ops),
+        )
+        found.setdefault(key, []).append(site)
+    rows = [*found.values()]
+    return sorted(rows, key=lambda row: -sum(site.bytes * site.count for site in row))
+
+
 def sites_text(sites: Sequence[CollectiveSite]) -> str:
-    """The table as plain ASCII text in at most 100 columns."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    """The table as plain ASCII text, as wide as `columns` says."""
+    console = literal_console(file=io.StringIO(), width=columns(), color_system=None)
     with console.capture() as captured:
         console.print(sites_view(sites, box.ASCII))
     lines = [line.rstrip() for line in captured.get().splitlines()]
@@ -73,14 +99,21 @@ def short_path(source: str) -> str:
     return "/".join(PurePath(source).parts[-_PATH_PARTS:]) if source else ""
 
 
-def short_scope(scope: str) -> str:
-    """A name stack without the step's own name; of merged ops the first, and how many.
+def ops_text(scopes: Sequence[str]) -> str:
+    """The ops of some name stacks in short: ``Block_0-11/Dense_0/dot_general``.
 
     XLA names an op that it merged of several ``jit(step)/(a:b:c)``.
     """
-    inside = _WRAPPER.sub("", scope)
-    merged = _MERGED.match(inside)
-    if merged is None or ":" not in merged[1]:
-        return inside
-    first, *more = merged[1].split(":")
-    return f"{first} and {len(more)} more"
+    ops = []
+    for scope in scopes:
+        inside = _STEP.sub("", scope)
+        merged = _MERGED.match(inside)
+        ops += merged[1].split(":") if merged and ":" in merged[1] else [inside]
+    names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _op_text(op: str) -> str:
+    """An op's place in the user's model; what differentiation made of it says so."""
+    return op_path(op) + (" (backward)" if "transpose(" in op else "")

@@ -24,15 +24,17 @@ from cfp.plan.text import (
     common_prefix,
     headline,
     merged_name,
+    other_names,
     remarks,
+    slower_variants,
     span_text,
 )
 from cfp.plan.words import scale_text, summary_line
+from cfp.printable import columns
 from cfp.race.programs import RaceRow
 from cfp.report.console import literal_console
+from cfp.report.fitted import Fitted
 from cfp.units import format_bytes
-
-PLAIN_WIDTH = 160
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 
@@ -40,11 +42,11 @@ _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 # --------------------------------------------------------------------------- tables
 
 
-def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
+def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
     """The blocks, repeated segments once."""
     table = Table(box=border, title="Blocks", title_justify="left", pad_edge=False)
     table.add_column("segment", no_wrap=True)
-    table.add_column("block", overflow="fold")
+    table.add_column("block")
     table.add_column("sharded")
     table.add_column("parameters")
     table.add_column("collectives that follow")
@@ -63,7 +65,7 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
                 _segment_time(row, repeat.count) if new_segment else "",
             )
         table.add_section()
-    return table
+    return Fitted(table)
 
 
 def _collectives(twins: Sequence[PlanRow]) -> str:
@@ -101,14 +103,14 @@ def _segment_time(row: PlanRow, count: int) -> str:
 _UNMEASURED = {"estimated": "Estimates", "one device": "Predicted on one device"}
 
 
-def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
+def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
     """The finalists, the fastest first; the winner is marked."""
     ran = any(row.samples_ms for row in plan.race) or plan.rung == "measured"
     title = "Race" if ran else _UNMEASURED[plan.rung]
     rungs = {row.rung for row in plan.race}
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("plan", no_wrap=True)
+    table.add_column("plan")
     for heading in ("predicted ms", "measured ms", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     if rungs - {"measured"}:
@@ -123,21 +125,15 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Table:
             _ms(row.time_ms),
             format_bytes(row.peak_bytes) if row.peak_bytes else "-",
             *([row.rung] if rungs - {"measured"} else []),
-            row.note or _same_as(row, plan.race),
+            row.note or _same_as(plan, row),
             style="bold" if won else None,
         )
-    return table
+    return Fitted(table)
 
 
-def _same_as(row: RaceRow, race: Sequence[RaceRow]) -> str:
-    """Finalists that came out as one program were run once, and share its samples."""
-    others = [
-        other.name
-        for other in race
-        if other.name.partition(", ")[0] != row.name.partition(", ")[0]
-        and row.samples_ms
-        and other.samples_ms == row.samples_ms
-    ]
+def _same_as(plan: Plan, row: RaceRow) -> str:
+    """Finalists that came out as one program were run once, and stand in one row."""
+    others = other_names(plan, row)
     return f"the same program as {', '.join(others)}" if others else ""
 
 
@@ -157,8 +153,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         parts.append(race_table(plan, border=border))
         if scaled := scale_text(plan.search, plan.measured_ms):
             parts.append(Text(scaled))
-        hidden = len(plan.race) - len(best_variants(plan))
-        if hidden:
+        if hidden := slower_variants(plan):
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())
     told = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
@@ -166,9 +161,16 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     return Group(*parts)
 
 
-def plan_text(plan: Plan, width: int = PLAIN_WIDTH) -> str:
-    """Everything as plain ASCII text, for files and pipes."""
-    console = literal_console(file=io.StringIO(), width=width, color_system=None)
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """Everything as plain ASCII text, for files and pipes.
+
+    Args:
+        plan: the plan.
+        width: of the text; what `columns` says, if not given.
+    """
+    console = literal_console(
+        file=io.StringIO(), width=width or columns(), color_system=None
+    )
     with console.capture() as captured:
         console.print(plan_view(plan, border=box.ASCII))
     lines = [line.rstrip() for line in captured.get().splitlines()]

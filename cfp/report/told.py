@@ -22,6 +22,7 @@ from cfp.plan.text import (
     collapse,
     headline,
     merged_name,
+    other_names,
     span_text,
 )
 from cfp.plan.words import (
@@ -33,16 +34,15 @@ from cfp.plan.words import (
     tensor_text,
     too_large_text,
 )
-from cfp.printable import printable
+from cfp.printable import columns, printable
 from cfp.units import format_bytes
 
-WIDTH = 100
 _NAMES_SHOWN = 12
 _WORDS_WIDTH = 300
 
 
 def explain_text(plan: Plan, block: str | None = None) -> str:
-    """Why the plan, or one of its blocks, in at most 100 columns.
+    """Why the plan, or one of its blocks, as wide as `columns` says.
 
     Args:
         plan: the plan.
@@ -63,11 +63,11 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def wrapped(line: str) -> str:
-    """A line in at most 100 columns; what follows is indented more than its start."""
+    """A line that is folded; what follows is indented more than its start."""
     text = printable(line)
     indent = len(text) - len(text.lstrip()) + 2
     wrap = TextWrapper(
-        width=WIDTH,
+        width=columns(),
         initial_indent=" " * (indent - 2),
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
@@ -102,13 +102,18 @@ def _overall(plan: Plan) -> Iterator[str]:
     yield headline(plan)
     ran = [row for row in best_variants(plan) if row.time_ms is not None]
     others = [row for row in ran if row.name != plan.winner and not row.note]
+    twins = [n for r in ran if r.name == plan.winner for n in other_names(plan, r)]
+    same = f"; {' and '.join(twins)} gave the same program" if twins else ""
     if others:
         own = next((row.time_ms for row in ran if row.name == plan.winner), None)
         beside = "" if own is None else f", against {own:.3f} ms"
+        runner = " or ".join([others[0].name, *other_names(plan, others[0])])
         yield (
-            f"Why: it is the fastest of {len(ran)} programs that were timed. "
-            f"Runner-up: {others[0].name}, {others[0].time_ms:.3f} ms{beside}."
+            f"Why: it is the fastest of {len(ran)} programs that were timed{same}. "
+            f"Runner-up: {runner}, {others[0].time_ms:.3f} ms{beside}."
         )
+    elif ran:
+        yield f"Why: no other program was timed{same}."
     elif plan.predicted_ms is not None:
         yield "Why: it is the best by prediction; no other program was timed."
     yield from memory_lines(plan)

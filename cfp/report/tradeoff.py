@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
+from cfp.report.fitted import Fitted
 from cfp.report.plots import figure
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.problem import Problem, Solution
@@ -59,7 +60,7 @@ def trade_off_view(
         ),
         *_meanings(analysis, problem, found, names),
     ]
-    return Group(table, *map(Text, lines), Text(), *map(Text, legend))
+    return Group(Fitted(table), *map(Text, lines), Text(), *map(Text, legend))
 
 
 def best_within(found: TradeOff, budget_bytes: int | None) -> Solution | None:

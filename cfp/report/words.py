@@ -8,6 +8,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
 from cfp.presets.classics import presets
+from cfp.printable import distinct_ends
 from cfp.search.candidates import segment_candidate
 from cfp.search.problem import Candidate, Option
 
@@ -72,13 +73,14 @@ def candidate_words(
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
     blocks: dict[str, list[str]] = {}
+    names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
     for place, b in enumerate(segment.blocks):
         strategy = candidate.strategies[place]
         if base is None or base.strategies[place] != strategy:
             op = frame.program.ops[frame.blocks[b].anchor]
             text = strategy_text(frame, op, strategy)
-            blocks.setdefault(text, []).append(frame.blocks[b].name.rpartition("/")[2])
-    parts = [f"{', '.join(names)} {text}" for text, names in blocks.items()]
+            blocks.setdefault(text, []).append(names[place])
+    parts = [f"{', '.join(alike)} {text}" for text, alike in blocks.items()]
     if segment.groups and (base is None or base.storage != candidate.storage):
         parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
     if candidate.kernel and (base is None or base.kernel != candidate.kernel):

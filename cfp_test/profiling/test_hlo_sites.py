@@ -1,5 +1,8 @@
 """Collectives with the lines that they come from."""
 
+import inspect
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.hlo_sites import CollectiveSite, collective_sites
-from cfp.report.sites import short_scope, sites_text
+from cfp.report.sites import ops_text, sites_text
 from cfp_test.checking import make_mesh
 from cfp_test.profiling.hlo_of_versions import OLD
 
@@ -29,8 +32,8 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
-3 {file_location_id=3 parent_frame_id=2}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
@@ -65,6 +68,16 @@ def test_places_are_read_in_the_newer_form_and_the_users_own_file_is_told():
     assert (site.source, site.scope) == ("/home/me/model.py:20", "jit(f)/dense/dot")
 
 
+def test_parents_may_be_counted_from_nothing_too():
+    """XLA counts from 1 up, where 1 is none: the first frame is its own parent."""
+    text = NEW
+    for parent in (1, 2, 3):
+        now, then = (f"parent_frame_id={n}}}" for n in (parent, parent - 1))
+        text = text.replace(now, then)
+    [site] = collective_sites(text)
+    assert site.source == "/home/me/model.py:20"
+
+
 def test_a_compiled_step_tells_its_lines():
     mesh = make_mesh((("x", 4),))
     rows = NamedSharding(mesh, P("x"))
@@ -97,10 +110,43 @@ def test_a_program_without_collectives_says_so():
     ("scope", "short"),
     [
         ("jit(step)/layer/dot", "layer/dot"),
-        ("jit(step)/(a/dot:b/dot:c/dot)", "a/dot and 2 more"),
+        ("jit(step)/(a/dot:b/dot:c/dot)", "a/dot, b/dot, c/dot"),
+        ("jit(step)/(a/dot:b/dot:c/dot:d/dot)", "a/dot, b/dot, c/dot and 1 more"),
+        ("jit(step)/transpose(jvp(Net))/L_3/dot", "Net/L_3/dot (backward)"),
+        ("jit(step)/(jvp(Net)/L_0/dot:jvp(Net)/L_1/dot)", "Net/L_0-1/dot"),
         ("", ""),
         ("(alone)", "(alone)"),
     ],
 )
 def test_scopes_are_shortened(scope, short):
-    assert short_scope(scope) == short
+    assert ops_text([scope]) == short
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(12):
+            x = nn.Dense(8)(x)  # the line of all twelve
+        return x
+
+
+def test_layers_stand_in_one_row_with_the_users_line_though_a_library_computes(
+    monkeypatch,
+):
+    monkeypatch.setenv("COLUMNS", "160")
+    mesh = make_mesh((("x", 4),))
+    model, x = Layers(), jnp.ones((8, 8))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), x))
+    cut = NamedSharding(mesh, P("x"))
+    where = jax.tree.map(lambda leaf: cut, params)
+    text = jax.jit(model.apply, in_shardings=(where, cut)).lower(params, x)
+    sites = collective_sites(text.compile().as_text() or "")
+    line = inspect.getsourcelines(Layers)[1] + 4
+    assert {site.source for site in sites} == {f"{__file__}:{line}"}
+    rows = [text for text in sites_text(sites).splitlines() if "all-gather" in text]
+    assert sum(site.count for site in sites) == 24
+    assert [[cell.strip() for cell in row.split("|")[2:4]] for row in rows] == [
+        ["12", "256 B"],
+        ["12", "32 B"],
+    ]
+    assert "Layers/Dense_0-11/dot_general|" in rows[0]

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from cfp.errors import CfpError
+from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
-from cfp.report.told import WIDTH, explain_data, explain_text
-from cfp_test.report.plans import layers, make_plan
+from cfp.report.tables import plan_text
+from cfp.report.told import explain_data, explain_text
+from cfp_test.report.plans import RACE, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
 
@@ -27,8 +29,9 @@ def test_a_plan_explains_itself():
         "  runner-up: #2: step 10.500 ms (+10.5%), memory 500.00 KiB (-16.7%); #2 in "
         "words",
     ]
-    assert "Runner-up: data_parallel, 12.250 ms, against 10.250 ms." in " ".join(
-        " ".join(lines).split()
+    assert (
+        "Runner-up: data_parallel or zero1, 12.250 ms, against 10.250 ms."
+        in " ".join(" ".join(lines).split())
     )
 
 
@@ -42,7 +45,7 @@ def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is(
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan(layers([0, 1, 0]), [])])
 def test_an_explanation_fits_a_terminal(plan):
     text = explain_text(plan)
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= USUAL_COLUMNS
     assert all(c.isprintable() or c == "\n" for c in text)
 
 
@@ -92,10 +95,10 @@ def test_differences_are_told_once_for_repeated_layers():
         "  xla_flag: - -> true",
         "",
         "Arguments, by how each dim is sharded",
-        "  params/Net/layer_0-95/up: float32[16,32] None, y -> float32[16,32] x, None",
+        "  params/Net/layer_0-95/up: None, y -> x, None",
         "",
         "Blocks",
-        "  Net/layer_0-94/up: x: rows (dim 0 of 8); parameters sharded -> replicated; "
+        "  Net/layer_0-94/up: x: rows (dim 0); parameters sharded -> replicated; "
         "parameters sharded",
     ]
 
@@ -106,3 +109,81 @@ def test_collectives_are_compared_by_bytes_and_time():
         "all-gather over x": ("285.00 KiB, 11.875 ms", "3.00 KiB, 0.125 ms"),
         "all-reduce over x,y": ("95.00 KiB, 23.750 ms", "1.00 KiB, 0.250 ms"),
     }
+
+
+def test_another_batch_is_another_size_and_shards_nothing_otherwise():
+    first = DEEP.rows[0]
+    larger = replace(
+        DEEP,
+        arg_types=("float32[64,32]", *DEEP.arg_types[1:]),
+        rows=(
+            replace(first, sharded=first.sharded.replace("of 8", "of 32")),
+            *DEEP.rows[1:],
+        ),
+    )
+    found = diff_data(DEEP, larger)
+    assert found["sizes"] == {DEEP.arg_names[0]: (DEEP.arg_types[0], "float32[64,32]")}
+    assert not found["blocks"] and not found["arguments"]
+
+
+def test_collectives_are_no_difference_where_a_plan_does_not_say_them():
+    silent = replace(DEEP, figures=None)
+    assert not diff_data(DEEP, silent)["collectives"]
+    # Times that only one of them knows are none either.
+    untimed = replace(
+        DEEP,
+        figures=replace(
+            DEEP.figures,
+            blocks=tuple(
+                replace(b, moves=tuple(replace(m, time_ms=None) for m in b.moves))
+                for b in DEEP.figures.blocks
+            ),
+        ),
+    )
+    assert not diff_data(DEEP, untimed)["collectives"]
+
+
+def test_one_program_under_two_names_is_no_runner_up():
+    [data, planned, *rest] = RACE
+    twin = replace(data, samples_ms=planned.samples_ms, time_ms=planned.time_ms)
+    rows = [row(0, 0, "Net/up")]
+    alone = explain_text(make_plan(rows, [twin, planned, RACE[-1]]))
+    assert "no other program was timed; data_parallel gave the same program" in alone
+    assert "Runner-up" not in alone
+    told = " ".join(explain_text(make_plan(rows, [twin, planned, *rest])).split())
+    assert "fastest of 2 programs that were timed; data_parallel gave the same" in told
+    assert "Runner-up: zero1, 12.250 ms, against 10.250 ms" in told
+    table = plan_text(make_plan(rows, [twin, planned, *rest]), width=160)
+    assert [line for line in table.splitlines() if "10.250 |" in line] == [
+        line
+        for line in table.splitlines()
+        if "the same program as data_parallel" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (
+            ["a/0/q/kernel", "a/0/k/kernel", "head/kernel"],
+            ["q/kernel", "k/kernel", "head/kernel"],
+        ),
+        (
+            ["B_0/Dense_0", "B_1/Dense_0", "B_1/Dense_1"],
+            ["B_0/Dense_0", "B_1/Dense_0", "Dense_1"],
+        ),
+        (["kernel", "a/kernel"], ["kernel", "a/kernel"]),
+        (["a/b", "a/b", "c"], ["b", "b (2)", "c"]),
+    ],
+)
+def test_ends_of_names_tell_blocks_apart(names, ends):
+    assert distinct_ends(names) == ends
+
+
+def test_a_short_text_names_each_block():
+    names = [f"layers/{i}/{name}/kernel" for i in range(2) for name in ("q", "k", "v")]
+    rows = [
+        row(place // 3, 0, name, block=place, sharded="x: rows (dim 0 of 8)")
+        for place, name in enumerate(names)
+    ]
+    assert "q/kernel, k/kernel, v/kernel x: rows" in repr(make_plan(rows, RACE))

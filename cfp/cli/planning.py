@@ -31,6 +31,7 @@ from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.figures import with_figures
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
+from cfp.report.told import wrapped
 from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.assemble import picks_of
 from cfp.search.explain import Explanation, explain
@@ -150,7 +151,7 @@ def _explain(found: Misses, print_json: Callable[[str], None] | None) -> None:
         print_json(json.dumps(why_data(found), indent=1))
         return
     for line in why_lines(found):
-        print(line)
+        print(wrapped(line))
 
 
 @o.measuring

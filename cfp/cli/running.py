@@ -22,6 +22,7 @@ from cfp.report.fitted import Fitted
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
+from cfp.report.told import wrapped
 from cfp.targets import Target
 from cfp.units import parse_bytes
 
@@ -191,7 +192,7 @@ def _print_trial(trial: Trial) -> None:
     console.print(Fitted(table))
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
-        print(check_text(trial))
+        print("\n".join(map(wrapped, check_text(trial).split("\n"))))
 
 
 def _metric_names(trial: Trial) -> list[str]:

@@ -20,6 +20,7 @@ from cfp.cli.session import analyse, open_target
 from cfp.plan.plan import Plan
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
+from cfp.report.told import wrapped
 
 
 @o.measuring
@@ -83,4 +84,4 @@ def verify(
             return
         print_plan(replace(told.best, rows=()), Console())
         for line in verified_text(told):
-            print(line)
+            print(wrapped(line))

@@ -20,7 +20,7 @@ from rich.text import Text
 # Text with what may end a line behind it: spaces, or a sign that belongs to the text.
 _PIECE = re.compile(r"\s*[^\s/,;]*[/,;]*")
 # Where one that is too long is broken, if it can be.
-_WORD = re.compile(r"[^_.]*[_.]*")
+_WORD = re.compile(r"[^_.+]*[_.+]*")
 # A column of text is not made narrower than its longest piece, or than this.
 _NARROW = 16
 _BETWEEN = 3  # Columns are a line and two spaces apart.

@@ -121,7 +121,7 @@ def _overall(plan: Plan) -> Iterator[str]:
 
 def memory_lines(plan: Plan) -> Iterator[str]:
     """What memory has to do with the plan."""
-    if plan.figures is None:
+    if plan.figures is None or "adapted" in plan.search:
         return
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
     if budget is None:
@@ -189,6 +189,9 @@ def _figures_of(plan: Plan, block: int) -> BlockFigures | None:
 def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
     """Why a segment takes its strategy, and what the runner-up would cost."""
     figures = plan.figures
+    if "adapted" in plan.search:
+        yield "  why: carried over from the plan of another program"
+        return
     if figures is None or not figures.kinds:
         yield "  why: nothing else was measured; the strategy was asked for by name"
         return

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.profiling.record import ProfileRecord
-from cfp.race.programs import RaceResult
+from cfp.race.programs import RaceOutcome, RaceResult, as_predicted, race_row
 from cfp.race.turns import complexity, is_tie, tied_with
 from cfp.solution import Candidate
 
@@ -70,3 +70,18 @@ def test_what_was_timed_for_a_larger_budget_ties_with_nothing():
     planned = entrant("planned", (38.0, 38.2, 38.9, 38.4))
     too_large = entrant("data_parallel", (38.1, 38.3, 38.9, 38.5), fits=False)
     assert tied_with(planned[1], [planned, too_large]) == [planned]
+
+
+def test_one_program_under_two_names_is_told_where_samples_are_left_out():
+    samples = (38.0, 38.2, 38.9, 38.4)
+    contest = [
+        entrant("planned", samples),
+        entrant("data_parallel", samples),
+        entrant("zero1", (39.1, 39.3)),
+    ]
+    winner, result = contest[1]
+    raced = tuple(race_row(result) for _, result in contest)
+    outcome = RaceOutcome(winner=winner, result=result, rows=raced)
+    rows = as_predicted(outcome, "one device").rows
+    assert [row.note for row in rows] == ["the same program as data_parallel", "", ""]
+    assert all(row.samples_ms == () and row.predicted_ms for row in rows)

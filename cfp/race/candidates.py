@@ -11,8 +11,7 @@ from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
 from cfp.search.assemble import picks_of, whole_choice
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import leanest
+from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Problem
 from cfp.settings import ConstraintLevel

@@ -23,10 +23,9 @@ from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import Estimates, best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem
-from cfp.search.dynamic import solve_dynamically
+from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
-from cfp.search.ilp import leanest
 from cfp.search.kernels import with_kernels
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory

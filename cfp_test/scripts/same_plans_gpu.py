@@ -33,7 +33,10 @@ MODELS = {
     "MoE": "moe --layers 2 --batch 64",
 }
 _TINY = "--layers 2 --hidden 64 --heads 4 --seq 32 --vocab 128 --batch 16"
-TINY_MODELS = {"GPT": f"gpt {_TINY}", "MoE": f"moe {_TINY}"}
+TINY_MODELS = {
+    "GPT": f"gpt {_TINY}",
+    "MoE": f"moe {_TINY} --experts 4 --expert_group_size 128",
+}
 SHARES = (None, 0.6)
 # Of one model and version, after which the next is begun.
 _MOST_SECONDS = 150

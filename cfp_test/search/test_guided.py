@@ -14,13 +14,13 @@ from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem
-from cfp.search.dynamic import solve_dynamically
+from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
-from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Candidate, Option
 from cfp.search.wanted import WantedMaker, measured_options
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, rates_of
 
 SIZES = (("x", 4),)

@@ -48,6 +48,7 @@ class RaceResult:
         peak_bytes: memory that the compiled program needs on each device, or by
             `ratios` the whole one.
         fits: whether that is within the budget.
+        is_built: whether it was just compiled, and is not timed yet.
         cached: whether it was answered from the store.
     """
 
@@ -58,6 +59,12 @@ class RaceResult:
     fits: bool
     cached: bool
     ratios: Ratios = WHOLE
+    is_built: bool = False
+
+    @property
+    def may_race(self) -> bool:
+        """Whether it fits, and nothing failed yet."""
+        return self.fits and (self.is_built or self.record.ok)
 
     @property
     def ran(self) -> bool:

@@ -98,7 +98,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     # What was not among the leaders has lost already, at another time.
     able = [one for one in again if one[1].ran] or others
     results = [result for _, result in (*again, *others)]
-    results += [made.refused for _, made in refused if made.refused]
+    results += [made for _, made in refused]
     best = min(able, key=time_ms, default=None)
     if asked is not None:
         ended = best[1].samples_ms if best is not None and best[1].ran else ()
@@ -123,8 +123,7 @@ def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     if not admitted.fitting:
         admitted = run.last_resort(admitted)
     if not admitted.fitting:
-        results = [made.refused for _, made in admitted.refused if made.refused]
-        raise run.nothing_fits(results)
+        raise run.nothing_fits([made for _, made in admitted.refused])
     winner, made = admitted.fitting[0]
     return RaceOutcome(
         winner=winner, peak_bytes=made.peak_bytes, counts=run.solution.counts

@@ -22,6 +22,7 @@ from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race.cache import Answer
+from cfp.race.compile import was_refused
 from cfp.race.programs import programs_of
 from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, ConstraintLevel
@@ -62,7 +63,7 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         for record in store.records()
         if record.choice
         and _apart_from_choice(record.parts) == like
-        and (record.ok or _was_refused(record))
+        and (record.ok or was_refused(record))
         and (made := _read(analysis, options, record)) is not None
     ]
     return sorted(found, key=lambda one: one.record.time_ms)
@@ -151,11 +152,6 @@ def _strategies(analysis: Analysis) -> list[Sequence[Strategy]]:
 def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
     chosen = ("shardings", "options", "race")
     return {name: value for name, value in parts if name not in chosen}
-
-
-def _was_refused(record: ProfileRecord) -> bool:
-    is_large = record.status == "out_of_memory" and not record.run_seconds
-    return is_large and record.peak_bytes > 0
 
 
 def _read(

@@ -15,7 +15,7 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
 from cfp.race.cache import answer_to, question
 from cfp.race.candidates import leanest_of, predicted_size, with_options
-from cfp.race.compile import Compiled, compile_programs
+from cfp.race.compile import compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
@@ -114,7 +114,7 @@ class Run:
         few = self.context.compiler_options or self.context.by_estimates
         return ROUNDS_BEFORE_OPTIONS if few else self.context.defaults.rounds
 
-    def compile_all(self, candidates: Sequence[Candidate]) -> list[Compiled]:
+    def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
         context, analysis = self.context, self.analysis
         found = compile_programs(
@@ -205,22 +205,21 @@ class Run:
         if problem is not None:
             lean = leanest_of(self.analysis, problem)
             [made] = self.compile_all([lean])
-            if made.fits:
+            if made.may_race:
                 return Admitted([(lean, made)], refused)
             refused.append((lean, made))
         plain = [(c, m) for c, m in refused if MEMORY_SHARE not in c.options]
-        large = [(c, m) for c, m in plain if m.refused and not m.refused.fits]
+        large = [(c, m) for c, m in plain if not m.fits]
         if memory is None or not large:
             return Admitted([], refused)
         smallest, made = min(large, key=lambda pair: pair[1].peak_bytes)
-        assert made.refused is not None
-        options = limit_options(memory, made.refused.record)
+        options = limit_options(memory, made.record)
         variants = with_options([smallest], options)
         known = {one.key for one, _ in refused}
         variants = [one for one in variants if one.key not in known]
         for one in variants:
             [made] = self.compile_all([one])
-            if made.fits:
+            if made.may_race:
                 return Admitted([(one, made)], refused)
             refused.append((one, made))
         return Admitted([], refused)

@@ -22,7 +22,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import interquartile_range
 from cfp.program.graph import Program
 from cfp.race.cache import keep_race, of_one_race
-from cfp.race.compile import build_each, fits, keep, still_good, too_late
+from cfp.race.compile import build_each, fits, keep, results_of, still_good
 from cfp.race.programs import RaceProgram, RaceResult, TimedCandidate
 from cfp.settings import (
     ENOUGH_SAMPLES,
@@ -130,23 +130,7 @@ def race_programs(
     if records is not raced:
         ran = {digest: r for digest, r in records.items() if digest not in out}
         keep_race(jobs, budget_bytes, ran, store)
-    late = {d: too_late(job) for d, job in jobs.items() if d not in records}
-    records = {**records, **late}
-    results = []
-    for one in programs:
-        record = records[one.job.key.digest]
-        results.append(
-            RaceResult(
-                name=one.name,
-                predicted_ms=one.predicted_ms,
-                record=record,
-                peak_bytes=round(one.ratios.memory * record.peak_bytes),
-                fits=fits(record, budget_bytes),
-                cached=cached,
-                ratios=one.ratios,
-            )
-        )
-    return results
+    return results_of(programs, records, budget_bytes, jobs if cached else ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,10 +302,10 @@ def compiled(case, store, monkeypatch):
                 budget_bytes=budget_bytes,
                 options=MeasureOptions(**options),
             )
-            if found.fits:
+            if found.may_race:
                 peak = found.peak_bytes
                 break
-            refused.append(found.refused)
+            refused.append(found)
         return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
 
     return go

@@ -6,7 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 
@@ -20,7 +19,7 @@ from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import default_threads, with_settings
+from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.race.programs import RaceProgram, RaceResult
 
@@ -112,8 +111,6 @@ def build_each(
         always=options.compiler_options,
         place=place,
     )
-    # Of several builds it is not known which one a process died of.
-    one_by_one = marks.folder.suspects().keys() & jobs.keys()
     most = default_threads(platform) if place is None else place.at_once
     done: list[str] = []
 
@@ -135,7 +132,7 @@ def build_each(
 
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
-    with cache, ThreadPoolExecutor(1 if one_by_one else most) as pool:
+    with cache, builders(marks.at_once(jobs, most)) as pool:
         outcomes = pool.map(with_settings(build_in_time), jobs)
         for digest, job in jobs.items():
             if digest not in there:

@@ -13,7 +13,6 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
-from cfp.race.cache import answer_to, question
 from cfp.race.candidates import leanest_of, predicted_size, with_options
 from cfp.race.compile import compile_programs
 from cfp.race.enough import (
@@ -32,10 +31,9 @@ from cfp.race.programs import (
     RaceResult,
     RaceRow,
     TimedCandidate,
-    left_out,
     programs_of,
 )
-from cfp.race.remembered import known_to_fit
+from cfp.race.remembered import answer_to, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import race_programs
@@ -274,7 +272,10 @@ class Run:
         if (count := len({result.samples_ms for _, result in ties})) > 1:
             found["ties"] = count - 1
         why = TOO_LARGE if self.context.memory else UNMEASURED
-        absent = [left_out(name, None, why) for name in self.solution.unmeasured]
+        absent = [
+            RaceRow(name=name, predicted_ms=None, note=why)
+            for name in self.solution.unmeasured
+        ]
         winner, result = won
         return RaceOutcome(
             winner=winner,

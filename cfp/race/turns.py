@@ -21,9 +21,9 @@ from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import interquartile_range
 from cfp.program.graph import Program
-from cfp.race.cache import keep_race, of_one_race
 from cfp.race.compile import build_each, fits, keep, results_of, still_good
 from cfp.race.programs import RaceProgram, RaceResult, TimedCandidate
+from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ENOUGH_SAMPLES,
     MORE_ROUNDS,

@@ -19,6 +19,7 @@ program, and is raised until something ends below it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,6 +70,20 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
             near = solve_dynamically(replace(problem, far_ms={}), lean=lean)
             return near and solution(problem, near.picks)
         slack = slack * _MORE_SLACK or 1.0
+
+
+def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | None:
+    """The cheapest choice that fits among some options of each kind.
+
+    Args:
+        problem: the problem.
+        kept: for each kind the numbers of its options.
+    """
+    found = solve_dynamically(problem.keep(kept))
+    if found is None:
+        return None
+    picked = zip(problem.kinds, found.picks, strict=True)
+    return solution(problem, [kept[kind][pick] for kind, pick in picked])
 
 
 def can_fit(problem: Problem) -> bool:

@@ -52,7 +52,7 @@ def enumerate_pool(
         context.settings.in_context,
     )
     found = {(w.kind, w.candidate.key): w for w in guided}
-    for kind, estimate in enumerate(estimates.kinds):
+    for kind, estimate in enumerate(estimates):
         for mode in Storage:
             for candidate in best_candidates(estimate, mode, pool):
                 if (kind, candidate.key) not in found:

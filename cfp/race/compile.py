@@ -6,8 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import Mesh
 
@@ -24,79 +23,71 @@ from cfp.program.graph import Program
 from cfp.race.programs import RaceProgram, RaceResult
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """What compiles candidate programs, and where they are timed.
+
+    Attributes:
+        program: the program, of those that have no other.
+        mesh: the devices.
+        store: where records are kept.
+        budget_bytes: what a program may need on each device, or None.
+        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
+            program is, and none is timed again.
+        options: how to build and to time.
+        built: compiled programs by name: used, and added to.
+    """
+
+    program: Program
+    mesh: Mesh
+    store: ProfileStore
+    budget_bytes: int | None = None
+    end: float = math.inf
+    options: MeasureOptions = field(default_factory=MeasureOptions)
+    built: dict[str, Built] = field(default_factory=dict, repr=False)
+
+    @property
+    def marks(self) -> Marks:
+        """To be entered while something is built or run."""
+        return Marks(self.store.path, self.options.limits, self.program.name)
+
+
 def compile_programs(
-    program: Program,
-    mesh: Mesh,
-    programs: Sequence[RaceProgram],
-    store: ProfileStore,
-    *,
-    budget_bytes: int | None,
-    options: MeasureOptions | None = None,
-    built: dict[str, Built] | None = None,
-    end: float = math.inf,
+    builder: Builder, programs: Sequence[RaceProgram]
 ) -> list[RaceResult]:
     """Says which programs fit; none runs.
 
     What was compiled for a race before is known from the store. What is too large, or
     fails, is kept there.
 
-    Args:
-        program: the program.
-        mesh: the devices.
-        programs: what to compile.
-        store: where records are kept.
-        budget_bytes: memory of one device, or None.
-        options: how to build.
-        built: compiled programs by name: used, and added to.
-        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
-            program is.
-
     Returns:
         What became of each, in their order: without samples, if it fits.
     """
-    options = options or MeasureOptions()
     jobs = {one.job.key.digest: one.job for one in programs}
-    bury(store, about=jobs)
-    known = still_good(store.common(jobs), options.retry_failures, budget_bytes)
+    known = known_records(builder, jobs)
     new = [one for one in programs if one.job.key.digest not in known]
-    with Marks(store.path, options.limits, program.name) as marks:
-        fresh = build_each(
-            program,
-            mesh,
-            new,
-            store,
-            marks,
-            options,
-            budget_bytes=budget_bytes,
-            built={} if built is None else built,
-            end=end,
-        )
+    with builder.marks as marks:
+        fresh = build_each(builder, new, marks)
     failed = {
         digest: replace(one, choice=jobs[digest].choice)
         for digest, one in fresh.items()
         if isinstance(one, ProfileRecord)
     }
-    keep([*failed.values()], store)
-    return results_of(programs, {**fresh, **failed, **known}, budget_bytes, known)
+    keep([*failed.values()], builder.store)
+    outcomes = {**fresh, **failed, **known}
+    return results_of(programs, outcomes, builder.budget_bytes, known)
 
 
 def build_each(
-    program: Program,
-    mesh: Mesh,
-    programs: Sequence[RaceProgram],
-    store: ProfileStore,
-    marks: Marks,
-    options: MeasureOptions,
-    *,
-    budget_bytes: int | None,
-    built: dict[str, Built],
-    end: float,
+    builder: Builder, programs: Sequence[RaceProgram], marks: Marks
 ) -> dict[str, Built | ProfileRecord]:
-    """Programs that fit, and records of why others do not, by key; see above.
+    """Programs that fit, and records of why others do not, by key.
 
     They are built side by side, each once; what there was no time for is left out.
     """
-    places = {one.job.key.digest: one.place or (program, mesh) for one in programs}
+    mesh, built, options = builder.mesh, builder.built, builder.options
+    here = builder.program, mesh
+    places = {one.job.key.digest: one.place or here for one in programs}
     jobs = {one.job.key.digest: one.job for one in programs}
     if not jobs:
         return {}
@@ -107,7 +98,7 @@ def build_each(
     agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
     place = place_for(platform, options.place)
     environment = replace(
-        BuildEnvironment.beside(store.build_path),
+        BuildEnvironment.beside(builder.store.build_path),
         always=options.compiler_options,
         place=place,
     )
@@ -116,7 +107,7 @@ def build_each(
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         # Several processes have clocks of their own.
-        if agreement.alone and done and time.monotonic() > end:
+        if agreement.alone and done and time.monotonic() > builder.end:
             return None
         job = jobs[digest]
         known = next((built[name] for name in names[digest] if name in built), None)
@@ -144,8 +135,8 @@ def build_each(
             if isinstance(outcome, Built) and not ready:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
-            if isinstance(outcome, Built) and not fits(outcome, budget_bytes):
-                reason = f"needs {outcome.peak_bytes} bytes of {budget_bytes}"
+            if isinstance(outcome, Built) and not fits(outcome, builder.budget_bytes):
+                reason = f"needs {outcome.peak_bytes} bytes of {builder.budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
             found[digest] = outcome
     return found
@@ -186,18 +177,17 @@ def results_of(
     return found
 
 
-def still_good(
-    found: Mapping[str, ProfileRecord],
-    retry_failures: bool | datetime,
-    budget_bytes: int | None,
+def known_records(
+    builder: Builder, jobs: Mapping[str, Job]
 ) -> dict[str, ProfileRecord]:
-    """Records that need not be made again."""
+    """Records of jobs, by key, that need not be made again."""
+    bury(builder.store, about=jobs)
     return {
         digest: record
-        for digest, record in found.items()
-        if not is_to_retry(record, retry_failures)
+        for digest, record in builder.store.common(jobs).items()
+        if not is_to_retry(record, builder.options.retry_failures)
         # Something was refused for its size alone, and the budget has grown.
-        and not (was_refused(record) and fits(record, budget_bytes))
+        and not (was_refused(record) and fits(record, builder.budget_bytes))
     }
 
 

@@ -14,7 +14,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import leanest_of, predicted_size, with_options
-from cfp.race.compile import compile_programs
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
@@ -103,6 +103,20 @@ class Run:
     fresh: list[str] = field(default_factory=list)  # What was not in the store.
 
     @property
+    def builder(self) -> Builder:
+        """What compiles and times candidates."""
+        context = self.context
+        return Builder(
+            program=self.analysis.frame.program,
+            mesh=context.devices,
+            store=context.store,
+            budget_bytes=context.budget_bytes,
+            end=context.end,
+            options=context.measure,
+            built=self.built,
+        )
+
+    @property
     def presets(self) -> set[Choice]:
         return set(self.solution.presets.values())
 
@@ -115,16 +129,8 @@ class Run:
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
         context, analysis = self.context, self.analysis
-        found = compile_programs(
-            analysis.frame.program,
-            context.devices,
-            programs_of(analysis, candidates, context.environment),
-            context.store,
-            budget_bytes=context.budget_bytes,
-            options=context.measure,
-            built=self.built,
-            end=context.end,
-        )
+        programs = programs_of(analysis, candidates, context.environment)
+        found = compile_programs(self.builder, programs)
         pairs = zip(candidates, found, strict=True)
         self.fresh.extend(one.name for one, made in pairs if not made.cached)
         return found
@@ -139,17 +145,8 @@ class Run:
         """How candidates do, timed in turn."""
         context, analysis = self.context, self.analysis
         where = (*context.environment, *stage)
-        results = race_programs(
-            analysis.frame.program,
-            context.devices,
-            programs_of(analysis, candidates, where, truncated),
-            context.store,
-            budget_bytes=context.budget_bytes,
-            rounds=rounds,
-            end=context.end,
-            built=self.built,
-            options=context.measure,
-        )
+        programs = programs_of(analysis, candidates, where, truncated)
+        results = race_programs(self.builder, programs, rounds)
         self.fresh.extend(result.name for result in results if not result.cached)
         return list(zip(candidates, results, strict=True))
 

@@ -25,7 +25,7 @@ def test_a_plan_prints_in_a_few_lines():
     assert repr(plan).splitlines() == [
         "Plan 'planned' for a mesh x=4 of abacus",
         "  10.250 ms per step, measured; 9.500 ms predicted; 3.00 MiB on each device",
-        "  chosen: the fastest of 3 raced on the whole step; next, data_parallel: "
+        "  chosen: the fastest of 2 raced on the whole step; next, data_parallel: "
         "12.250 ms",
         "  segment 0: embedding replicated; parameters sharded",
         "  segment 1-4 (layer_0-3): mlp x: columns; parameters sharded",
@@ -41,7 +41,7 @@ def test_times_of_an_abridged_race_are_not_set_beside_those_of_whole_steps():
     told = re.sub(r"\s+", " ", repr(plan))
     own = next(row.time_ms for row in RACE if row.name == "planned")
     assert (
-        "the fastest of 3 raced on 4 of its segments; next, data_parallel: "
+        "the fastest of 2 raced on 4 of its segments; next, data_parallel: "
         f"12.250 ms, against {own:.3f} ms there"
     ) in told
 
@@ -74,7 +74,7 @@ def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
         (
             [*RACE, replace(RACE[1], name="zero3")],
             9.5,
-            "the fastest of 3 raced on the whole step, the same program as zero3; "
+            "the fastest of 2 raced on the whole step, the same program as zero3; "
             "next,",
         ),
         ([], 9.5, "by prediction, without a race"),

@@ -20,6 +20,7 @@ from cfp.cli.supervise import Supervision
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
+from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
@@ -247,7 +248,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            print_error(_interrupted(kwargs.get("workdir")))
+            print_error(interrupted_text(kwargs.get("workdir"), "the same command"))
             raise typer.Exit(INTERRUPTED) from error
 
     return run
@@ -272,17 +273,6 @@ def supervise(
     """Goes on in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
-
-
-def _interrupted(workdir: Path | None) -> str:
-    with contextlib.suppress(CfpError):
-        kept = store_path(workdir)
-        if kept.exists():
-            return (
-                f"Interrupted. Everything that was measured is kept in {kept}; the "
-                "same command goes on from there."
-            )
-    return "Interrupted."
 
 
 def settings(

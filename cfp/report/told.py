@@ -165,6 +165,8 @@ def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
     row = twins[len(twins) // 2]
     figures = _figures_of(plan, row.block)
     where = f"  at {figures.source}" if figures and figures.source else ""
+    if row.repeats is not None and row.repeats > 1:
+        where += f", {row.repeats} times in one step"
     yield f"  {elided(merged_name([twin.name for twin in twins]))}{where}"
     yield f"    sharded: {row.sharded}"
     if figures is None:
@@ -243,6 +245,7 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
                 "source": drawn.source if drawn else "",
                 "sharded": row.sharded,
                 "storage": row.storage,
+                "repeats": row.repeats,
                 "collectives": [
                     {
                         "kind": move.kind,

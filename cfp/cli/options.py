@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,18 +94,40 @@ Pins = Annotated[
         "paths. May be given more than once.",
     ),
 ]
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} is no position: give numbers from 0, such as 0 or 0,1."
+        ) from error
+
+
+def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
+    """All positions of an option that may be given more than once."""
+    return [number for numbers in given for number in numbers] if given else None
+
+
 Donate = Annotated[
     list[int] | None,
     typer.Option(
         metavar="N",
-        help="Position of an argument that a function's step may overwrite.",
+        help="Position of an argument that a function's step may overwrite, or "
+        "several: 0,1.",
+        parser=_positions,
+        callback=_together,
     ),
 ]
 Static = Annotated[
     list[int] | None,
     typer.Option(
         metavar="N",
-        help="Position of an argument of a function's step that is no array.",
+        help="Position of an argument of a function's step that is no array, or "
+        "several: 0,1.",
+        parser=_positions,
+        callback=_together,
     ),
 ]
 Budget = Annotated[

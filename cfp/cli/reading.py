@@ -38,7 +38,8 @@ def explain(
         typer.Option(
             "--block",
             metavar="NAME",
-            help="Only blocks with this in their names; * stands for anything.",
+            help="Only blocks with this in their names, in upper or lower case; * "
+            "stands for anything.",
         ),
     ] = None,
     as_json: o.Json = False,

@@ -65,6 +65,7 @@ def test_steps_are_checked(name, donate, leaves, tmp_path):
         assert len(changed) >= 4
 
 
+@pytest.mark.explained("An argument is donated, and the step can run only once")
 def test_what_is_donated_and_not_returned_runs_once(tmp_path):
     """The message is true of modules, too."""
     with pytest.raises(CfpError, match=r"Argument 0 .net. is donated"):

@@ -25,8 +25,11 @@ from cfp.errors import PlanMismatch, compose
 from cfp.patterns.build import is_chunked
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import ATTENTION, op_text, strategy_text
+from cfp.plan.drawn import block_figures
+from cfp.plan.figures import Figures
 from cfp.plan.parts import PlanRow, type_text
 from cfp.plan.plan import Plan
+from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
@@ -113,19 +116,19 @@ def carry_over(
     if any(pair.scaled for pair in pairs):
         _check_state(plan, analysis)
     choice = _choice(plan, analysis, pairs)
-    kept = plan.constraints
-    is_bare = not kept.values and not kept.uses
+    is_bare = not plan.constraints.values and not plan.constraints.uses
     winner = Candidate(
         name=plan.winner,
         choice=choice,
-        predicted_ms=_predicted_ms(plan, pairs),
+        predicted_ms=_predicted_ms(plan, analysis, pairs),
         level=ConstraintLevel.ARGUMENTS if is_bare else ConstraintLevel.EVERYTHING,
         options=plan.options,
     )
     outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
     environment = dict(environment_parts(list(mesh.devices.flat)))
     made = compose_plan(analysis, mesh, environment, outcome)
-    return replace(made.bound_to(step, out_tree), rung="estimated")
+    drawn = Figures(blocks=block_figures(analysis, choice, None))
+    return replace(made.bound_to(step, out_tree), rung="estimated", figures=drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,8 +258,7 @@ def _refuse_segment(
                 if count < len(rows)
                 else f"the end of a segment of {len(rows)} blocks"
             )
-    at = min(same, len(blocks) - 1)
-    got = f"{blocks[at][0]}: {blocks[at][1]}"
+    got = ": ".join(blocks[min(same, len(blocks) - 1)])
     if same == len(blocks):
         got = f"a segment that ends after {len(blocks)} blocks, with {got}"
     _refuse(f"Segment {segment.index} of the step is none of the plan.", best, got)
@@ -265,8 +267,7 @@ def _refuse_segment(
 def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
     """The strategies and storage of all segments' models."""
     frame = analysis.frame
-    usual = [_storage(row) for row in plan.rows]
-    modes = [mode for mode in usual if mode is not None]
+    modes = [mode for row in plan.rows if (mode := _storage(row)) is not None]
     common = max(set(modes), key=modes.count) if modes else Storage.USED
     storage = [common] * len(frame.groups)
     strategies: dict[int, Strategy] = {}
@@ -357,16 +358,42 @@ def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
     return choice
 
 
-def _predicted_ms(plan: Plan, pairs: Sequence[_Pair]) -> float | None:
-    """The plan's step time with the segments that are more, or fewer; if known."""
-    took = plan.measured_ms if plan.measured_ms is not None else plan.predicted_ms
+def _predicted_ms(
+    plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]
+) -> float | None:
+    """The plan's step time with what is more, or less: segments, iterations of loops.
+
+    Segments count by what the plan says that they take. Where its step took something
+    else than they do together, the new step's is taken to be as much of that.
+    """
     old = {row.segment: row.segment_ms for row in plan.rows}
-    new = [pair.rows[0].segment_ms for pair in pairs]
-    if took is None or any(pair.scaled for pair in pairs):
+    new = [_segment_ms(analysis, pair) for pair in pairs]
+    known = [ms for ms in old.values() if ms is not None]
+    found = [ms for ms in new if ms is not None]
+    if len(known) < len(old) or len(found) < len(new):
         return None
-    if None in new or None in old.values():
+    more = sum(found) - sum(known)
+    if plan.measured_ms is None:
+        return None if plan.predicted_ms is None else plan.predicted_ms + more
+    if plan.predicted_ms:
+        return plan.measured_ms * (plan.predicted_ms + more) / plan.predicted_ms
+    # What is estimated for virtual devices is not what takes time there.
+    return None if known_how(plan) == "estimated" else plan.measured_ms + more
+
+
+def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:
+    """What a segment takes, by the one that it takes after; None if nothing says."""
+    program, blocks = analysis.frame.program, analysis.frame.blocks
+    ratios = {
+        program.ops[blocks[b].anchor].repeat / row.repeats if row.repeats else None
+        for b, row in zip(pair.segment.blocks, pair.rows, strict=True)
+    }
+    took = pair.rows[0].segment_ms
+    # Of a segment that is half in a loop no time is known for either half.
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    if took is None or ratio is None or pair.scaled:
         return None
-    return took + sum(ms for ms in new if ms) - sum(ms for ms in old.values() if ms)
+    return took * ratio
 
 
 def _refuse(summary: str, expected: str, got: str) -> None:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import PurePath
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, lay_out
-from cfp.plan.describe import block_moves
+from cfp.analysis.layout import Choice
+from cfp.plan.drawn import block_figures
 from cfp.plan.figures import (
-    BlockFigures,
     Figures,
     KindFigures,
-    MoveFigure,
     OptionFigures,
-    TensorFigure,
 )
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.assemble import picks_of
 from cfp.search.problem import Option, Problem
-
-# A block's anchor is drawn with what it reads, as far as people name it.
-_MOST_OPERANDS = 2
-# Parts of a source file's path that tell files apart, and nothing of the machine.
-_PATH_PARTS = 2
 
 
 def with_figures(
@@ -46,74 +35,10 @@ def with_figures(
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
     """
-    found = Figures(blocks=_blocks(analysis, lay_out(analysis.frame, choice), rates))
+    found = Figures(blocks=block_figures(analysis, choice, rates))
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
     return replace(plan, figures=found)
-
-
-# ----------------------------------------------------------------------------- blocks
-
-
-def _blocks(
-    analysis: Analysis, layout: Layout, rates: Rates | None
-) -> tuple[BlockFigures, ...]:
-    moves: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for block, kind, axes, size in block_moves(analysis, layout):
-        moves[block][kind, axes].append(size)
-    return tuple(
-        _block(analysis, layout, b, _move_figures(moves[b], rates))
-        for segment in analysis.segments
-        for b in segment.blocks
-    )
-
-
-def _block(
-    analysis: Analysis, layout: Layout, index: int, moves: tuple[MoveFigure, ...]
-) -> BlockFigures:
-    program = analysis.frame.program
-    op = program.ops[analysis.frame.blocks[index].anchor]
-
-    def tensor(value: int, spec: Sequence[Sequence[str]] | None) -> TensorFigure:
-        record = program.values[value]
-        dims = spec if spec is not None else ((),) * len(record.shape)
-        return TensorFigure(
-            type=str(record), spec=tuple(tuple(names) for names in dims)
-        )
-
-    return BlockFigures(
-        block=index,
-        source=short_source(op.source),
-        operands=tuple(
-            tensor(value, layout.use_spec(op.id, place))
-            for place, value in enumerate(op.operands[:_MOST_OPERANDS])
-        ),
-        result=tensor(op.results[0], layout.spec(op.results[0])),
-        moves=moves,
-    )
-
-
-def _move_figures(
-    moves: dict[tuple, list[int]], rates: Rates | None
-) -> tuple[MoveFigure, ...]:
-    found = [
-        MoveFigure(
-            kind=kind,
-            axes=axes,
-            count=len(sizes),
-            total_bytes=sum(sizes),
-            time_ms=None
-            if rates is None
-            else sum(rates.collective_ms(kind, axes, size) for size in sizes),
-        )
-        for (kind, axes), sizes in moves.items()
-    ]
-    return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
-
-
-def short_source(source: str) -> str:
-    """``file:line`` with the end of the file's path: ``models/mlp.py:12``."""
-    return "/".join(PurePath(source).parts[-_PATH_PARTS:]) if source else ""
 
 
 # ----------------------------------------------------------------------------- search

@@ -16,6 +16,7 @@ from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.waiting import GUARD_SECONDS
 
 ROOT = Path(__file__).parent.parent
+COLUMNS = "200"  # how wide the commands print
 
 _MEASURING = ("bench", "plan", "profile", "run", "search", "tradeoff", "verify")
 _BATCH = """
@@ -58,7 +59,7 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "CFP_CACHE_DIR")
     }
-    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **more}
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": COLUMNS, **more}
 
 
 def run_batch(

@@ -7,7 +7,7 @@ import pytest
 from cfp.page.page import page_html
 from cfp.report.differing import diff_text
 from cfp.report.told import explain_text
-from cfp_test.cli_runner import run_batch
+from cfp_test.cli_runner import COLUMNS, run_batch
 from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.reported import DEEP, HOSTILE
 
@@ -45,7 +45,8 @@ def test_a_report_is_written(done):
     assert "no is no folder" in found["nowhere"].err
 
 
-def test_plans_are_told(done):
+def test_plans_are_told(done, monkeypatch):
+    monkeypatch.setenv("COLUMNS", COLUMNS)
     found, _ = done
     assert found["explain"].out == explain_text(DEEP)
     assert found["diff"].out == diff_text(DEEP, HOSTILE, ("deep.json", "hostile.json"))

@@ -96,10 +96,10 @@ def test_all_of_a_plan_says_that_it_is_of_one_device(plan):
     data = json.loads(plan.to_json())
     assert data["rung"] == "one device"
     assert {row["rung"] for row in data["race"]} == rungs
-    for text in (repr(plan), plan_text(plan)):
+    for text in (repr(plan), plan_text(plan, width=200)):
         assert "predicted on one device" in text and "as compiled" in text
         assert "measured," not in text
-    assert "Predicted on one device" in plan_text(plan)
+    assert "Predicted on one device" in plan_text(plan, width=200)
     assert "whose computation one device ran" in repr(plan).replace("\n    ", " ")
 
 

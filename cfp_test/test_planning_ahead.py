@@ -62,10 +62,12 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
     data = json.loads(ahead.to_json())
     assert data["rung"] == "estimated"
     assert data["environment"]["described"] == "4xh200"
-    for text in (repr(ahead), plan_text(ahead)):
+    for text in (repr(ahead), plan_text(ahead, width=200)):
         assert "as 4xh200 is described" in text
         assert "estimated" in text and "measured," not in text
-    assert "Estimates" in plan_text(ahead) and "Race" not in plan_text(ahead)
+    assert "Estimates" in plan_text(ahead, width=200) and "Race" not in plan_text(
+        ahead, width=200
+    )
 
 
 def test_the_chosen_is_estimated_no_slower_than_the_presets(ahead):

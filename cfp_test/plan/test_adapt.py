@@ -11,6 +11,8 @@ import pytest
 
 import cfp
 from cfp.profiling.hlo import collectives_in
+from cfp.report.differing import diff_data
+from cfp.report.told import explain_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
 
@@ -108,6 +110,21 @@ def test_a_strategy_stays_the_same_strategy(saved, how, name, size):
     assert found.output_specs == wanted.output_specs
     assert found.constraints == wanted.constraints
     assert found.donated == wanted.donated
+    assert any(block.moves for block in found.figures.blocks)
+    assert not diff_data(found, wanted)["collectives"]
+
+
+def test_another_batch_differs_in_sizes_and_in_no_sharding(saved):
+    plan = saved["data_parallel"]
+    other = adapted(plan, *arguments(3, batch=32))
+    found = diff_data(plan, other)
+    assert found["sizes"] == {"x": ("float32[16,16]", "float32[32,16]")}
+    assert not found["arguments"] and not found["blocks"]
+    assert all(None not in pair for pair in found["collectives"].values())
+    assert not diff_data(plan, adapted(plan, *arguments(3)))["collectives"]
+    told = explain_text(other)
+    assert "why: carried over from the plan of another program" in told
+    assert "asked for by name" not in told and "no limit" not in told
 
 
 def test_it_says_that_it_is_not_measured(saved):

@@ -339,7 +339,9 @@ class ParallelStep:
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)
-        with shown(options.pop("settings", None), doing, silence, self._quiet) as how:
+        shows = shown(options.pop("settings", None), doing, silence, self._quiet)
+        # Compiling, too: what was measured for the plan is kept.
+        with heeded(options.get("cache_dir")), shows as how:
             options["settings"] = how
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
             return _Planned(now, found, found.compile_bound())

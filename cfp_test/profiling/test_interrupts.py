@@ -140,3 +140,20 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
     with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
         cfp.plan(step, jnp.ones((16, 16)), jnp.ones((8, 16)), **how)
     assert left == [] and dropped == []
+
+
+def test_compiling_what_was_planned_is_interrupted_as_calmly(folder, monkeypatch):
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cfp.Plan, "compile_bound", interrupted)
+    step = cfp.parallelize(
+        lambda x: (x @ x).sum(),
+        mesh=make_mesh((("x", 4),)),
+        preset="data_parallel",
+        cache_dir=folder,
+        settings=cfp.PlannerSettings(race=False),
+        quiet=True,
+    )
+    with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
+        step(jnp.ones((8, 8)))

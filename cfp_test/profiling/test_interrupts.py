@@ -61,8 +61,23 @@ def test_what_was_dropped_again_arrives_after_that(folder, dropped):
     with pytest.raises(KeyboardInterrupt), heeded(folder):
         while left:
             left.pop()
+        # One is sent for both: another would arrive when all this is over.
+        timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+        assert len(timers) == 1
         threading.Event().wait(GUARD_SECONDS)
     assert dropped == []
+
+
+def test_what_other_threads_drop_interrupts_nothing(folder, dropped):
+    class Fails:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with heeded(folder):
+        thread = threading.Thread(target=Fails)
+        thread.start()
+        thread.join()
+    assert dropped == [KeyboardInterrupt]
 
 
 @pytest.mark.explained("Interrupted")

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.open()] if file.exists() else []
 
 
+def in_turn(found: Sequence[Case]) -> list[Case]:
+    """One of each model after another, so that wherever it ends there are some."""
+    targets = [case.target for case in found]
+    places = [targets[:place].count(target) for place, target in enumerate(targets)]
+    order = sorted(range(len(found)), key=places.__getitem__)
+    return [found[place] for place in order]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -48,7 +57,7 @@ def main() -> None:
     mesh = described(f"{_DEVICES}xh200").by_compiler().stand_in
     assert mesh is not None
     known = {row["file"] for row in rows(options.out)}
-    wanted = sorted(cases(_DEVICES), key=lambda case: case.options in _LAST)
+    wanted = in_turn(sorted(cases(_DEVICES), key=lambda case: case.options in _LAST))
     wanted = [case for case in wanted[: options.first] if case.file not in known]
     sessions: dict[str, Session] = {}
     for case in wanted:

@@ -189,6 +189,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("checks_cpu_202611", checked.checks),
     _page("checks_budget_cpu_202611", checked.within_budgets),
+    _page("checks_budget_h100x2_202611", checked.within_budgets),
     _page(
         "curves_h200x2_202611", _curves("NVLink"), "curves_h200x2_202611_nvlink.json"
     ),

@@ -35,6 +35,7 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import FlatStep
+from cfp.race.compile import Builder
 from cfp.race.programs import (
     RaceOutcome,
     RaceProgram,
@@ -148,17 +149,16 @@ def verify(
     )
     built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
-        results = race_programs(
-            program,
-            mesh,
-            [mine, *others],
-            store,
+        builder = Builder(
+            program=program,
+            mesh=mesh,
+            store=store,
             budget_bytes=device_memory(mesh),
-            rounds=_ROUNDS,
             end=started + seconds,
-            built=built,
             options=MeasureOptions(progress=progress),
+            built=built,
         )
+        results = race_programs(builder, [mine, *others], _ROUNDS)
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in results)

@@ -119,9 +119,22 @@ def segment_layout(
     return Layout(frame, strategies, storage)
 
 
-def _told_inside(layout: Layout, part: Part) -> Constraints:
-    """What the compiler is told of a part, without a look at all other ops."""
-    return constraints(layout, layout.frame.program.with_bodies(part.ops))
+def _told_inside(
+    layout: Layout,
+    segments: Sequence[Segment],
+    part: Part,
+    remat: Iterable[int],
+    kernels: Mapping[int, str],
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+) -> Constraints:
+    """What the compiler is told of a part, and of its segments, by their indices."""
+    frame = layout.frame
+    told = constraints(layout, frame.program.with_bodies(part.ops))
+    return replace(
+        limit(told, level),
+        recompute=_recomputed(frame, segments, remat, part),
+        replaced=_replaced(layout, segments, kernels),
+    )
 
 
 def segment_job(
@@ -135,9 +148,8 @@ def segment_job(
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
     part = cut_part(frame.program, segments[index].ops)
-    again = _recomputed(frame, segments, [index] if candidate.remat else [], part)
-    kernels = _replaced(layout, segments, {index: candidate.kernel})
-    told = replace(_told_inside(layout, part), recompute=again, replaced=kernels)
+    again, kernels = [index] * candidate.remat, {index: candidate.kernel}
+    told = _told_inside(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
@@ -159,13 +171,8 @@ def pair_job(
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
     part = cut_part(frame.program, ops)
-    told = _told_inside(layout, part)
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = replace(
-        told,
-        recompute=_recomputed(frame, segments, again, part),
-        replaced=_replaced(layout, segments, kernels),
-    )
+    told = _told_inside(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -198,14 +205,9 @@ def whole_job(
     layout = lay_out(frame, choice)
     if abridged:
         part, chosen = abridged.part, ""
-        told = limit(_told_inside(layout, part), level)
         again = [index for index in choice.remat if index in abridged.segments]
         kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
-        told = replace(
-            told,
-            recompute=_recomputed(frame, segments, again, part),
-            replaced=_replaced(layout, segments, kernels),
-        )
+        told = _told_inside(layout, segments, part, again, kernels, level)
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)

@@ -1,16 +1,18 @@
 """Plans with kernels of attention and without, made on one GPU that plays one of N.
 
     python -m cfp_test.bench.attention_planned OUT.json [--seconds 400]
-        [--parts steps,long] [--tiny]
+        [--parts steps,hand,planned] [--known PAGE.json] [--again] [--tiny]
 
 ``steps``: GPT at 1,024 and 4,096 tokens and LLaMA at 4,096 on 4 devices: what a plan of
 the rung "one device" chooses, with attentions as they are written and with cuDNN's in
-their place, what it computes and needs. ``long``: LLaMA-2-7B on 8 devices at 8k to 512k
-tokens: what is chosen by estimates with all memory and within a budget, and strategies
-by hand, each compiled for what it needs; what is short is run, too. From two lengths of
-a strategy the longest that fits follows, which is then compiled as well.
+their place, what it computes and needs. ``hand``: LLaMA-2-7B on 8 devices at 8k to 512k
+tokens under strategies by hand, with kernels and as it is written, each compiled for
+what it needs; what is short is run, too; and from two lengths of a strategy the longest
+that fits, compiled as well. ``planned``: what is chosen by estimates for these lengths
+with all memory and within a budget.
 
-OUT.json is written after each row; rows in it already are not made again. What is not
+OUT.json is written after each row; rows in it already are not made again, nor those of
+``--known`` that did not fail; with ``--again`` those of ``planned`` are. What is not
 reached within the seconds is left out. With ``--tiny`` virtual CPU devices run all.
 """
 
@@ -60,13 +62,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--parts", default="steps,long")
+    parser.add_argument("--parts", default="steps,hand,planned")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--known", type=Path, help="a page's JSON, to go on from")
+    parser.add_argument("--again", action="store_true", help="rows of plans, too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         Maker(options).make(options.child)
         return
+    if options.known and not options.out.exists():
+        page = json.loads(options.known.read_text())
+        page["rows"] = [
+            row
+            for row in page["rows"]
+            if "failure" not in row and not (options.again and "budget" in row)
+        ]
+        options.out.write_text(json.dumps(page, indent=1) + "\n")
     parts = options.parts.split(",")
     for number, part in enumerate(parts):
         # A process plays one number of devices.
@@ -121,26 +133,35 @@ class Maker:
                     self._add({"name": name, "target": target, "kernels": kernels})
             return
         lengths = TINY_LENGTHS if self.tiny else LENGTHS
-        for tokens, batch in lengths:
-            target = long_target(tokens, batch, self.tiny)
-            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
-            row |= {"kernels": self.kernels, "batch": batch}
-            hands = [n for n in _BY_HAND if batch > 1 or n != "fully_sharded"]
-            for name in hands:
-                self._add(row | {"by_hand": name})
-            for budget in (None, BUDGET_BYTES):
-                self._add(row | {"budget": budget, "kernels": self.kernels})
-        for tokens, batch in lengths[:1]:
-            target = long_target(tokens, batch, self.tiny)
-            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
+        if part == "planned":
+            for tokens, batch in lengths:
+                for budget in (None, BUDGET_BYTES):
+                    row = self._long(tokens, batch, self.kernels)
+                    self._add(row | {"budget": budget})
+            return
+        # As written a score matrix takes most: of the longest it takes terabytes.
+        for kernels, some in ((self.kernels, lengths), ((), lengths[:3])):
+            for tokens, batch in some:
+                for name in _BY_HAND:
+                    if batch > 1 or name != "fully_sharded":
+                        self._add(
+                            self._long(tokens, batch, kernels) | {"by_hand": name}
+                        )
+        for kernels in (self.kernels, ()):
             for name in _BY_HAND:
-                self._add(row | {"batch": batch, "by_hand": name, "kernels": ()})
-        for name, kernels in (
-            ("tensor_sequence_parallel", self.kernels),
-            ("fully_sharded", self.kernels),
-            ("tensor_sequence_parallel", ()),
-        ):
-            self._longest(name, kernels)
+                self._longest(name, kernels)
+
+    def _long(
+        self, tokens: int, batch: int, kernels: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """What a row of a long sequence starts with."""
+        return {
+            "name": f"{tokens} x {batch}",
+            "target": long_target(tokens, batch, self.tiny),
+            "tokens": tokens,
+            "batch": batch,
+            "kernels": kernels,
+        }
 
     def _add(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """Makes a row that is not there yet, if there is time."""
@@ -298,7 +319,8 @@ class Maker:
         }
         if "by_hand" in row:
             found["estimated_ms"] = self._estimated_ms(row, analyzed, choice)
-        if row.get("tokens", 0) <= _MOST_RUN and found["fits"]:
+        is_short = row["tokens"] <= _MOST_RUN and "long" not in row
+        if is_short and found["fits"]:
             found |= self._run(built, job, program)
         return found
 
@@ -340,40 +362,34 @@ class Maker:
         return {"samples_ms": samples, "computation_ms": median(samples)}
 
     def _longest(self, name: str, kernels: tuple[str, ...]) -> None:
-        """The longest sequence that fits, from two that were compiled."""
-        least = 64 if self.tiny else 8192
-        batch = 1 if name != "fully_sharded" else 8
-        known: list[tuple[int, int]] = []
-        for tokens in (least * 2, least * 4):
-            row = self._of_length(name, kernels, tokens, batch)
-            if row is None or "peak_bytes" not in row:
-                return
-            known.append((tokens, row["peak_bytes"]))
-        (a, bytes_a), (b, bytes_b) = known
-        each = (bytes_b - bytes_a) / (b - a)
-        if not kernels:  # Scores grow with the square.
-            square = (bytes_b - bytes_a) / (b * b - a * a)
-            rest = self.mesh.memory_bytes - bytes_a + square * a * a
-            longest = (rest / square) ** 0.5
-        else:
-            longest = a + (self.mesh.memory_bytes - bytes_a) / each
-        tokens = int(longest // least) * least
-        if 0 < tokens < 2**23:
-            self._of_length(name, kernels, tokens, batch)
-
-    def _of_length(
-        self, name: str, kernels: tuple[str, ...], tokens: int, batch: int
-    ) -> dict[str, Any] | None:
-        return self._add(
-            {
-                "name": f"longest, {tokens} x {batch}",
-                "target": long_target(tokens, batch, self.tiny),
-                "by_hand": name,
-                "kernels": kernels,
-                "longest": tokens,
-                "tokens": _MOST_RUN + 1,  # None is run.
-            }
+        """The longest sequence that fits, from the two longest that were compiled."""
+        known = sorted(
+            (row["batch"], row["tokens"], row["peak_bytes"])
+            for row in self.page["rows"]
+            if row.get("by_hand") == name
+            and row["kernels"] == list(kernels)
+            and "peak_bytes" in row
+            and "batch" in row
         )
+        batch = known[0][0] if known else 0
+        # Of as many sequences.
+        pairs = [(tokens, size) for b, tokens, size in known if b == batch]
+        if len(pairs) < 2:
+            print(f"too few lengths of {name} with {kernels}", flush=True)
+            return
+        (a, bytes_a), (b, bytes_b) = pairs[-2:]
+        # Kernels keep what grows with the length, scores grow with its square.
+        power, step = (1, 8192) if kernels else (2, 1024)
+        each = (bytes_b - bytes_a) / (b**power - a**power)
+        room = max(0.0, self.mesh.memory_bytes - bytes_a)
+        longest = (a**power + room / each) ** (1 / power)
+        step = 64 if self.tiny else step
+        tokens = int(longest // step) * step
+        if 0 < tokens < 2**23:
+            row = self._long(tokens, batch, kernels)
+            self._add(
+                row | {"name": f"longest, {row['name']}", "by_hand": name, "long": True}
+            )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
+from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
 from cfp.patterns.build import split
@@ -55,12 +56,30 @@ def constraints_of(
         layout: the choice's, if it is there already.
     """
     layout = layout or lay_out(frame, choice)
-    told = limit(constraints(layout), level)
-    return replace(
-        told,
-        recompute=_recomputed(frame, segments, choice.remat),
-        replaced=_replaced(layout, segments, dict(choice.kernels)),
+    return _changed(
+        limit(constraints(layout), level),
+        _recomputed(frame, segments, choice.remat),
+        _replaced(layout, segments, dict(choice.kernels)),
     )
+
+
+def _changed(
+    told: Constraints, again: Sequence[Recompute], replaced: Sequence[Replacement]
+) -> Constraints:
+    """Constraints with what is rematerialized, and what is replaced.
+
+    What a kernel of attention reads it has sharded as it wants it: keys that are to go
+    round in a ring must not be gathered before.
+    """
+    own = {
+        use
+        for one in replaced
+        if one.name == ATTENTION
+        for stage in one.stages
+        for use in stage.reads
+    }
+    uses = {use: spec for use, spec in told.uses.items() if use not in own}
+    return replace(told, uses=uses, recompute=tuple(again), replaced=tuple(replaced))
 
 
 def _replaced(
@@ -137,7 +156,7 @@ def segment_job(
     part = cut_part(frame.program, segments[index].ops)
     again = _recomputed(frame, segments, [index] if candidate.remat else [], part)
     kernels = _replaced(layout, segments, {index: candidate.kernel})
-    told = replace(_told_inside(layout, part), recompute=again, replaced=kernels)
+    told = _changed(_told_inside(layout, part), again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
@@ -161,10 +180,10 @@ def pair_job(
     part = cut_part(frame.program, ops)
     told = _told_inside(layout, part)
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = replace(
+    told = _changed(
         told,
-        recompute=_recomputed(frame, segments, again, part),
-        replaced=_replaced(layout, segments, kernels),
+        _recomputed(frame, segments, again, part),
+        _replaced(layout, segments, kernels),
     )
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
@@ -201,10 +220,10 @@ def whole_job(
         told = limit(_told_inside(layout, part), level)
         again = [index for index in choice.remat if index in abridged.segments]
         kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
-        told = replace(
+        told = _changed(
             told,
-            recompute=_recomputed(frame, segments, again, part),
-            replaced=_replaced(layout, segments, kernels),
+            _recomputed(frame, segments, again, part),
+            _replaced(layout, segments, kernels),
         )
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
@@ -333,14 +352,20 @@ def segment_bytes(
     """
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
-    held = held_values(frame, segment, remat)
-    attention, parts = split(kernel)
-    held -= no_longer_made(frame.program, in_parts(layout, segment.ops, parts))
-    for match in among(frame.program, segment.ops) if attention else ():
-        if isinstance(way_of(frame.program, match, attention, layout.axes), Way):
-            held -= {v for op in match.between for v in frame.program.ops[op].results}
+    held = held_values(frame, segment, remat) - unmade(layout, segment, kernel)
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
+
+
+def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
+    """Values of a segment that are not made any more where a kernel computes it."""
+    program = layout.frame.program
+    attention, parts = split(kernel)
+    found = set(no_longer_made(program, in_parts(layout, segment.ops, parts)))
+    for match in among(program, segment.ops) if attention else ():
+        if isinstance(way_of(program, match, attention, layout.axes), Way):
+            found |= match.found.between
+    return found
 
 
 def held_values(frame: Frame, segment: Segment, remat: bool = False) -> set[int]:

@@ -217,6 +217,7 @@ class Maker:
         from cfp.passes.search import search
         from cfp.planner_settings import PlannerSettings
         from cfp.settings import ConstraintLevel
+        from cfp.solution import predicted_bytes
 
         analyzed = self._analysed(row["target"])
         by_estimates = "budget" in row
@@ -259,8 +260,17 @@ class Maker:
         }
         if not by_estimates:
             return found
-        # What it needs is what the compiler says.
-        return found | self._compiled(row, analyzed, outcome.winner.choice)
+        # The planner has compiled it; what was estimated before is another figure.
+        choice = outcome.winner.choice
+        found |= {
+            "peak_bytes": plan.predicted_bytes,
+            "fits": True,
+            "predicted_bytes": predicted_bytes(
+                analyzed.analysis, solution.problem, choice
+            ),
+        }
+        is_short = row["tokens"] <= _MOST_RUN
+        return found | (self._compiled(row, analyzed, choice) if is_short else {})
 
     def _hand(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A strategy by hand, with a kernel in all segments and the head in parts."""

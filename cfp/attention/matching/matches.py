@@ -35,11 +35,6 @@ class Match:
     problem: Problem
 
     @property
-    def between(self) -> set[int]:
-        """The ops whose results a kernel does not keep: scores, weights."""
-        return {self.found.op, *self.found.inside}
-
-    @property
     def ops(self) -> set[int]:
         """All ops that belong to it."""
         return {self.found.op, *self.found.inside, *self.found.dots.values()}

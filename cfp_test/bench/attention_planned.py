@@ -41,7 +41,7 @@ STEPS = {
 TINY_STEPS = {"gpt tiny": f"gpt {_TINY} --seq 32 --batch 8"}
 # (tokens, sequences of a batch)
 LENGTHS = ((8192, 8), (32768, 8), (131072, 1), (524288, 1))
-TINY_LENGTHS = ((64, 8), (128, 1))
+TINY_LENGTHS = ((64, 8), (128, 8))
 # What is longer than this is compiled and not run: a step takes 8 seconds and more.
 _MOST_RUN = 8192
 # Strategies by hand, and with one sequence those that spread it.
@@ -373,17 +373,16 @@ class Maker:
 
     def _longest(self, name: str, kernels: tuple[str, ...]) -> None:
         """The longest sequence that fits, from the two longest that were compiled."""
-        known = sorted(
-            (row["batch"], row["tokens"], row["peak_bytes"])
-            for row in self.page["rows"]
-            if row.get("by_hand") == name
-            and row["kernels"] == list(kernels)
-            and "peak_bytes" in row
-            and "batch" in row
-        )
-        batch = known[0][0] if known else 0
-        # Of as many sequences.
-        pairs = [(tokens, size) for b, tokens, size in known if b == batch]
+        by_batch: dict[int, list[tuple[int, int]]] = {}
+        for row in self.page["rows"]:
+            is_alike = row.get("by_hand") == name and row["kernels"] == list(kernels)
+            if is_alike and "peak_bytes" in row and "long" not in row:
+                size = row["tokens"], row["peak_bytes"]
+                by_batch.setdefault(row["batch"], []).append(size)
+        # Of as many sequences, the fewest of which there are two lengths.
+        able = [n for n, pairs in by_batch.items() if len(pairs) > 1]
+        batch = min(able, default=0)
+        pairs = sorted(by_batch.get(batch, ()))
         if len(pairs) < 2:
             print(f"too few lengths of {name} with {kernels}", flush=True)
             return

@@ -61,6 +61,11 @@ def attentions(program: Program) -> Attentions:
     return known[_KEY]
 
 
+def was_searched(program: Program) -> bool:
+    """Whether attentions of a program have been looked for, as kernels ask for it."""
+    return _KEY in program.looked_for
+
+
 def _find(program: Program) -> Attentions:
     if not any(op.kind == "exponential" for op in program.ops):
         return Attentions(matches={})

@@ -33,6 +33,7 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.program.step import flatten_step
+from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
 from cfp.search.measure import whole_job
@@ -284,11 +285,10 @@ def _race_winners(
         together(agreement.alone),
         open_store(store_path(cache_dir), agreement) as store,
     ):
-        results = race_programs(
-            found[0][1].analysis.frame.program,
-            mesh,
-            programs,
-            store,
+        builder = Builder(
+            program=found[0][1].analysis.frame.program,
+            mesh=mesh,
+            store=store,
             budget_bytes=budget_bytes or device_memory(mesh),
             options=MeasureOptions(
                 retry_failures=settings.retry_failures,
@@ -296,6 +296,7 @@ def _race_winners(
                 limits=settings.limits,
             ),
         )
+        results = race_programs(builder, programs)
     return {result.name: result for result in results}
 
 

@@ -112,7 +112,7 @@ def test_what_follows_a_segment_is_not_counted_twice(parts):
     _, estimates, classics, costs = parts
     found = estimate_options(estimates, classics, costs, per_kind=2, budget_bytes=None)
     for kind, options in enumerate(found.estimated):
-        alone = estimates.kinds[kind].without_twin()
+        alone = estimates[kind].without_twin()
         for option in options:
             assert option.time_ms == pytest.approx(alone.total_ms(option.candidate))
 

@@ -158,7 +158,7 @@ def test_imports_follow_the_order_of_the_passes():
         ("program/trace.py", "from cfp.program.graph import Op", None),
         ("program/trace.py", "import cfp.errors", None),
         ("program/trace.py", "from . import graph", None),
-        ("search/ilp.py", "from ..analysis import blocks", None),
+        ("search/costs.py", "from ..analysis import blocks", None),
         ("__init__.py", "from cfp.api import parallelize", None),
         ("__init__.py", "from .api import parallelize", None),
         ("cli/options.py", "import cfp", None),

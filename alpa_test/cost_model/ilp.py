@@ -22,10 +22,10 @@ import numpy as np
 import pulp
 
 from alpa_test.cost_model.formulation import MODES, Formulation, formulate
+from alpa_test.cost_model.quiet import quiet_solver
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.errors import CfpError
-from cfp.search.ilp import quiet_solver
 
 _MIB = 2.0**20
 _Option = tuple[int, int]  # the numbers of a strategy and of a storage

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -110,6 +110,13 @@ class Marks:
             self._closed.set()
             self.folder.remove(self._mine.name)
             self._files.close()
+
+    def at_once(self, digests: Iterable[str], most: int) -> int:
+        """How many of some builds at once: one, where a process may have died of some.
+
+        Of several builds it is not known which one a process died of.
+        """
+        return most if self.folder.suspects().keys().isdisjoint(digests) else 1
 
     def claim(self, keys: Sequence[ProfileKey], count: int) -> list[ProfileKey]:
         """Takes the first few of some keys that no other living process is at.

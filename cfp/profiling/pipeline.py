@@ -27,7 +27,7 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
-from cfp.profiling.threads import with_settings
+from cfp.profiling.threads import builders, with_settings
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
@@ -100,37 +100,33 @@ def run_tasks(
 def _measure(state: _State, threads: int, overlap: bool) -> None:
     waiting = deque(task for task in state.tasks.values() if not state.has(task))
     ahead: deque[tuple[Task, Building]] = deque()
-    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="cfp-build")
     build = _in_thread(state)
     batch = _BUILT_BY_EACH_THREAD * threads if threads > 1 else 1
     room = threads + _WAITING_BESIDE_THREADS if overlap else batch
-    # Of several builds nobody knows which one a process died of.
-    alone = bool(state.marks.folder.suspects().keys() & state.tasks.keys())
-    try:
-        while (waiting or ahead) and not state.ends:
-            if overlap or not ahead:
-                claimed = state.claim(waiting, 1 if alone else room, len(ahead))
-                ahead.extend(
-                    zip(claimed, _submitted(pool, build, claimed), strict=True)
-                )
-                if not ahead:
-                    if waiting:
-                        state.tell(waiting[0].label, "wait")
-                        time.sleep(_LOOK_AGAIN_SECONDS)
-                    continue
-                if not overlap:
-                    state.tell(ahead[0][0].label, "build")
-                    wait([built for _, built in ahead])
-            # No name here: what was built goes when its turn is over.
-            if not state.ends:
-                state.take_turn(*ahead.popleft())
-    except CancelledError:
-        assert state.ends, "only what is late is not built"
-    finally:
-        # A compile cannot be stopped: after an interrupt the threads finish what
-        # they have begun, and nobody waits for it.
-        state.is_over = True
-        pool.shutdown(wait=False, cancel_futures=True)
+    room = state.marks.at_once(state.tasks, room)
+    with builders(threads) as pool:
+        try:
+            while (waiting or ahead) and not state.ends:
+                if overlap or not ahead:
+                    claimed = state.claim(waiting, room, len(ahead))
+                    ahead.extend(
+                        zip(claimed, _submitted(pool, build, claimed), strict=True)
+                    )
+                    if not ahead:
+                        if waiting:
+                            state.tell(waiting[0].label, "wait")
+                            time.sleep(_LOOK_AGAIN_SECONDS)
+                        continue
+                    if not overlap:
+                        state.tell(ahead[0][0].label, "build")
+                        wait([built for _, built in ahead])
+                # No name here: what was built goes when its turn is over.
+                if not state.ends:
+                    state.take_turn(*ahead.popleft())
+        except CancelledError:
+            assert state.ends, "only what is late is not built"
+        finally:
+            state.is_over = True
 
 
 def _submitted(

@@ -1,7 +1,9 @@
 """How much is built at once, whether beside what runs, and with which settings."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -28,6 +30,20 @@ def default_threads(platform: str) -> int:
 def overlaps(platform: str) -> bool:
     """Whether building leaves the devices in peace, so that others may be timed."""
     return platform != "cpu" and platform not in GPU_PLATFORMS
+
+
+@contextmanager
+def builders(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that build, as long as what they build is asked for.
+
+    A compile cannot be stopped: after an interrupt they finish what they have begun,
+    and nothing waits for it.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="cfp-build")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def with_settings(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -11,7 +11,6 @@ are devices can be built at once, each for the mesh in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from queue import SimpleQueue
 
@@ -25,7 +24,7 @@ from cfp.profiling.private import make_private_folder
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import default_threads, with_settings
+from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 
 
@@ -75,11 +74,9 @@ def tune_kernels(
     todo = [job for key, job in wanted.items() if key not in fatal | done]
     marks = Marks(store.path, limits, program.name)
     with environment.compilation_cache(platform), marks:
-        # Of several builds nobody knows which one a process died of.
-        suspects = marks.folder.suspects().keys() & wanted.keys()
-        alone = bool(suspects) or not Agreement.of(mesh).alone
         orders = SimpleQueue[Mesh]()
-        most = 1 if alone else min(mesh.devices.size, default_threads(platform))
+        most = min(mesh.devices.size, default_threads(platform))
+        most = marks.at_once(wanted, most) if Agreement.of(mesh).alone else 1
         for count in range(most):
             orders.put(_rolled(mesh, count))
 
@@ -94,16 +91,12 @@ def tune_kernels(
                 orders.put(order)
             (learnt / job.key.digest).touch()
 
-        pool = ThreadPoolExecutor(orders.qsize(), thread_name_prefix="cfp-tune")
-        try:
-            builds = [pool.submit(with_settings(learn), job) for job in todo]
-            for number, (job, pending) in enumerate(zip(todo, builds, strict=True), 1):
+        with builders(most) as pool:
+            builds = pool.map(with_settings(learn), todo)
+            for number, job in enumerate(todo, 1):
                 if progress is not None:
                     progress(f"tuning kernels for {job.label}, {number} of {len(todo)}")
-                pending.result()
-        finally:
-            # A compile cannot be stopped: after an interrupt nobody waits for it.
-            pool.shutdown(wait=False, cancel_futures=True)
+                next(builds)
     return len(todo)
 
 

@@ -11,8 +11,7 @@ from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
 from cfp.search.assemble import picks_of, whole_choice
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import leanest
+from cfp.search.dynamic import leanest, solve_among
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Problem
 from cfp.settings import ConstraintLevel
@@ -87,11 +86,10 @@ def rematerialized(
             ]
             for kind, options in enumerate(problem.options)
         ]
-        alike = problem.keep(kept)
-        solved = (solve_dynamically(one.keep(kept)) for one in problems)
+        solved = (solve_among(one, kept) for one in problems)
         best = next((one for one in solved if one is not None), None)
         if best is not None:
-            again = whole_choice(analysis, alike, best)
+            again = whole_choice(analysis, problem, best)
             if again.remat:
                 found[f"{name}, recomputed"] = again
     return found
@@ -121,15 +119,15 @@ def planned_around(
     """
     counts = Counter(problem.kinds)
     found = {}
+    if max(counts.values(), default=0) < 2:
+        return found
     for name, taken in _taken(analysis, problem, presets):
         kept = [
             [taken[kind]] if counts[kind] > 1 else [*range(len(options))]
             for kind, options in enumerate(problem.options)
         ]
-        alike = problem.keep(kept)
-        best = solve_dynamically(alike)
-        if best is not None and max(counts.values()) > 1:
-            found[f"{name}, rest planned"] = whole_choice(analysis, alike, best)
+        if (best := solve_among(problem, kept)) is not None:
+            found[f"{name}, rest planned"] = whole_choice(analysis, problem, best)
     return found
 
 

@@ -21,7 +21,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import with_options
-from cfp.race.compile import Compiled
+from cfp.race.programs import RaceResult, TimedCandidate
 from cfp.settings import (
     COMPILED_TO_PREDICTED,
     LIMITED_MEMORY_AT_LEAST,
@@ -78,7 +78,7 @@ def limit_options(
     }
 
 
-Compile = Callable[[Sequence[Candidate]], Sequence[Compiled]]
+Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 
 
 def expected_ms(candidate: Candidate) -> float | None:
@@ -123,8 +123,8 @@ class Admitted:
         too_large: predicted not to fit, so that they were not compiled.
     """
 
-    fitting: list[tuple[Candidate, Compiled]] = field(default_factory=list)
-    refused: list[tuple[Candidate, Compiled]] = field(default_factory=list)
+    fitting: list[TimedCandidate] = field(default_factory=list)
+    refused: list[TimedCandidate] = field(default_factory=list)
     far: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
 
@@ -199,7 +199,7 @@ def enough_that_fit(
             break
         queue = [one for one in queue if one not in near]
         for one, compiled in zip(near, compile_all(near), strict=True):
-            if compiled.fits:
+            if compiled.may_race:
                 found.fitting.append((one, compiled))
                 continue
             found.refused.append((one, compiled))
@@ -207,11 +207,10 @@ def enough_that_fit(
             if one.choice in limited:
                 loosest(limited[one.choice] if one.key in tried else [])
                 continue
-            if memory is None or compiled.refused is None:
+            if memory is None or compiled.fits or MEMORY_SHARE in one.options:
                 continue
-            record, is_large = compiled.refused.record, not compiled.refused.fits
-            if is_large and MEMORY_SHARE not in one.options and may_fit(memory, record):
-                loosest(with_options([one], limit_options(memory, record)))
+            if may_fit(memory, compiled.record):
+                loosest(with_options([one], limit_options(memory, compiled.record)))
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
     found.far.extend(queue)
     return found

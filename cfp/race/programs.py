@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -48,6 +48,7 @@ class RaceResult:
         peak_bytes: memory that the compiled program needs on each device, or by
             `ratios` the whole one.
         fits: whether that is within the budget.
+        is_built: whether it was just compiled, and is not timed yet.
         cached: whether it was answered from the store.
     """
 
@@ -58,6 +59,12 @@ class RaceResult:
     fits: bool
     cached: bool
     ratios: Ratios = WHOLE
+    is_built: bool = False
+
+    @property
+    def may_race(self) -> bool:
+        """Whether it fits, and nothing failed yet."""
+        return self.fits and (self.is_built or self.record.ok)
 
     @property
     def ran(self) -> bool:
@@ -132,9 +139,9 @@ class RaceRow:
 
     name: str
     predicted_ms: float | None
-    samples_ms: tuple[float, ...]
-    time_ms: float | None
-    peak_bytes: int
+    samples_ms: tuple[float, ...] = ()
+    time_ms: float | None = None
+    peak_bytes: int = 0
     note: str = ""
     rung: str = "measured"
 
@@ -176,16 +183,12 @@ def race_row(result: RaceResult) -> RaceRow:
     )
 
 
-def left_out(name: str, predicted_ms: float | None, why: str) -> RaceRow:
-    """A candidate that was not raced, as a plan keeps it."""
-    return RaceRow(
-        name=name,
-        predicted_ms=predicted_ms,
-        samples_ms=(),
-        time_ms=None,
-        peak_bytes=0,
-        note=why,
-    )
+def left_out(candidates: Iterable[Candidate], why: str) -> list[RaceRow]:
+    """Candidates that were not raced, as a plan keeps them."""
+    return [
+        RaceRow(name=one.name, predicted_ms=one.predicted_ms, note=why)
+        for one in candidates
+    ]
 
 
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
@@ -210,5 +213,4 @@ def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
 def not_run(candidates: Sequence[Candidate]) -> list[RaceRow]:
     """Candidates for devices that are not there, as a plan keeps them."""
     every = [c for c in candidates if c.level is ConstraintLevel.EVERYTHING]
-    rows = [left_out(c.name, c.predicted_ms, _NOT_RUN) for c in every]
-    return [replace(row, rung="estimated") for row in rows]
+    return [replace(row, rung="estimated") for row in left_out(every, _NOT_RUN)]

@@ -19,7 +19,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.profiling.key import Parts
-from cfp.race.cache import keep_answer
 from cfp.race.candidates import candidates_of
 from cfp.race.enough import Admitted
 from cfp.race.programs import (
@@ -35,6 +34,7 @@ from cfp.race.programs import (
     programs_of,
     race_row,
 )
+from cfp.race.remembered import keep_answer
 from cfp.race.run import Run, time_ms
 from cfp.race.truncated import truncate
 from cfp.race.turns import complexity, tied_with
@@ -103,7 +103,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     # What was not among the leaders has lost already, at another time.
     able = [one for one in again if one[1].ran] or others
     results = [result for _, result in (*again, *others)]
-    results += [made.refused for _, made in refused if made.refused]
+    results += [made for _, made in refused]
     best = min(able, key=time_ms, default=None)
     if asked is not None:
         ended = best[1].samples_ms if best is not None and best[1].ran else ()
@@ -114,8 +114,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     ties = tied_with(best[1], able)
     best = min(ties, key=complexity, default=best)
     rows = [race_row(result) for result in results]
-    rows += [left_out(c.name, c.predicted_ms, TOO_FAR) for c in far]
-    rows += [left_out(c.name, c.predicted_ms, TOO_LARGE) for c in admitted.too_large]
+    rows += [*left_out(far, TOO_FAR), *left_out(admitted.too_large, TOO_LARGE)]
     return run.outcome(best, rows, ties, run.built.get(best[0].name))
 
 
@@ -128,8 +127,7 @@ def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     if not admitted.fitting:
         admitted = run.last_resort(admitted)
     if not admitted.fitting:
-        results = [made.refused for _, made in admitted.refused if made.refused]
-        raise run.nothing_fits(results)
+        raise run.nothing_fits([made for _, made in admitted.refused])
     winner, made = admitted.fitting[0]
     return RaceOutcome(
         winner=winner, peak_bytes=made.peak_bytes, counts=run.solution.counts
@@ -184,8 +182,7 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
         return None
     rows = [_row(one, refused) for one in (*again, *others)]
     far = [one for one in left if one not in near]
-    rows += [left_out(c.name, c.predicted_ms, TOO_FAR) for c in far]
-    rows += [left_out(c.name, c.predicted_ms, TOO_LARGE) for c in large]
+    rows += [*left_out(far, TOO_FAR), *left_out(large, TOO_LARGE)]
     counts = {
         "segments": len(run.analysis.segments),
         "segments_raced": len(short.programs[won[0].choice].segments),
@@ -226,5 +223,5 @@ def _row(timed: TimedCandidate, refused: _Refused) -> RaceRow:
     one, short = timed
     other, whole = refused.get((one.choice, one.level), (one, short))
     if other.key != one.key:
-        return left_out(one.name, one.predicted_ms, UNTRIED)
+        return left_out([one], UNTRIED)[0]
     return race_row(replace(whole, name=one.name))

@@ -13,9 +13,8 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
-from cfp.race.cache import answer_to, question
 from cfp.race.candidates import leanest_of, predicted_size, with_options
-from cfp.race.compile import Compiled, compile_programs
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
@@ -32,10 +31,9 @@ from cfp.race.programs import (
     RaceResult,
     RaceRow,
     TimedCandidate,
-    left_out,
     programs_of,
 )
-from cfp.race.remembered import known_to_fit
+from cfp.race.remembered import answer_to, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import race_programs
@@ -105,6 +103,20 @@ class Run:
     fresh: list[str] = field(default_factory=list)  # What was not in the store.
 
     @property
+    def builder(self) -> Builder:
+        """What compiles and times candidates."""
+        context = self.context
+        return Builder(
+            program=self.analysis.frame.program,
+            mesh=context.devices,
+            store=context.store,
+            budget_bytes=context.budget_bytes,
+            end=context.end,
+            options=context.measure,
+            built=self.built,
+        )
+
+    @property
     def presets(self) -> set[Choice]:
         return set(self.solution.presets.values())
 
@@ -114,19 +126,11 @@ class Run:
         few = self.context.compiler_options or self.context.by_estimates
         return ROUNDS_BEFORE_OPTIONS if few else self.context.defaults.rounds
 
-    def compile_all(self, candidates: Sequence[Candidate]) -> list[Compiled]:
+    def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
         context, analysis = self.context, self.analysis
-        found = compile_programs(
-            analysis.frame.program,
-            context.devices,
-            programs_of(analysis, candidates, context.environment),
-            context.store,
-            budget_bytes=context.budget_bytes,
-            options=context.measure,
-            built=self.built,
-            end=context.end,
-        )
+        programs = programs_of(analysis, candidates, context.environment)
+        found = compile_programs(self.builder, programs)
         pairs = zip(candidates, found, strict=True)
         self.fresh.extend(one.name for one, made in pairs if not made.cached)
         return found
@@ -141,17 +145,8 @@ class Run:
         """How candidates do, timed in turn."""
         context, analysis = self.context, self.analysis
         where = (*context.environment, *stage)
-        results = race_programs(
-            analysis.frame.program,
-            context.devices,
-            programs_of(analysis, candidates, where, truncated),
-            context.store,
-            budget_bytes=context.budget_bytes,
-            rounds=rounds,
-            end=context.end,
-            built=self.built,
-            options=context.measure,
-        )
+        programs = programs_of(analysis, candidates, where, truncated)
+        results = race_programs(self.builder, programs, rounds)
         self.fresh.extend(result.name for result in results if not result.cached)
         return list(zip(candidates, results, strict=True))
 
@@ -205,22 +200,21 @@ class Run:
         if problem is not None:
             lean = leanest_of(self.analysis, problem)
             [made] = self.compile_all([lean])
-            if made.fits:
+            if made.may_race:
                 return Admitted([(lean, made)], refused)
             refused.append((lean, made))
         plain = [(c, m) for c, m in refused if MEMORY_SHARE not in c.options]
-        large = [(c, m) for c, m in plain if m.refused and not m.refused.fits]
+        large = [(c, m) for c, m in plain if not m.fits]
         if memory is None or not large:
             return Admitted([], refused)
         smallest, made = min(large, key=lambda pair: pair[1].peak_bytes)
-        assert made.refused is not None
-        options = limit_options(memory, made.refused.record)
+        options = limit_options(memory, made.record)
         variants = with_options([smallest], options)
         known = {one.key for one, _ in refused}
         variants = [one for one in variants if one.key not in known]
         for one in variants:
             [made] = self.compile_all([one])
-            if made.fits:
+            if made.may_race:
                 return Admitted([(one, made)], refused)
             refused.append((one, made))
         return Admitted([], refused)
@@ -275,7 +269,10 @@ class Run:
         if (count := len({result.samples_ms for _, result in ties})) > 1:
             found["ties"] = count - 1
         why = TOO_LARGE if self.context.memory else UNMEASURED
-        absent = [left_out(name, None, why) for name in self.solution.unmeasured]
+        absent = [
+            RaceRow(name=name, predicted_ms=None, note=why)
+            for name in self.solution.unmeasured
+        ]
         winner, result = won
         return RaceOutcome(
             winner=winner,

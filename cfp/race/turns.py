@@ -8,22 +8,23 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
-from jax.sharding import Mesh
-
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.deaths import bury
 from cfp.profiling.marks import Marks
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, run
-from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import interquartile_range
-from cfp.program.graph import Program
-from cfp.race.cache import keep_race, of_one_race
-from cfp.race.compile import build_each, fits, keep, still_good, too_late
+from cfp.race.compile import (
+    Builder,
+    build_each,
+    fits,
+    keep,
+    known_records,
+    results_of,
+)
 from cfp.race.programs import RaceProgram, RaceResult, TimedCandidate
+from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ENOUGH_SAMPLES,
     MORE_ROUNDS,
@@ -57,16 +58,7 @@ _TURN_MS_ELSEWHERE = 500.0
 
 
 def race_programs(
-    program: Program,
-    mesh: Mesh,
-    programs: Sequence[RaceProgram],
-    store: ProfileStore,
-    *,
-    budget_bytes: int | None = None,
-    rounds: int = 3,
-    end: float = math.inf,
-    built: dict[str, Built] | None = None,
-    options: MeasureOptions | None = None,
+    builder: Builder, programs: Sequence[RaceProgram], rounds: int = 3
 ) -> list[RaceResult]:
     """Compiles programs whole and times them in turn, A B C A B C.
 
@@ -79,25 +71,16 @@ def race_programs(
     failed since is out. What failed before is not tried again unless asked.
 
     Args:
-        program: the program.
-        mesh: the devices.
+        builder: what compiles them, and where they run.
         programs: what takes part.
-        store: where records are kept.
-        budget_bytes: what needs more memory is not run and cannot win.
         rounds: how many turns there are; a few more where it takes them to tell.
-        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
-            program is, and no other turn begins.
-        built: compiled programs by name: used, and added to.
-        options: how to build and to time.
 
     Returns:
         One result for each program, in their order.
     """
-    options = options or MeasureOptions()
     jobs = {one.job.key.digest: one.job for one in programs}
-    bury(store, about=jobs)
-    retry = options.retry_failures
-    known = still_good(store.common(jobs), retry, budget_bytes)
+    store, budget_bytes = builder.store, builder.budget_bytes
+    known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
@@ -111,55 +94,27 @@ def race_programs(
     cached = records is not None
     if records is None:
         again = [one for one in programs if one.job.key.digest not in out]
-        with Marks(store.path, options.limits, program.name) as marks:
-            outcomes = build_each(
-                program,
-                mesh,
-                again,
-                store,
-                marks,
-                options,
-                budget_bytes=budget_bytes,
-                built={} if built is None else built,
-                end=end,
-            )
-            turns = _Turns((program, mesh), again, outcomes, marks, options)
-            ran = turns.run(rounds, end)
+        with builder.marks as marks:
+            outcomes = build_each(builder, again, marks)
+            ran = _Turns(builder, again, outcomes, marks).run(rounds)
         keep(list(ran.values()), store)
         records = {**out, **ran}
     if records is not raced:
         ran = {digest: r for digest, r in records.items() if digest not in out}
         keep_race(jobs, budget_bytes, ran, store)
-    late = {d: too_late(job) for d, job in jobs.items() if d not in records}
-    records = {**records, **late}
-    results = []
-    for one in programs:
-        record = records[one.job.key.digest]
-        results.append(
-            RaceResult(
-                name=one.name,
-                predicted_ms=one.predicted_ms,
-                record=record,
-                peak_bytes=round(one.ratios.memory * record.peak_bytes),
-                fits=fits(record, budget_bytes),
-                cached=cached,
-                ratios=one.ratios,
-            )
-        )
-    return results
+    return results_of(programs, records, budget_bytes, jobs if cached else ())
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """Compiled programs that are run, in turn."""
 
-    place: tuple[Program, Mesh]
+    builder: Builder
     programs: Sequence[RaceProgram]
     outcomes: Mapping[str, Built | ProfileRecord]
     marks: Marks
-    options: MeasureOptions
 
-    def run(self, rounds: int, end: float) -> dict[str, ProfileRecord]:
+    def run(self, rounds: int) -> dict[str, ProfileRecord]:
         by_key = {one.job.key.digest: one for one in self.programs}
         jobs = {digest: one.job for digest, one in by_key.items()}
         ratios = {digest: one.ratios.time for digest, one in by_key.items()}
@@ -168,8 +123,8 @@ class _Turns:
         }
         ready = {d: one for d, one in self.outcomes.items() if isinstance(one, Built)}
         order = before = list(ready)
-        platform = self.place[1].devices.flat[0].platform
-        agreement = Agreement.of(self.place[1])
+        mesh = self.builder.mesh
+        platform, agreement = mesh.devices.flat[0].platform, Agreement.of(mesh)
 
         def time_of(digest: str) -> float:
             return ratios[digest] * records[digest].time_ms
@@ -182,13 +137,13 @@ class _Turns:
             for place in range(len(order)):
                 digest = order[(place + turn) % len(order)]
                 told = f"timing {jobs[digest].label}, turn {turn + 1} of {of}"
-                self.options.tell(told)
+                self.builder.options.tell(told)
                 found = self._time(by_key[digest], ready[digest], timing)
                 records[digest] = _join(records.get(digest), found)
             times = {d: time_of(d) for d in ready}
             best = min((times[d] for d in order), default=0.0)
             steady = min((times[d] for d in order if d in before), default=0.0)
-            if agreement.is_over(end):
+            if agreement.is_over(self.builder.end):
                 break
             settled = steady == min(times.values(), default=0.0)
             able = sorted((d for d in order if records[d].ok), key=time_of)
@@ -214,8 +169,9 @@ class _Turns:
         job: Job = one.job
         expected_ms = one.predicted_ms or 0.0
         with self.marks.doing(job.key, job.label, "run", expected_ms):
-            how = self.options.run or run
-            return how(built, job, *(one.place or self.place), timing=timing)
+            how = self.builder.options.run or run
+            place = one.place or (self.builder.program, self.builder.mesh)
+            return how(built, job, *place, timing=timing)
 
 
 def _is_tie(pair: Sequence[tuple[float, ProfileRecord]]) -> bool:

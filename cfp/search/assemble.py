@@ -6,8 +6,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
 from cfp.search.candidates import segment_candidate
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.dynamic import solve_among
+from cfp.search.problem import Problem, Solution
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
@@ -61,16 +61,12 @@ def best_solutions(problem: Problem, count: int) -> list[Solution]:
         ]
         if not all(kept):
             break
-        best = solve_dynamically(problem.keep(kept))
+        best = solve_among(problem, kept)
         if best is None:
             break
-        picks = [
-            kept[kind][pick]
-            for kind, pick in zip(problem.kinds, best.picks, strict=True)
-        ]
-        found.append(solution(problem, picks))
+        found.append(best)
         spent: dict[tuple[int, int], float] = {}
-        for kind, pick in zip(problem.kinds, picks, strict=True):
+        for kind, pick in zip(problem.kinds, best.picks, strict=True):
             time_ms = problem.options[kind][pick].time_ms
             spent[kind, pick] = spent.get((kind, pick), 0.0) + time_ms
         if not spent:  # a program without segments leaves nothing to choose

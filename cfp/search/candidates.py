@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -109,20 +108,7 @@ def choose_candidates(
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """Estimated costs of every kind of segment.
-
-    Attributes:
-        estimator: what made them.
-        kinds: the estimate of each kind's representative.
-    """
-
-    estimator: Estimator
-    kinds: tuple[SegmentEstimate, ...]
-
-
-def estimate_kinds(analysis: Analysis, rates: Rates) -> Estimates:
+def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:
     """Estimates the representative of every kind of segment."""
     estimator = Estimator(analysis.frame, rates)
     segments = analysis.segments
@@ -131,12 +117,12 @@ def estimate_kinds(analysis: Analysis, rates: Rates) -> Estimates:
         behind = segments[index + 1] if index + 1 < len(segments) else None
         twin = behind if behind is not None and behind.kind == kind else None
         found.append(estimator.segment(segments[index], twin))
-    return Estimates(estimator, tuple(found))
+    return tuple(found)
 
 
 def leading_classics(
     analysis: Analysis,
-    estimates: Estimates,
+    estimates: Sequence[SegmentEstimate],
     classics: Mapping[str, Choice],
     reach: float = float("inf"),
 ) -> dict[str, Choice]:
@@ -164,11 +150,13 @@ def leading_classics(
     }
 
 
-def _total_ms(analysis: Analysis, estimates: Estimates, choice: Choice) -> float:
+def _total_ms(
+    analysis: Analysis, estimates: Sequence[SegmentEstimate], choice: Choice
+) -> float:
     """The estimated time of a whole program, what moves between kinds left out."""
     kinds = [segment.kind for segment in analysis.segments]
     return sum(
         kinds.count(kind)
-        * estimates.kinds[kind].total_ms(segment_candidate(analysis, index, choice))
+        * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
         for kind, index in enumerate(analysis.representatives)
     )

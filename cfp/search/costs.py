@@ -15,6 +15,7 @@ from cfp.patterns.sites import in_parts
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.search.candidates import segment_candidate
+from cfp.search.kept import unmade
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -22,7 +23,6 @@ from cfp.search.measure import (
     held_values,
     segment_bytes,
     segment_layout,
-    unmade,
 )
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.temporaries import Course, bytes_in_memory, course_of

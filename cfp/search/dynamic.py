@@ -6,8 +6,9 @@ budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
 the cost alone, and has no budget). Where something passes further than to the next
 segment, partial choices are told apart by that as well (:mod:`cfp.search.distant`).
-Exact, but for the rare program with more than `MOST_STATES` of them; without a budget
-the time is linear in the number of segments.
+Exact, but for the rare program with more than `MOST_STATES` of them, where the most
+promising stay, and if none of these fits, what passes further is left out of account.
+Without a budget the time is linear in the number of segments.
 
 With a budget the partial choices that stay would grow too many. So those are left out
 that cannot end below a cost, by a bound on what is still to come
@@ -18,12 +19,12 @@ program, and is raised until something ends below it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cfp.search.distant import MOST_STATES, Distant, states
-from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.priced import (
     at_price,
     costs_to_go,
@@ -66,8 +67,23 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
         if picks is not None:
             return solution(problem, picks)
         if is_all:  # As something fits, it was among too many states.
-            return solve_ilp(problem)
+            near = solve_dynamically(replace(problem, far_ms={}), lean=lean)
+            return near and solution(problem, near.picks)
         slack = slack * _MORE_SLACK or 1.0
+
+
+def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | None:
+    """The cheapest choice that fits among some options of each kind.
+
+    Args:
+        problem: the problem.
+        kept: for each kind the numbers of its options.
+    """
+    found = solve_dynamically(problem.keep(kept))
+    if found is None:
+        return None
+    picked = zip(problem.kinds, found.picks, strict=True)
+    return solution(problem, [kept[kind][pick] for kind, pick in picked])
 
 
 def can_fit(problem: Problem) -> bool:
@@ -78,6 +94,28 @@ def can_fit(problem: Problem) -> bool:
         or problem.fits(holding_least(problem).picks)
         or smallest_budget(problem) <= budget
     )
+
+
+def smallest_budget(problem: Problem) -> int:
+    """The smallest budget in bytes that some choice fits in; see :func:`leanest`."""
+    return leanest(problem).memory_bytes
+
+
+def leanest(problem: Problem) -> Solution:
+    """The choice that needs the least memory, whatever the budget and the time."""
+    timeless = tuple(
+        tuple(replace(o, time_ms=0.0) for o in options) for options in problem.options
+    )
+    room = replace(
+        problem,
+        options=timeless,
+        edge_ms={},
+        far_ms={},
+        budget_bytes=holding_least(problem).memory_bytes,
+    )
+    picks, _ = _Chain(room, 0.0).search(0.0)
+    assert picks is not None, "what holds least fits in what it needs"
+    return solution(problem, picks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +161,10 @@ class _Chain:
         self._free = costs_to_go(problem)
         self._priced = costs_to_go(at_price(problem, price))
         self._alike = [_alike(problem, place) for place in range(len(problem.kinds))]
+        least = [min(o.state_bytes for o in options) for options in problem.options]
+        behind = np.cumsum([0, *(least[kind] for kind in reversed(problem.kinds))])
+        # What state of the segments behind each place leaves of the room at most.
+        self._left = self._room - behind[-2::-1]
 
     def search(self, most_ms: float) -> tuple[list[int] | None, bool]:
         """The cheapest choice that costs no more, and whether that left nothing out."""
@@ -133,7 +175,7 @@ class _Chain:
         now = _Partials(none, zero, zero, zero, zero, self._distant.none_open())
         for place in range(len(problem.kinds)):
             grown = self._grow(place, now)
-            grown = grown.take(np.flatnonzero(grown.peak <= self._room))
+            grown = grown.take(np.flatnonzero(grown.peak <= self._left[place]))
             bound = self._bound(place, grown)
             good = np.flatnonzero(bound <= most_ms)
             is_all = is_all and len(good) == len(bound)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.layout import Choice
-from cfp.search.candidates import Estimates, choose_candidates, preset_parts
+from cfp.search.candidates import choose_candidates, preset_parts
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
@@ -116,7 +116,7 @@ def _middle(values: Iterable[float], otherwise: float) -> float:
 
 
 def estimate_options(
-    estimates: Estimates,
+    estimates: Sequence[SegmentEstimate],
     presets: Mapping[str, Choice],
     costs: Costs,
     *,
@@ -136,7 +136,7 @@ def estimate_options(
     """
     required = preset_parts(costs.analysis, presets.values())
     options = []
-    for kind, estimate in enumerate(estimates.kinds):
+    for kind, estimate in enumerate(estimates):
         own = list(required[kind].values())
         expected = Outlook(costs, kind, (), estimate.without_twin())
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
@@ -151,7 +151,7 @@ def estimate_options(
     if tight:
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
-                estimate = estimates.kinds[kind].without_twin()
+                estimate = estimates[kind].without_twin()
                 expected = Outlook(costs, kind, (), estimate)
                 again = [replace(o.candidate, remat=True) for o in found]
                 found.extend(expected.expect(candidate) for candidate in again)

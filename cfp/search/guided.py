@@ -21,12 +21,11 @@ from itertools import islice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import Estimates, best_candidates, storage_modes
+from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import Costs, build_problem
-from cfp.search.dynamic import solve_dynamically
+from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
-from cfp.search.ilp import leanest
 from cfp.search.kernels import with_kernels
 from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory
@@ -39,7 +38,7 @@ from cfp.settings import (
 
 
 def explore(
-    estimates: Estimates,
+    estimates: Sequence[SegmentEstimate],
     maker: WantedMaker,
     costs: Costs,
     *,
@@ -118,7 +117,7 @@ class _View:
 
     def __init__(
         self,
-        estimates: Estimates,
+        estimates: Sequence[SegmentEstimate],
         maker: WantedMaker,
         costs: Costs,
         per_kind: int,
@@ -257,7 +256,7 @@ class _View:
         bases = self._bases | {(w.kind, *w.candidate.key): w for w in found}
         base, made = bases.get((kind, *plain.key)), list[Wanted]()
         if base is None:
-            estimate_ms = self._estimates.kinds[kind].total_ms(plain)
+            estimate_ms = self._estimates[kind].total_ms(plain)
             base = self._maker.make(kind, replace(plain, estimate_ms=estimate_ms))
             made.append(base)
             made += [
@@ -270,7 +269,7 @@ class _View:
 
     def _likely(self, kind: int, price: float) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
-        estimate, asked = self._estimates.kinds[kind], self._asked(kind, ())
+        estimate, asked = self._estimates[kind], self._asked(kind, ())
         # What is slower may need less memory.
         fresh = [
             *_first_unasked(estimate, asked),

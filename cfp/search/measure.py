@@ -26,7 +26,7 @@ from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
-from cfp.search.kept import kept_values
+from cfp.search.kept import kept_values, unmade
 from cfp.search.problem import Candidate
 from cfp.settings import ConstraintLevel
 
@@ -138,9 +138,22 @@ def segment_layout(
     return Layout(frame, strategies, storage)
 
 
-def _told_inside(layout: Layout, part: Part) -> Constraints:
-    """What the compiler is told of a part, without a look at all other ops."""
-    return constraints(layout, layout.frame.program.with_bodies(part.ops))
+def _told_inside(
+    layout: Layout,
+    segments: Sequence[Segment],
+    part: Part,
+    remat: Iterable[int],
+    kernels: Mapping[int, str],
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+) -> Constraints:
+    """What the compiler is told of a part, and of its segments, by their indices."""
+    frame = layout.frame
+    told = constraints(layout, frame.program.with_bodies(part.ops))
+    return _changed(
+        limit(told, level),
+        _recomputed(frame, segments, remat, part),
+        _replaced(layout, segments, kernels),
+    )
 
 
 def segment_job(
@@ -154,9 +167,8 @@ def segment_job(
     """The job that measures one segment under a candidate."""
     layout = segment_layout(frame, segments, index, candidate)
     part = cut_part(frame.program, segments[index].ops)
-    again = _recomputed(frame, segments, [index] if candidate.remat else [], part)
-    kernels = _replaced(layout, segments, {index: candidate.kernel})
-    told = _changed(_told_inside(layout, part), again, kernels)
+    again, kernels = [index] * candidate.remat, {index: candidate.kernel}
+    told = _told_inside(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
@@ -178,13 +190,8 @@ def pair_job(
     ops = sorted(op for index in candidates for op in segments[index].ops)
     layout = Layout(frame, strategies, storage)
     part = cut_part(frame.program, ops)
-    told = _told_inside(layout, part)
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = _changed(
-        told,
-        _recomputed(frame, segments, again, part),
-        _replaced(layout, segments, kernels),
-    )
+    told = _told_inside(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -217,14 +224,9 @@ def whole_job(
     layout = lay_out(frame, choice)
     if abridged:
         part, chosen = abridged.part, ""
-        told = limit(_told_inside(layout, part), level)
         again = [index for index in choice.remat if index in abridged.segments]
         kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
-        told = _changed(
-            told,
-            _recomputed(frame, segments, again, part),
-            _replaced(layout, segments, kernels),
-        )
+        told = _told_inside(layout, segments, part, again, kernels, level)
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)
@@ -355,17 +357,6 @@ def segment_bytes(
     held = held_values(frame, segment, remat) - unmade(layout, segment, kernel)
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
-
-
-def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
-    """Values of a segment that are not made any more where a kernel computes it."""
-    program = layout.frame.program
-    attention, parts = split(kernel)
-    found = set(no_longer_made(program, in_parts(layout, segment.ops, parts)))
-    for match in among(program, segment.ops) if attention else ():
-        if isinstance(way_of(program, match, attention, layout.axes), Way):
-            found |= match.found.between
-    return found
 
 
 def held_values(frame: Frame, segment: Segment, remat: bool = False) -> set[int]:

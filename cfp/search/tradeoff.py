@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import smallest_budget
+from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.priced import unlimited
 from cfp.search.problem import Problem, Solution
 

@@ -13,12 +13,12 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import (
-    Estimates,
     choose_candidates,
     preset_parts,
     segment_candidate,
 )
 from cfp.search.costs import Costs
+from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.measure import pair_job, segment_job
 from cfp.search.problem import Candidate, Option
@@ -189,7 +189,7 @@ class WantedMaker:
         self,
         costs: Costs,
         classics: Mapping[str, Choice],
-        estimates: Estimates,
+        estimates: Sequence[SegmentEstimate],
         environment: Parts,
         in_context: bool = True,
         kernels: Kernels | None = None,
@@ -218,7 +218,7 @@ class WantedMaker:
             others: how many besides those of the classics, at most.
         """
         found = []
-        for kind, estimate in enumerate(self._estimates.kinds):
+        for kind, estimate in enumerate(self._estimates):
             required = list(self._required[kind].values())
             count = min(per_kind, len(required) + others)
             chosen = choose_candidates(estimate, required, count)

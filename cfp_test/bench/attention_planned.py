@@ -46,7 +46,7 @@ TINY_LENGTHS = ((64, 8), (128, 8))
 _MOST_RUN = 8192
 # Strategies by hand, and with one sequence those that spread it.
 _BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
-_PARTS_OF_VOCABULARY = 16
+PARTS_OF_VOCABULARY = 16
 # A budget as it may be asked for, below a device's memory.
 BUDGET_BYTES = 40 * 10**9
 _PLAN_SECONDS = 25
@@ -66,14 +66,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--known", type=Path, help="a page's JSON, to go on from")
     parser.add_argument("--again", action="store_true", help="rows of plans, too")
-    parser.add_argument("--estimate", action="store_true", help="memory, without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         Maker(options).make(options.child)
-        return
-    if options.estimate:
-        estimate_again(options.out)
         return
     if options.known and not options.out.exists():
         page = json.loads(options.known.read_text())
@@ -105,54 +101,6 @@ def _kind(tiny: bool) -> str:
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     return "h200" if "H200" in told else "h100"
-
-
-def estimate_again(path: Path) -> None:
-    """Adds to rows of plans what their memory is estimated at now, without a GPU.
-
-    Of those for which the same is chosen now.
-    """
-    from cfp.context import open_context
-    from cfp.devices.described import described
-    from cfp.passes.pipeline import analyze_step, decide
-    from cfp.passes.profile import profile
-    from cfp.passes.search import search
-    from cfp.planner_settings import PlannerSettings
-    from cfp.program.step import flatten_step
-    from cfp.targets import resolve
-
-    page = json.loads(path.read_text())
-    settings = PlannerSettings(
-        attention=("cudnn", "chunked"), cross_entropy=_PARTS_OF_VOCABULARY, race=False
-    )
-    analyzed: dict[str, Any] = {}
-    for row in page["rows"]:
-        if "budget" not in row:
-            continue
-        if row["target"] not in analyzed:
-            words = row["target"].split()
-            found = resolve(words[0], words[1:])
-            step = flatten_step(found.step, found.args, donate_argnums=found.donate)
-            analyzed[row["target"]] = analyze_step(step, described("8xh200", x=8))
-        one = analyzed[row["target"]]
-        # So much that what was chosen then is chosen now.
-        budget = row["budget"] and max(row["budget"], row["peak_bytes"])
-        least = budget or max(page["memory_bytes"], row["peak_bytes"])
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            open_context(one.mesh, folder, int(1.1 * least), settings) as context,
-        ):
-            solution = search(context, one.analysis, profile(context, one.analysis))
-            plan, _ = decide(context, one.analysis, solution)
-        is_same = _choice_lines(repr(plan)) == _choice_lines(row["told"])
-        row["estimated_again_bytes"] = plan.predicted_bytes if is_same else None
-        print(row["name"], row["budget"], row["estimated_again_bytes"], flush=True)
-    path.write_text(json.dumps(page, indent=1) + "\n")
-
-
-def _choice_lines(told: str) -> list[str]:
-    """What is said of segments, without figures."""
-    return told[told.index("segment 0") : told.index("  arguments:")].split()
 
 
 class Maker:
@@ -275,7 +223,7 @@ class Maker:
         by_estimates = "budget" in row
         settings = PlannerSettings(
             attention=tuple(row["kernels"]),
-            cross_entropy=_PARTS_OF_VOCABULARY if by_estimates else 0,
+            cross_entropy=PARTS_OF_VOCABULARY if by_estimates else 0,
             seconds=_PLAN_SECONDS,
             race=not by_estimates,
             plans=1,
@@ -340,7 +288,7 @@ class Maker:
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.stand_in.devices.flat[0].platform
-        parts = _PARTS_OF_VOCABULARY
+        parts = PARTS_OF_VOCABULARY
         known = Kernels(
             analysis=analysis, names=self.kernels, parts=parts, platform=platform
         )
@@ -398,7 +346,7 @@ class Maker:
 
         settings = PlannerSettings(
             attention=tuple(row["kernels"]),
-            cross_entropy=_PARTS_OF_VOCABULARY if row["kernels"] else 0,
+            cross_entropy=PARTS_OF_VOCABULARY if row["kernels"] else 0,
             race=False,
         )
         analysis = analyzed.analysis

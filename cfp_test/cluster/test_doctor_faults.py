@@ -73,7 +73,7 @@ FAULTS = {
     "packages missing": (
         lambda f: with_packages(f, {"numpy": "2.4.0"}),
         "packages",
-        ("missing", "pulp", "typer"),
+        ("missing", "optax", "typer"),
         "--no-index --find-links",
     ),
     "JAX missing": (

@@ -15,10 +15,9 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.cache import Answer
 from cfp.race.candidates import predicted_size, rematerialized, with_options
 from cfp.race.enough import MEMORY_SHARE
-from cfp.race.remembered import known_to_fit
+from cfp.race.remembered import Answer, known_to_fit
 from cfp.search.candidates import segment_candidate
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem, scale_memory

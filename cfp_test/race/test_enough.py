@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
-from cfp.race.compile import Compiled
 from cfp.race.enough import MEMORY_SHARE, enough_that_fit
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
@@ -36,7 +35,7 @@ class Compiler:
     def __init__(self, sizes, stubborn=()):
         self.sizes, self.stubborn, self.asked = sizes, stubborn, []
 
-    def __call__(self, candidates):
+    def __call__(self, candidates) -> Any:
         self.asked += [one.name for one in candidates]
         return [self.one(candidate) for candidate in candidates]
 
@@ -47,9 +46,12 @@ class Compiler:
             less = round(LIMITED * size.temp_bytes)
             size = CompiledBytes(argument_bytes=size.argument_bytes, temp_bytes=less)
         peak = size.peak_bytes
-        refused: Any = SimpleNamespace(fits=peak <= BUDGET, record=size)
-        is_good = 0 < peak <= BUDGET
-        return Compiled(peak, None if is_good else refused, False)
+        return SimpleNamespace(
+            peak_bytes=peak,
+            record=size,
+            fits=peak <= BUDGET,
+            may_race=0 < peak <= BUDGET,
+        )
 
 
 def admit(sizes, times, *, predicted=None, limits=True, stubborn=(), **how):

@@ -184,8 +184,8 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     """Only times of one run compare."""
     stages, race = [], steps.race_programs
 
-    def watched(program, mesh, programs, *where, **how):
-        results = race(program, mesh, programs, *where, **how)
+    def watched(builder, programs, rounds):
+        results = race(builder, programs, rounds)
         if not stages:
             # What no classic is leads; one that is no leader is close, and no other.
             known = {f.job.key.digest for f in programs if f.name in CLASSICS}

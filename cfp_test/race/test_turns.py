@@ -12,7 +12,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure
 from cfp.race import compile as building
 from cfp.race import turns as room
-from cfp.race.compile import compile_programs
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 
@@ -37,8 +37,8 @@ def timed(case, store, monkeypatch):
         turns.clear()
         programs = [RaceProgram(name=name, job=case.job(name)) for name in names]
         how["options"] = MeasureOptions(retry_failures=retry_failures)
-        place = (case.program, case.mesh)
-        results = race_programs(*place, programs, store, rounds=1, **how)
+        where = {"program": case.program, "mesh": case.mesh, "store": store}
+        results = race_programs(Builder(**where, **how), programs, rounds=1)
         return list(turns), {result.name: result.record for result in results}
 
     return go
@@ -233,14 +233,13 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
 
     monkeypatch.setattr(room, "run", turn)
     programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
-    results = race_programs(
-        case.program,
-        case.mesh,
-        programs,
-        store,
-        rounds=3,
+    builder = Builder(
+        program=case.program,
+        mesh=case.mesh,
+        store=store,
         options=MeasureOptions(progress=told.append),
     )
+    results = race_programs(builder, programs, rounds=3)
     counts = dict.fromkeys(t.partition(", ")[2] for t in told if "timing" in t)
     more = [f"turn {number} of at most 6" for number in (4, 5, 6)]
     assert [*counts] == [
@@ -263,7 +262,8 @@ def test_who_is_far_behind_sits_out(case, store, monkeypatch):
 
     monkeypatch.setattr(room, "run", turn)
     programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
-    race_programs(case.program, case.mesh, programs, store, rounds=3)
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    race_programs(builder, programs, rounds=3)
     assert turns == ["a", "b", "c", "b", "a", "a", "b"]
 
 
@@ -294,18 +294,19 @@ def compiled(case, store, monkeypatch):
         built.clear()
         refused, peak = [], None
         for name in NEEDS:
-            [found] = compile_programs(
-                case.program,
-                case.mesh,
-                [RaceProgram(name=name, job=case.job(name))],
-                store,
+            builder = Builder(
+                program=case.program,
+                mesh=case.mesh,
+                store=store,
                 budget_bytes=budget_bytes,
                 options=MeasureOptions(**options),
             )
-            if found.fits:
+            program = RaceProgram(name=name, job=case.job(name))
+            [found] = compile_programs(builder, [program])
+            if found.may_race:
                 peak = found.peak_bytes
                 break
-            refused.append(found.refused)
+            refused.append(found)
         return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
 
     return go

@@ -212,7 +212,7 @@ def planned(data: Mapping[str, Any]) -> Figures:
         "When they were made, estimates left out what segments need while they run, "
         "such as the stacked gradients of a loop's layers. Since then it is counted: "
         "the same plans are estimated again, without a GPU, by "
-        "`python -m cfp_test.bench.attention_planned FILE --estimate`.",
+        "`python -m cfp_test.bench.attention_estimated FILE`.",
         "",
         table(
             "tokens x sequences | may use GB | estimated then | of compiled "

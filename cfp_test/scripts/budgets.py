@@ -57,6 +57,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.compile import Builder
 from cfp.race.programs import programs_of
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
@@ -225,12 +226,10 @@ def _race_all(found: Mapping[str, Found], workdir: Path) -> list[Row]:
     ]
     environment = (*environment_parts(list(mesh.devices.flat)), where)
     with ProfileStore(store_path(workdir)) as store:
-        results = race_programs(
-            some.analysis.frame.program,
-            mesh,
-            programs_of(some.analysis, entries, environment),
-            store,
-        )
+        program = some.analysis.frame.program
+        builder = Builder(program=program, mesh=mesh, store=store)
+        programs = programs_of(some.analysis, entries, environment)
+        results = race_programs(builder, programs)
     return [
         {
             "what": "raced",

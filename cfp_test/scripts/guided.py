@@ -25,6 +25,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
+from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.assemble import whole_choice
@@ -52,7 +53,7 @@ def enumerate_pool(
         context.settings.in_context,
     )
     found = {(w.kind, w.candidate.key): w for w in guided}
-    for kind, estimate in enumerate(estimates.kinds):
+    for kind, estimate in enumerate(estimates):
         for mode in Storage:
             for candidate in best_candidates(estimate, mode, pool):
                 if (kind, candidate.key) not in found:
@@ -107,9 +108,9 @@ def main() -> None:
                 analysis.frame, analysis.segments, choice, context.environment, name
             )
             programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
-        results = race_programs(
-            analysis.frame.program, mesh, programs, context.store, rounds=6
-        )
+        program = analysis.frame.program
+        builder = Builder(program=program, mesh=mesh, store=context.store)
+        results = race_programs(builder, programs, rounds=6)
         for result in results:
             rows[result.name] |= {
                 "median_ms": result.time_ms,

@@ -46,6 +46,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.candidates import level_name
+from cfp.race.compile import Builder
 from cfp.race.programs import TOO_FAR, UNMEASURED, RaceResult, programs_of
 from cfp.race.turns import race_programs
 from cfp.report.progress import progress_text
@@ -107,14 +108,13 @@ def compared(
     entries = [found.winner, *entries]
     reserve = defaults_of(mesh.devices.flat[0].platform).reserve_bytes
     with closing(ProfileStore(store_path(workdir))) as store:
-        return race_programs(
-            analysis.frame.program,
-            mesh,
-            programs_of(analysis, entries, here),
-            store,
+        builder = Builder(
+            program=analysis.frame.program,
+            mesh=mesh,
+            store=store,
             budget_bytes=budget - reserve if budget else device_memory(mesh),
-            rounds=2,
         )
+        return race_programs(builder, programs_of(analysis, entries, here), rounds=2)
 
 
 def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:

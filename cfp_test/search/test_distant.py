@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.layout import lay_out
 from cfp.models import registry
-from cfp.search import distant
+from cfp.search import distant, dynamic
 from cfp.search.assemble import whole_choice
 from cfp.search.costs import Costs, build_problem
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import solve_ilp
+from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, solution
 from cfp.search.transitions import TransitionCosts
 from cfp_test.checking import make_mesh
@@ -26,6 +25,7 @@ from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import MIB, option
 from cfp_test.search.exhaustive import solve_exhaustively
+from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, options_of, rates_of
 
 LINE = (("x", 4),)
@@ -243,6 +243,13 @@ def test_of_too_many_states_the_most_promising_stay(monkeypatch):
     assert found is not None and problem.fits(found.picks)
     exact = solve_ilp(problem)
     assert exact.cost_ms <= found.cost_ms + 1e-9 <= 1.02 * exact.cost_ms
+    # Where none of those fits, what passes further is left out of account.
+    tight = replace(problem, budget_bytes=smallest_budget(problem))
+    for module in (distant, dynamic):
+        monkeypatch.setattr(module, "MOST_STATES", 1)
+    found = solve_dynamically(tight)
+    assert found is not None and tight.fits(found.picks)
+    assert found.cost_ms == pytest.approx(tight.cost_ms(found.picks))
 
 
 def test_some_segments_keep_what_passes_between_them():

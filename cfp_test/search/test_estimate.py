@@ -9,10 +9,11 @@ from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
 from cfp.search.candidates import best_candidates, leading_classics, segment_candidate
+from cfp.search.estimate import Estimator
 from cfp.search.problem import Candidate
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.search.made_up import estimated
+from cfp_test.search.made_up import estimated, rates_of
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
@@ -24,7 +25,7 @@ def small(request):
 @pytest.mark.parametrize("mode", list(Storage))
 def test_beam_search_finds_the_cheapest(small, mode):
     _, estimates = small
-    for estimate in estimates.kinds:
+    for estimate in estimates:
         every = [
             estimate.total_ms(Candidate(picks, mode))
             for picks in itertools.product(*estimate.strategies)
@@ -37,8 +38,8 @@ def test_beam_search_finds_the_cheapest(small, mode):
 
 def test_matrices_hold_what_each_pair_of_strategies_moves(small):
     analysis, estimates = small
-    estimator = estimates.estimator
-    for estimate in estimates.kinds:
+    estimator = Estimator(analysis.frame, rates_of(analysis.frame.mesh))
+    for estimate in estimates:
         if len(estimate.segment.blocks) < 2 or estimate.segment.kind in (
             s.kind for s in analysis.segments if s.index != estimate.segment.index
         ):
@@ -58,7 +59,7 @@ def test_matrices_hold_what_each_pair_of_strategies_moves(small):
 
 def test_strategies_that_shard_alike_are_searched_once(small):
     analysis, estimates = small
-    for estimate in estimates.kinds:
+    for estimate in estimates:
         for b, numbers, kept in zip(
             estimate.segment.blocks,
             estimate.numbers,
@@ -87,7 +88,7 @@ def test_a_loop_costs_what_its_layers_cost(remat):
         totals.append(
             {
                 name: repeats
-                * estimates.kinds[1].total_ms(segment_candidate(analysis, index, c))
+                * estimates[1].total_ms(segment_candidate(analysis, index, c))
                 for name, c in presets(analysis.frame).items()
             }
         )
@@ -109,7 +110,7 @@ def test_classics_far_behind_by_estimate_are_not_measured(reach):
     total_ms = {
         name: sum(
             kinds.count(kind)
-            * estimates.kinds[kind].total_ms(segment_candidate(analysis, index, choice))
+            * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
             for kind, index in enumerate(analysis.representatives)
         )
         for name, choice in every.items()
@@ -141,9 +142,7 @@ def test_few_of_many_classics_are_measured():
     def total(name):
         return sum(
             [s.kind for s in analysis.segments].count(kind)
-            * estimates.kinds[kind].total_ms(
-                segment_candidate(analysis, index, every[name])
-            )
+            * estimates[kind].total_ms(segment_candidate(analysis, index, every[name]))
             for kind, index in enumerate(analysis.representatives)
         )
 

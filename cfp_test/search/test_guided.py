@@ -14,13 +14,13 @@ from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem
-from cfp.search.dynamic import solve_dynamically
+from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
-from cfp.search.ilp import smallest_budget, solve_ilp
 from cfp.search.problem import Candidate, Option
 from cfp.search.wanted import WantedMaker, measured_options
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, rates_of
 
 SIZES = (("x", 4),)
@@ -73,7 +73,7 @@ class Devices(WantedMaker):
         return made
 
     def time_ms(self, kind, candidate):
-        estimate_ms = self.estimates.kinds[kind].total_ms(candidate)
+        estimate_ms = self.estimates[kind].total_ms(candidate)
         # Two candidates may be one program: what they are estimated at is the same.
         name = f"{kind} {estimate_ms:.9g}"
         luck = hashlib.sha256(name.encode()).digest()[0] / 255
@@ -122,7 +122,7 @@ class Devices(WantedMaker):
     def everything(self, budget_bytes=None, remat=(False,)):
         """The problem over the whole space, for programs whose space is small."""
         options = []
-        for kind, estimate in enumerate(self.estimates.kinds):
+        for kind, estimate in enumerate(self.estimates):
             every = itertools.product(*estimate.strategies)
             options.append(
                 [
@@ -151,14 +151,14 @@ def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(mod
     devices = Devices(analysis, estimates)
     found = devices.explore()
     assert found.rounds == 0 and not found.tight
-    for kind, estimate in enumerate(estimates.kinds):
+    for kind, estimate in enumerate(estimates):
         every = [
             best_candidates(estimate, mode, 1, beam_width=4096)[0] for mode in Storage
         ]
         mine = [w.candidate for w in found.wanted if w.kind == kind]
         best = min(devices.time_ms(kind, c) for c in mine)
         assert best <= TRUTH * min(c.estimate_ms for c in every) * 1.01 + 1e-9
-    space = [3 * np.prod([len(s) for s in e.strategies]) for e in estimates.kinds]
+    space = [3 * np.prod([len(s) for s in e.strategies]) for e in estimates]
     assert devices.runs < sum(space) / 5
 
 
@@ -252,7 +252,7 @@ def test_no_more_is_measured_than_allowed(model, little):
     analysis, estimates = model
     some = Devices(analysis, estimates, noise=1.0).explore(little, per_kind=9)
     assert some.rounds > 0
-    for kind in range(len(estimates.kinds)):
+    for kind in range(len(estimates)):
         mine = [w for w in some.wanted if w.kind == kind]
         first = [w for w in some.wanted[: some.required] if w.kind == kind]
         for again in (False, True):
@@ -312,7 +312,7 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
     hurried = devices.explore(look_in_time=lambda jobs: {})
     good = [w for w in hurried.wanted if w.is_known(hurried.records)]
     good = [w for w in good if w.failure(hurried.records) is None]
-    assert [w.kind for w in good] == [*range(len(estimates.kinds))]
+    assert [w.kind for w in good] == [*range(len(estimates))]
     for one in good:
         before = [w for w in hurried.wanted if w.kind == one.kind]
         before = before[: before.index(one)]
@@ -400,5 +400,5 @@ def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     devices = Devices(*model)
     found = devices.explore(1)
     again = [w for w in found.wanted if w.candidate.remat]
-    assert {w.kind for w in again} == set(range(len(devices.estimates.kinds)))
+    assert {w.kind for w in again} == set(range(len(devices.estimates)))
     assert len(found.wanted) == found.required + len(again), "nothing else is"

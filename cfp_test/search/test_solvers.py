@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.dynamic import solve_dynamically
-from cfp.search.ilp import smallest_budget, solve_ilp
+from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem
 from cfp_test.search.drawn import MIB, NO_BUDGET, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively
+from cfp_test.search.ilp import leanest, solve_ilp
 
 
 def check_solvers(problem):
@@ -115,6 +115,8 @@ def test_solvers_agree_on_deep_programs(problem, depth):
     if found is not None and other is not None:
         assert deep.fits(found.picks) and deep.fits(other.picks)
         assert found.cost_ms == pytest.approx(other.cost_ms, rel=1e-6)
+    least = leanest(deep).memory_bytes  # To the solver's tolerances.
+    assert smallest_budget(deep) == pytest.approx(least, rel=1e-6)
 
 
 @settings(max_examples=50, deadline=None)

@@ -122,7 +122,7 @@ class _Finder:
             scores=Tensor(self.scores.results[0], None, letters.of_result(self.scores)),
             argument=argument,
             inside=frozenset(self.inside),
-            between=frozenset(self._between()),
+            between=frozenset(self.view.all_of(self.region)),
             sides=self._sides(letters),
             forward=tuple(forward),
             backward=backward,
@@ -204,23 +204,6 @@ class _Finder:
             if op.kind not in _SHAPES or op.rule is None:
                 return None
             v = op.operands[0]
-
-    def _between(self) -> Iterator[int]:
-        """All values of the region, and those that loops stack of them."""
-        users, ops = self.program.users, self.program.ops
-        for number in self.region:
-            stack = [*self.view.values[number]]
-            while stack:
-                v = stack.pop()
-                yield v
-                for user, index in users[v]:
-                    op = ops[user]
-                    if op.kind in ("reshape", "broadcast_in_dim") and not index:
-                        stack += op.results
-                    elif op.kind == "dynamic_update_slice" and index == 1:
-                        stack += op.results
-                    elif op.kind == "while" and index >= len(op.operands):
-                        stack.append(op.results[index - len(op.operands)])
 
     # -- what dims run over ------------------------------------------------------------
 

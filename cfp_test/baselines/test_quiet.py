@@ -10,12 +10,12 @@ from cfp_test.waiting import GUARD_SECONDS
 PROGRAM = """
 import ctypes, logging, os, sys
 import pulp
-from cfp.search import ilp
+from cfp_test.search import ilp
 from cfp.search.problem import Problem
-from cfp.search.ilp import quiet_solver
+from alpa_test.cost_model.quiet import quiet_solver
 from cfp_test.search.drawn import option
 
-logging.getLogger("cfp").setLevel(logging.DEBUG)
+logging.getLogger("alpa_test").setLevel(logging.DEBUG)
 logging.basicConfig(stream=sys.stderr)
 libc = ctypes.CDLL(None)
 solve = pulp.HiGHS.actualSolve

@@ -1,4 +1,4 @@
-r"""The search as an integer linear program, solved by HiGHS through PuLP.
+r"""The search as an integer linear program, solved by HiGHS: an oracle for cfp's own.
 
 For segment i with options o and binary x[i,o], and y[i,j,o,p] for segments i and j
 between which something passes, neighbours and others::
@@ -15,68 +15,17 @@ have kept by then, and what it needs besides. With x binary, y may be continuous
 [0, 1]: (leave) and (enter) then force it to the product of its x. Memory is written in
 x alone, though variables for the running sums would take fewer coefficients: with them
 HiGHS 1.12 to 1.15 presolves some problems to a worse choice, or to none.
-
-Solvers print from C, to file descriptor 1, where answers stand: HiGHS 1.16 its name
-when the first model of a process is made, before any option can be set. So the
-descriptor itself leads elsewhere while a solver is at work; what it printed is logged.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
-import os
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pulp
 
+from alpa_test.cost_model.quiet import quiet_solver
 from cfp.search.problem import Problem, Solution, solution
-
-_STANDARD_OUTPUT = 1
-_log = logging.getLogger(__name__)
-# The descriptor belongs to the whole process: two threads would restore it to the
-# other's file.
-_one_at_a_time = threading.RLock()
-
-
-@contextlib.contextmanager
-def quiet_solver() -> Iterator[None]:
-    """Nothing that is printed inside, from C or Python, reaches standard output.
-
-    What other threads print to it in the meantime is logged, too.
-    """
-    with _one_at_a_time, contextlib.ExitStack() as stack:
-        try:
-            kept = os.dup(_STANDARD_OUTPUT)
-        except OSError:  # Standard output is closed: nothing can reach it.
-            yield
-            return
-        stack.callback(os.close, kept)
-        file = stack.enter_context(tempfile.TemporaryFile())
-        _flush()
-        os.dup2(file.fileno(), _STANDARD_OUTPUT)
-        try:
-            yield
-        finally:
-            _flush()
-            os.dup2(kept, _STANDARD_OUTPUT)
-            file.seek(0)
-            if printed := file.read().decode(errors="replace").strip():
-                _log.debug("The solver printed: %s", printed)
-
-
-def _flush() -> None:
-    """Hands over what Python and C hold back, to where the descriptor leads now."""
-    # A stream that is closed, or that nobody reads, is no reason to stop.
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        sys.stdout.flush()
-    ctypes.CDLL(None).fflush(None)
-
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
@@ -104,11 +53,6 @@ def solve_ilp(problem: Problem) -> Solution | None:
         return None
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
     return solution(problem, picks)
-
-
-def smallest_budget(problem: Problem) -> int:
-    """The smallest budget in bytes that some choice fits in; see :func:`leanest`."""
-    return leanest(problem).memory_bytes
 
 
 def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:

@@ -17,7 +17,7 @@ from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
 from cfp.patterns.build import split
-from cfp.patterns.sites import in_parts, no_longer_made
+from cfp.patterns.sites import in_parts
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding

@@ -47,7 +47,6 @@ _MOST_RUN = 8192
 # Strategies by hand, and with one sequence those that spread it.
 _BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
 PARTS_OF_VOCABULARY = 16
-# A budget as it may be asked for, below a device's memory.
 BUDGET_BYTES = 40 * 10**9
 _PLAN_SECONDS = 25
 
@@ -139,7 +138,6 @@ class Maker:
                     row = self._long(tokens, batch, self.kernels)
                     self._add(row | {"budget": budget})
             return
-        # As written a score matrix takes most: of the longest it takes terabytes.
         for kernels, some in ((self.kernels, lengths), ((), lengths[:3])):
             for tokens, batch in some:
                 for name in _BY_HAND:
@@ -264,13 +262,13 @@ class Maker:
         choice = outcome.winner.choice
         found |= {
             "peak_bytes": plan.predicted_bytes,
-            "fits": True,
             "predicted_bytes": predicted_bytes(
                 analyzed.analysis, solution.problem, choice
             ),
         }
-        is_short = row["tokens"] <= _MOST_RUN
-        return found | (self._compiled(row, analyzed, choice) if is_short else {})
+        if row["tokens"] > _MOST_RUN:
+            return found
+        return found | self._compiled(row, analyzed, choice)
 
     def _hand(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A strategy by hand, with a kernel in all segments and the head in parts."""
@@ -379,12 +377,10 @@ class Maker:
             if is_alike and "peak_bytes" in row and "long" not in row:
                 size = row["tokens"], row["peak_bytes"]
                 by_batch.setdefault(row["batch"], []).append(size)
-        # Of as many sequences, the fewest of which there are two lengths.
         able = [n for n, pairs in by_batch.items() if len(pairs) > 1]
         batch = min(able, default=0)
         pairs = sorted(by_batch.get(batch, ()))
         if len(pairs) < 2:
-            print(f"too few lengths of {name} with {kernels}", flush=True)
             return
         (a, bytes_a), (b, bytes_b) = pairs[-2:]
         # Kernels keep what grows with the length, scores grow with its square.

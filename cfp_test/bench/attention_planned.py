@@ -42,8 +42,7 @@ TINY_STEPS = {"gpt tiny": f"gpt {_TINY} --seq 32 --batch 8"}
 # (tokens, sequences of a batch)
 LENGTHS = ((8192, 8), (32768, 8), (131072, 1), (524288, 1))
 TINY_LENGTHS = ((64, 8), (128, 8))
-# What is longer than this is compiled and not run: a step takes 8 seconds and more.
-_MOST_RUN = 8192
+_MOST_RUN = 8192  # What is longer is not run: a step takes 8 seconds and more.
 # Strategies by hand, and with one sequence those that spread it.
 _BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
 PARTS_OF_VOCABULARY = 16

@@ -24,6 +24,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
 from cfp.settings import defaults_of
+from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
 # What one GPU has in its environment that virtual devices lack.
 _OF_A_GPU = (
@@ -170,6 +171,21 @@ def test_with_more_devices_only_other_shapes_run(ran, folder):
     assert eight.predicted_ms > four.predicted_ms  # More is sent, over the network.
     cfp.plan(step, *arguments(256), mesh=mesh, **how)
     assert len(ran) == before + 1
+
+
+def test_when_time_is_over_the_whole_program_is_not_compiled(
+    ran, tmp_path, monkeypatch
+):
+    few = replace(stand_in._TIMING, min_samples=3, max_samples=3)
+    monkeypatch.setattr(stand_in, "_TIMING", few)  # Too few to tell what ties.
+    ran.clear()
+    step, args = stack_of(plain, 20, ADAM)
+    settings = cfp.PlannerSettings(seconds=0.0)
+    how = {"cache_dir": tmp_path, "settings": settings}
+    plan = cfp.plan(step, *args, mesh=playing("4xh200"), **how)
+    assert plan.rung == "one device" and plan.predicted_ms > 0
+    assert len(ran) == 1, "one program of some repeats, which all follows from"
+    assert "winner_seconds" not in plan.search
 
 
 def test_on_arrival_it_is_verified(plan, folder):

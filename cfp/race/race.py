@@ -168,13 +168,14 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
     able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
     if not able:
         return None
-    best = min(tied_with(min(able, key=time_ms)[1], able), key=complexity, default=None)
-    if best and context.stand_in is not None and time.monotonic() > context.end:
+    fastest = min(able, key=time_ms)
+    best = min(tied_with(fastest[1], able), key=complexity, default=fastest)
+    if context.stand_in is not None and time.monotonic() > context.end:
         # A prediction anyway: the whole program's follows from the truncated one's.
         return run.outcome(best, [race_row(result) for _, result in (*again, *others)])
     ranked = sorted((*again, *others), key=time_ms)
     timed = time.perf_counter()
-    won, refused = _first_whole(run, [best, *ranked] if best else ranked, most_bytes)
+    won, refused = _first_whole(run, [best, *ranked], most_bytes)
     # What kept others out of reach may not run: then these may be the fastest.
     rest = [one for one in left if (one.choice, one.level) not in refused]
     missed = refused and rest and any(c not in near for c in run.near_among(rest))

@@ -12,6 +12,7 @@ from cfp.errors import CfpError
 from cfp.passes.profile import compiles, may_save
 from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
+from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
 from cfp.search.assemble import best_solutions, whole_choice
 from cfp.search.costs import Costs, build_problem
@@ -76,12 +77,18 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         Candidate(name, other, predicted_ms(analysis, problem, other))
         for name, other in around.items()
     )
-    missing = presets(analysis.frame).keys() - named.keys()
+    # By estimates all are options; measured, under a budget, what needs less than it.
+    why = TOO_LARGE if context.memory is not None else UNMEASURED
+    unraced = {
+        name: SLOWER if name in profiles.presets else why
+        for name in presets(analysis.frame)
+        if name in CLASSICS and name not in named
+    }
     return Solution(
         Candidate("planned", choice, best_ms),
         rivals=rivals,
         presets=named,
-        unmeasured=tuple(name for name in CLASSICS if name in missing),
+        unraced=unraced,
         problem=problem,
         counts={**_counts(profiles), "search_seconds": time.perf_counter() - started},
         interrupted=interrupted,

@@ -83,9 +83,13 @@ class ProfileRecord(CompiledBytes):
     Attributes:
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
-      status: "ok" means built, run and timed.
+      status: "ok" means built, run and timed; or, of devices that are described,
+        built and predicted (`cfp.cost.stand_in`).
       reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, every sample in the order taken.
+      samples_ms: milliseconds per execution, every sample in the order taken. None is
+        altered later: what is derived from them is where it is used, of a segment in
+        `cfp.search.wanted`, of a truncated program in `cfp.race.truncated`, of a mesh's
+        links in `cfp.profiling.collectives`.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.

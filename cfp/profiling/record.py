@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from cfp.profiling.timing import interquartile_range
-
 Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
 # More bytes than anything has, and few enough for a float.
@@ -138,11 +136,6 @@ class ProfileRecord(CompiledBytes):
     def time_ms(self) -> float:
         """The median sample; infinite for a failure, which no search then picks."""
         return statistics.median(self.samples_ms) if self.ok else math.inf
-
-    @property
-    def spread_ms(self) -> float:
-        """Interquartile range of the samples; infinite where nothing is known."""
-        return interquartile_range(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
         """The record on one line; equal records give equal strings."""

@@ -101,9 +101,7 @@ def look_up(
     def explored(leading: Mapping[str, Choice]) -> Explored:
         where = (costs, leading, estimates, context.environment)
         return explore(
-            estimates,
             WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
-            costs,
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.

@@ -107,7 +107,7 @@ def programs_of(
                 truncated and truncated.programs[one.choice],
             ),
             predicted_ms=one.predicted_ms,
-            ratios=truncated.ratios[one.choice] if truncated else WHOLE,
+            ratios=truncated.ratios_of(one.choice) if truncated else WHOLE,
         )
         for one in candidates
     ]

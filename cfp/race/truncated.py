@@ -49,6 +49,10 @@ class Truncated:
     programs: Mapping[Choice, Abridged]
     ratios: Mapping[Choice, Ratios]
 
+    def ratios_of(self, choice: Choice) -> Ratios:
+        """What the truncated program says about the whole one, under a choice."""
+        return self.ratios[choice]
+
 
 def truncate(
     analysis: Analysis, problem: Problem, choices: Sequence[Choice], kept: int

@@ -26,6 +26,7 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
 from cfp.profiling.conversation import together
+from cfp.profiling.interrupts import heeded
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
@@ -79,6 +80,8 @@ def plan(
     Raises:
         CfpError: the step, the arguments, the mesh, the pins or the budget do not
             work out; each message says what to do.
+        KeyboardInterrupt: the user has interrupted before there was anything to choose
+            from. What was measured is kept, and the message says where.
     """
     if isinstance(settings, PlannerSettings) and settings.ray is not None:
         if isinstance(mesh, DescribedMesh):
@@ -113,7 +116,7 @@ def plan(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    return find_plan(
+    found = find_plan(
         step,
         mesh=mesh,
         memory_budget=memory_budget,
@@ -121,7 +124,14 @@ def plan(
         preset=preset,
         cache_dir=cache_dir,
         settings=settings,
-    ).plan
+    )
+    if found.interrupted:
+        warnings.warn(
+            "Interrupted: this plan is the best of what was measured by then, without "
+            "a race. To end the program, interrupt it once more.",
+            stacklevel=2,
+        )
+    return found.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +162,7 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    with together(agreement_of(mesh).alone):
+    with heeded(cache_dir), together(agreement_of(mesh).alone):
         return _find_plan(
             step,
             mesh=mesh,

@@ -61,7 +61,7 @@ class PlannerSettings:
         limits: what counts as hung.
         progress: told of every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
-            which starts one here; see docs/cluster.md.
+            which starts one here; see docs/ray.md.
         place: where programs are compiled, and records kept besides, if not only here.
 
     Raises:

@@ -147,6 +147,24 @@ def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified)
         assert words in "\n".join(verified_text(one))
 
 
+def test_only_what_ran_counts_as_timed(verified):
+    """Programs that were not compiled in time were not timed either."""
+    ran = [row for row in verified[0].rows if row.ran]
+    own = next(row for row in ran if row.name == verified[0].plan.winner)
+    late = [
+        replace(row, record=replace(row.record, status="timeout", samples_ms=()))
+        for row in ran
+        if row is not own
+    ]
+    alone = replace(verified[0], best=verified[0].plan, rows=(own, *late))
+    assert verified_text(alone)[-1].startswith("Nothing else ran,")
+    [other, *_] = (row for row in ran if row is not own)
+    two = replace(alone, rows=(own, other, *late[1:]))
+    assert verified_text(two)[-1] == "The other one that ran is slower, or as fast."
+    three = replace(alone, rows=(own, other, other))
+    assert verified_text(three)[-1].startswith("Each of the 2 others that ran is slow")
+
+
 def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
     best = verified[0].best
     assert best.rung == "measured"

@@ -206,14 +206,14 @@ class Check:
         return made
 
     def _here(self, tree: Any) -> Any:
-        """Arrays of which other processes have parts, on one device of this one."""
+        """A tree's arrays; if other processes have parts, on one device of this one."""
         [device] = self._alone.out_shardings[0].device_set
 
         def here(leaf: Any) -> Any:
             is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
             return fetch(leaf, device) if is_global else leaf
 
-        return released(jax.tree.map(here, fixed(tree)))
+        return jax.tree.map(here, fixed(tree))
 
     def _nudged(self, expected: Any, seed: int) -> _Alone:
         """What one device makes of arguments in the neighbourhood."""

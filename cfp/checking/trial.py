@@ -20,6 +20,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.conversation import together
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.profiling.processes import Agreement
+from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
@@ -242,13 +243,15 @@ def _feedback(
     for position, arg in enumerate(target.args):
         if position in target.static:
             continue
-        count = len(tree_leaves(arg))
+        arrays = fixed(arg)  # As the step returns its results.
+        count = len(tree_leaves(arrays))
         avals = step.avals[start : start + count]
+        name = step.arg_names[start].partition("/")[0] if count else ""
         donated = any(plan.donated[start : start + count])
         start += count
         if not donated and count < 2:
             continue  # An array of the same shape need not be the same thing.
-        wanted = _types(arg, avals)
+        wanted = _types(arrays, avals)
         matches = [
             i
             for i, part in enumerate(parts)
@@ -260,9 +263,9 @@ def _feedback(
             found[position] = matches[0]
         elif donated and steps > 1:
             raise CfpError(
-                f"Argument {position} is donated, and the step returns nothing of its "
-                "structure to take its place, so it can run only once. Use --steps 1, "
-                "or plan without donating it."
+                f"Argument {position} ({name}) is donated, and the step returns "
+                "nothing of its structure to take its place, so it can run only once. "
+                "Use --steps 1, or plan without donating it."
             )
     return found
 
@@ -275,7 +278,7 @@ def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float
     if None in feedback.values():
         return {}
     found = {}
-    for path, leaf in tree_flatten_with_path(result)[0]:
+    for path, leaf in tree_flatten_with_path(fixed(result))[0]:
         if path and getattr(path[0], "idx", None) in feedback.values():
             continue
         if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -299,6 +299,8 @@ def verified_text(found: Verified) -> Sequence[str]:
     # A plan that raced on virtual devices is measured, its prediction is not.
     rung = known_how(plan) if plan.rung == "measured" else plan.rung
     basis = how.get(rung, f"on {rung}")
+    if "adapted" in plan.search:
+        basis = "by the time of the plan that it was carried over from"
     lines = []
     if found.measured_ms is None:
         lines.append(f"The plan {plan.winner!r} does not run here.")
@@ -308,8 +310,12 @@ def verified_text(found: Verified) -> Sequence[str]:
         lines.append(
             f"Predicted were {plan.predicted_ms:.3f} ms, {basis}: off by {off:+.1%}."
         )
-    if found.holds:
-        lines.append(f"Nothing of the {len(found.rows)} that were timed is faster.")
+    others = sum(row.ran for row in found.rows if row.name != plan.winner)
+    if found.holds and not others:
+        lines.append("Nothing else ran, so that nothing is known to be faster.")
+    elif found.holds:
+        what = "The other one" if others == 1 else f"Each of the {others} others"
+        lines.append(f"{what} that ran is slower, or as fast.")
     else:
         lines.append(
             f"Faster is {found.best.winner!r}: {found.best.measured_ms:.3f} ms. It is "

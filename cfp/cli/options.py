@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from cfp.cli.supervise import Supervision
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
+from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
@@ -93,18 +94,40 @@ Pins = Annotated[
         "paths. May be given more than once.",
     ),
 ]
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} is no position: give numbers from 0, such as 0 or 0,1."
+        ) from error
+
+
+def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
+    """All positions of an option that may be given more than once."""
+    return [number for numbers in given for number in numbers] if given else None
+
+
 Donate = Annotated[
     list[int] | None,
     typer.Option(
         metavar="N",
-        help="Position of an argument that a function's step may overwrite.",
+        help="Position of an argument that a function's step may overwrite, or "
+        "several: 0,1.",
+        parser=_positions,
+        callback=_together,
     ),
 ]
 Static = Annotated[
     list[int] | None,
     typer.Option(
         metavar="N",
-        help="Position of an argument of a function's step that is no array.",
+        help="Position of an argument of a function's step that is no array, or "
+        "several: 0,1.",
+        parser=_positions,
+        callback=_together,
     ),
 ]
 Budget = Annotated[
@@ -247,7 +270,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            print_error(_interrupted(kwargs.get("workdir")))
+            print_error(interrupted_text(kwargs.get("workdir"), "the same command"))
             raise typer.Exit(INTERRUPTED) from error
 
     return run
@@ -272,17 +295,6 @@ def supervise(
     """Goes on in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
-
-
-def _interrupted(workdir: Path | None) -> str:
-    with contextlib.suppress(CfpError):
-        kept = store_path(workdir)
-        if kept.exists():
-            return (
-                f"Interrupted. Everything that was measured is kept in {kept}; the "
-                "same command goes on from there."
-            )
-    return "Interrupted."
 
 
 def settings(

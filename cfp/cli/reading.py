@@ -19,6 +19,7 @@ from cfp.export.logical import logical_rules
 from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
+from cfp.program.step import flatten_step
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.sites import sites_data, sites_text
 from cfp.report.told import explain_data, explain_text
@@ -37,7 +38,8 @@ def explain(
         typer.Option(
             "--block",
             metavar="NAME",
-            help="Only blocks with this in their names; * stands for anything.",
+            help="Only blocks with this in their names, in upper or lower case; * "
+            "stands for anything.",
         ),
     ] = None,
     as_json: o.Json = False,
@@ -246,11 +248,18 @@ def _read(path: Path) -> str:
 
 
 def _plainly(target: Target) -> str:
-    jitted = jax.jit(
-        target.step, static_argnums=target.static, donate_argnums=target.donate
+    step = flatten_step(
+        target.step,
+        target.args,
+        static_argnums=target.static,
+        donate_argnums=target.donate,
     )
+    # Over flat leaves: modules may hold what jax.jit takes for no array.
+    given = tuple(place for place, donated in enumerate(step.donated) if donated)
+    jitted = jax.jit(step.flat_fn, donate_argnums=given)
     try:
-        return jitted.lower(*target.args).compile().as_text() or ""
+        leaves = step.flatten(target.args, {})
+        return jitted.lower(*leaves).compile().as_text() or ""
     except Exception as error:
         # Whatever the user's code raises while it is traced is the user's to mend.
         raise StepNotTraceable(

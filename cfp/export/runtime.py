@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import all_leaves, tree_flatten, tree_leaves, tree_unflatten
 
 # The tables. In the module that is written they are filled.
 MESH: Mapping[str, int] = {}
@@ -50,39 +50,41 @@ def shard(
     """
     mesh = _own_mesh(make_mesh() if mesh is None else mesh)
     static, leaves, tree = _flatten(step, args, kwargs)
+    made: list[Structure] = []
 
     def flat(*leaves: Any) -> Any:
-        dynamic, named = tree_unflatten(tree, leaves)
+        dynamic, named = joined(tree, leaves)
         given = list(dynamic)
         for key, value in sorted(static.items(), key=str):
             if isinstance(key, int):
                 given.insert(key, value)
             else:
                 named[key] = value
-        return step(*given, **named)
+        results, structure = split(step(*given, **named))
+        made.append(structure)
+        return results
 
     flat.__name__ = flat.__qualname__ = getattr(step, "__name__", "step")
     avals = [jax.typeof(x) if not hasattr(x, "shape") else x for x in leaves]
     _check_arguments(avals)
     traced = jax.jit(flat).trace(*avals)
     run = jaxpr_as_fun(constrained(traced.jaxpr, mesh))
-    results = jax.tree.structure(traced.out_info)
     ins = tuple(NamedSharding(mesh, spec) for _, _, spec, _ in ARGUMENTS)
     outs = [NamedSharding(mesh, spec) for spec in RESULTS]
-    if len(outs) != results.num_leaves:
+    if len(outs) != len(traced.out_info):
         raise ValueError(
-            f"Planned for {len(outs)} results, the step has {results.num_leaves}."
+            f"Planned for {len(outs)} results, the step has {len(traced.out_info)}."
         )
 
     def replay(*leaves: Any) -> Any:
-        return tree_unflatten(results, run(*leaves))
+        return run(*leaves)
 
     replay.__name__ = replay.__qualname__ = flat.__name__
     compiled = (
         jax.jit(
             replay,
             in_shardings=ins,
-            out_shardings=tree_unflatten(results, outs),
+            out_shardings=outs,
             donate_argnums=tuple(i for i, row in enumerate(ARGUMENTS) if row[3]),
             keep_unused=True,
         )
@@ -90,7 +92,69 @@ def shard(
         .compile(compiler_options=dict(COMPILER_OPTIONS) or None)
     )
 
-    return Sharded(step, compiled, ins, static, tree)
+    return Sharded(step, compiled, ins, static, tree, made[-1])
+
+
+# A pytree without its arrays: its structure, and place, type and value of those leaves
+# that are part of the program.
+Structure = tuple[Any, tuple[tuple[int, type, Any], ...]]
+
+
+def split(tree: Any) -> tuple[list[Any], Structure]:
+    """The arrays of a pytree, and all else: modules may hold functions and settings."""
+    leaves, structure = tree_flatten(tree)
+    fixed = in_program(tree)
+    kept = [(i, type(x), x) for i, x in enumerate(leaves) if fixed[i]]
+    return [x for i, x in enumerate(leaves) if not fixed[i]], (structure, tuple(kept))
+
+
+def joined(structure: Structure, arrays: Sequence[Any]) -> Any:
+    """The pytree that was split."""
+    leaves = list(arrays)
+    for place, _, value in structure[1]:
+        leaves.insert(place, value)
+    return tree_unflatten(structure[0], leaves)
+
+
+def in_program(tree: Any) -> list[bool]:
+    """For each leaf whether it is part of the program, as it was when planned.
+
+    All that is no array in a module in which something is no number either, and in a
+    module inside of one that has a bool and no arrays. Modules are nodes of a pytree
+    that are no containers of plain Python.
+    """
+    if not any(isinstance(x, bool) or not _may_be_array(x) for x in tree_leaves(tree)):
+        return [False] * len(tree_leaves(tree))
+    parts = tree_leaves(tree, is_leaf=_is_module)
+    return [found for part in parts for found in _in_module(part)]
+
+
+def _in_module(module: Any) -> list[bool]:
+    if not _is_module(module):
+        return [False]
+    leaves = tree_leaves(module)
+    has_bool = any(isinstance(x, bool) for x in leaves)
+    if not all(map(_may_be_array, leaves)) or (
+        has_bool and not any(map(_is_array, leaves))
+    ):
+        return [not _is_array(x) and isinstance(x, Hashable) for x in leaves]
+    if not has_bool:
+        return [False] * len(leaves)
+    parts = tree_leaves(module, is_leaf=lambda x: x is not module and _is_module(x))
+    return [found for part in parts for found in _in_module(part)]
+
+
+def _is_module(node: Any) -> bool:
+    plain = (dict, list, tuple, type(None), bool, int, float, complex, str)
+    return not isinstance(node, plain) and not all_leaves([node])
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _may_be_array(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
 class Sharded(NamedTuple):
@@ -102,13 +166,15 @@ class Sharded(NamedTuple):
         shardings: of these leaves.
         static: the arguments that are part of the program.
         tree: the structure of all others.
+        results: the structure of what it returns.
     """
 
     step: Callable[..., Any]
     compiled: jax.stages.Compiled
     shardings: tuple[NamedSharding, ...]
     static: Mapping[Any, Any]
-    tree: Any
+    tree: Structure
+    results: Structure
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere."""
@@ -121,7 +187,7 @@ class Sharded(NamedTuple):
             else jax.device_put(leaf, sharding)
             for leaf, sharding in zip(leaves, self.shardings, strict=True)
         ]
-        return self.compiled(*placed)
+        return joined(self.results, self.compiled(*placed))
 
 
 def constrained(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
@@ -286,7 +352,7 @@ def _own_mesh(mesh: Mesh) -> Mesh:
 
 def _flatten(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[Any, Any], list[Any], Any]:
+) -> tuple[dict[Any, Any], list[Any], Structure]:
     """Static arguments, and the array leaves of all others with their structure."""
     placed, named = list(args), dict(kwargs)
     for one in [*inspect.signature(step).parameters.values()][len(placed) :]:
@@ -297,8 +363,7 @@ def _flatten(
     static |= {name: a for name, a in named.items() if name in STATIC}
     dynamic = tuple(a for i, a in enumerate(placed) if i not in STATIC)
     named = {name: a for name, a in named.items() if name not in STATIC}
-    leaves, tree = tree_flatten((dynamic, named))
-    return static, leaves, tree
+    return static, *split((dynamic, named))
 
 
 def _check_arguments(avals: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ from cfp.plan.compose import compose_plan
 from cfp.plan.describe import ATTENTION, op_text, strategy_text
 from cfp.plan.parts import PlanRow, type_text
 from cfp.plan.plan import Plan
+from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
@@ -118,7 +119,7 @@ def carry_over(
     winner = Candidate(
         name=plan.winner,
         choice=choice,
-        predicted_ms=_predicted_ms(plan, pairs),
+        predicted_ms=_predicted_ms(plan, analysis, pairs),
         level=ConstraintLevel.ARGUMENTS if is_bare else ConstraintLevel.EVERYTHING,
         options=plan.options,
     )
@@ -357,16 +358,42 @@ def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
     return choice
 
 
-def _predicted_ms(plan: Plan, pairs: Sequence[_Pair]) -> float | None:
-    """The plan's step time with the segments that are more, or fewer; if known."""
-    took = plan.measured_ms if plan.measured_ms is not None else plan.predicted_ms
+def _predicted_ms(
+    plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]
+) -> float | None:
+    """The plan's step time with what is more, or less: segments, iterations of loops.
+
+    Segments count by what the plan says that they take. Where its step took something
+    else than they do together, the new step's is taken to be as much of that.
+    """
     old = {row.segment: row.segment_ms for row in plan.rows}
-    new = [pair.rows[0].segment_ms for pair in pairs]
-    if took is None or any(pair.scaled for pair in pairs):
+    new = [_segment_ms(analysis, pair) for pair in pairs]
+    known = [ms for ms in old.values() if ms is not None]
+    found = [ms for ms in new if ms is not None]
+    if len(known) < len(old) or len(found) < len(new):
         return None
-    if None in new or None in old.values():
+    more = sum(found) - sum(known)
+    if plan.measured_ms is None:
+        return None if plan.predicted_ms is None else plan.predicted_ms + more
+    if plan.predicted_ms:
+        return plan.measured_ms * (plan.predicted_ms + more) / plan.predicted_ms
+    # What is estimated for virtual devices is not what takes time there.
+    return None if known_how(plan) == "estimated" else plan.measured_ms + more
+
+
+def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:
+    """What a segment takes, by the one that it takes after; None if nothing says."""
+    program, blocks = analysis.frame.program, analysis.frame.blocks
+    ratios = {
+        program.ops[blocks[b].anchor].repeat / row.repeats if row.repeats else None
+        for b, row in zip(pair.segment.blocks, pair.rows, strict=True)
+    }
+    took = pair.rows[0].segment_ms
+    # Of a segment that is half in a loop no time is known for either half.
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    if took is None or ratio is None or pair.scaled:
         return None
-    return took + sum(ms for ms in new if ms) - sum(ms for ms in old.values() if ms)
+    return took * ratio
 
 
 def _refuse(summary: str, expected: str, got: str) -> None:

@@ -36,7 +36,7 @@ def plan_rows(
     """One row for each block: what is sharded, and what must be communicated."""
     frame = analysis.frame
     layout = lay_out(frame, choice)
-    moved = block_collectives(analysis, layout)
+    moved = _moved(analysis, layout)
     rows = []
     for segment in analysis.segments:
         modes = [choice.storage[g] for g in segment.groups]
@@ -65,6 +65,7 @@ def plan_rows(
                     storage=storage,
                     collectives=_collective_text(moved[b]),
                     segment_ms=time_ms,
+                    repeats=op.repeat,
                 )
             )
     return tuple(rows)
@@ -199,23 +200,36 @@ def _result_dim(op: Op, factor: int) -> int:
 
 
 def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
-    """For each block the collectives that a layout calls for: (kind -> bytes) sums.
+    """For each block the collectives that a layout calls for in one step.
 
     As Shardy would place them; XLA may merge or replace some.
+
+    Returns:
+        For each block by (kind, axes) the bytes of all together.
     """
     found = [Counter() for _ in analysis.frame.blocks]
-    for block, kind, axes, size in block_moves(analysis, layout):
-        found[block][kind, ",".join(axes)] += size
+    for block, counter in enumerate(_moved(analysis, layout)):
+        for (kind, axes, times), size in counter.items():
+            found[block][kind, axes] += times * size
+    return found
+
+
+def _moved(analysis: Analysis, layout: Layout) -> list[Counter]:
+    """For each block by (kind, axes, times in one step) the bytes of one time."""
+    found = [Counter() for _ in analysis.frame.blocks]
+    for block, kind, axes, size, times in block_moves(analysis, layout):
+        found[block][kind, ",".join(axes), times] += size
     return found
 
 
 def block_moves(
     analysis: Analysis, layout: Layout
-) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
+) -> Iterator[tuple[int, str, tuple[str, ...], int, int]]:
     """The collectives that a layout calls for, one by one.
 
     Yields:
-        (block, kind, axes, bytes): bytes of a whole group's tensor.
+        (block, kind, axes, bytes, times): bytes of a whole group's tensor, and how
+        often it runs in one step, which is more than once in a loop.
     """
     frame = analysis.frame
     program = frame.program
@@ -235,7 +249,7 @@ def block_moves(
             spec = layout.spec(v)
             if block >= 0 and partial and natural is not None and spec is not None:
                 for move in _moves(frame, v, natural, partial, spec):
-                    yield block, *move
+                    yield block, *move, op.repeat
         for index, v in enumerate(op.operands):
             want, have = layout.use_spec(op.id, index), layout.spec(v)
             block = owner.get(op.id, -1)
@@ -244,7 +258,7 @@ def block_moves(
             if (v, want) not in done:
                 done.add((v, want))
                 for move in _moves(frame, v, have, (), want):
-                    yield block, *move
+                    yield block, *move, op.repeat
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:
@@ -267,10 +281,16 @@ def _moves(
 
 
 def _collective_text(counter: Counter) -> str:
-    """``all-reduce x 4.00 MiB``; collectives below a kilobyte are left out."""
+    """``all-reduce x 4.00 MiB``; in a loop ``in each of 12 iterations`` behind it.
+
+    Collectives below a kilobyte are left out.
+    """
     parts = [
         f"{kind} {axes} {format_bytes(size)}"
-        for (kind, axes), size in sorted(counter.items(), key=lambda item: -item[1])
+        + (f" in each of {times} iterations" if times > 1 else "")
+        for (kind, axes, times), size in sorted(
+            counter.items(), key=lambda item: -item[1] * item[0][2]
+        )
         if size >= 1024
     ]
     return ", ".join(parts) or "-"

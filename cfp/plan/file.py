@@ -342,10 +342,13 @@ def _ops(value: Any, where: str) -> tuple[int, ...]:
 def _row(value: Any, where: str) -> PlanRow:
     counts, times = ("block", "segment", "kind"), ("segment_ms",)
     words = ("name", "op", "sharded", "storage", "collectives")
-    data = _object(value, where, (*counts, *words, *times))
+    data = {"repeats": None, **_object(value, where)}
+    data = _object(data, where, (*counts, *words, *times, "repeats"))
     fields: dict[str, Any] = {n: _count(data[n], f"{where}.{n}") for n in counts}
     fields |= {n: _words(data[n], f"{where}.{n}") for n in words}
     fields |= {n: _time(data[n], f"{where}.{n}") for n in times}
+    if data["repeats"] is not None:
+        fields["repeats"] = _count(data["repeats"], f"{where}.repeats", 1)
     return PlanRow(**fields)
 
 

@@ -27,8 +27,10 @@ class PlanRow:
         op: its anchor, with its shape.
         sharded: which dims of the anchor go to which axes, in words.
         storage: how the parameters of its segment are kept.
-        collectives: the collectives that follow, in words.
+        collectives: the collectives that follow in one step, in words.
         segment_ms: measured time of the block's whole segment; None if not measured.
+        repeats: how often the anchor runs in one step, which is more than once in a
+            loop; None if the plan does not say, since an older version saved it.
     """
 
     block: int
@@ -40,6 +42,7 @@ class PlanRow:
     storage: str
     collectives: str
     segment_ms: float | None
+    repeats: int | None = None
 
 
 def type_text(aval: Any) -> str:

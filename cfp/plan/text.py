@@ -121,10 +121,7 @@ def remarks(plan: Plan) -> list[str]:
     if crossing:
         found.append(f"goes from host to host: {crossing}")
     if "adapted" in plan.search:
-        found.append(
-            "carried over from the plan of another program, and not measured: "
-            "cfp verify times it"
-        )
+        found.append("carried over from the plan of another program" + _still(plan))
     if "strategies_estimated" in plan.search and plan.rung == "measured":
         found.append(
             "predictions are estimates, by which choices are made on virtual devices; "
@@ -151,6 +148,15 @@ def remarks(plan: Plan) -> list[str]:
         what = f"{count:.0f} of the step's own sharding constraints"
         found.append(f"left out: {what}, since the plan decides")
     return found
+
+
+def _still(plan: Plan) -> str:
+    """What is not known yet of a plan that was carried over."""
+    if plan.measured_ms is not None:
+        return ""
+    known = plan.predicted_ms is not None
+    how = "not measured" if known else "neither measured nor predicted"
+    return f", and {how}: cfp verify times it"
 
 
 def headline(plan: Plan) -> str:

@@ -208,7 +208,8 @@ class Dispatch:
                 raise self._gone(i)
             if leaf.sharding == self._shardings[i]:
                 return leaf
-        return _put(leaf, self._shardings[i], self._step.avals[i])
+        step = self._step
+        return _put(leaf, self._shardings[i], step.avals[i], step.arg_names[i])
 
     def _gone(self, i: int) -> PlanMismatch:
         return PlanMismatch(
@@ -263,17 +264,20 @@ def _runs(places: Sequence[int]) -> list[slice]:
     return runs
 
 
-def _put(leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct) -> jax.Array:
+def _put(
+    leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct, name: str
+) -> jax.Array:
     if np.shape(leaf) != aval.shape:
         raise PlanMismatch(
-            f"The plan is for an argument of shape {aval.shape}, got {np.shape(leaf)}. "
-            "Plan again for the new shapes."
+            f"The plan is for {name} of shape {aval.shape}, got {np.shape(leaf)}. Pass "
+            "that shape (the last batch of a data set may be a short one), or plan "
+            "again for the new one."
         )
-    dtype = abstract(leaf, "of the step").dtype
+    dtype = abstract(leaf, name).dtype
     if dtype != aval.dtype:
         raise PlanMismatch(
-            f"The plan is for an argument of type {aval.dtype}, got {dtype}. Pass what "
-            "was planned for, or plan again."
+            f"The plan is for {name} of type {aval.dtype}, got {dtype}. Pass what was "
+            "planned for, or plan again."
         )
     if isinstance(leaf, np.ndarray) and sharding.is_fully_addressable:
         leaf = np.asarray(leaf, aval.dtype)

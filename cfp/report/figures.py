@@ -58,9 +58,10 @@ def with_figures(
 def _blocks(
     analysis: Analysis, layout: Layout, rates: Rates | None
 ) -> tuple[BlockFigures, ...]:
-    moves: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for block, kind, axes, size in block_moves(analysis, layout):
-        moves[block][kind, axes].append(size)
+    moves: dict[int, dict[tuple, list[tuple[int, int]]]]
+    moves = defaultdict(lambda: defaultdict(list))
+    for block, kind, axes, size, times in block_moves(analysis, layout):
+        moves[block][kind, axes].append((size, times))
     return tuple(
         _block(analysis, layout, b, _move_figures(moves[b], rates))
         for segment in analysis.segments
@@ -94,21 +95,21 @@ def _block(
 
 
 def _move_figures(
-    moves: dict[tuple, list[int]], rates: Rates | None
+    moves: dict[tuple, list[tuple[int, int]]], rates: Rates | None
 ) -> tuple[MoveFigure, ...]:
-    found = [
+    figures = [
         MoveFigure(
             kind=kind,
             axes=axes,
-            count=len(sizes),
-            total_bytes=sum(sizes),
+            count=sum(times for _, times in found),
+            total_bytes=sum(times * size for size, times in found),
             time_ms=None
             if rates is None
-            else sum(rates.collective_ms(kind, axes, size) for size in sizes),
+            else sum(n * rates.collective_ms(kind, axes, size) for size, n in found),
         )
-        for (kind, axes), sizes in moves.items()
+        for (kind, axes), found in moves.items()
     ]
-    return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
+    return tuple(sorted(figures, key=lambda move: (-move.total_bytes, move.kind)))
 
 
 def short_source(source: str) -> str:

@@ -38,6 +38,7 @@ from cfp.units import format_bytes
 
 WIDTH = 100
 _NAMES_SHOWN = 12
+_LIKE = 0.6  # of 1: as much of two words is spelt alike
 _WORDS_WIDTH = 300
 
 
@@ -78,21 +79,46 @@ def wrapped(line: str) -> str:
 def _wanted(plan: Plan, block: str | None) -> set[int]:
     if block is None:
         return {row.block for row in plan.rows}
-    pattern = block if "*" in block else f"*{block}*"
-    found = {
-        row.block
-        for row in plan.rows
-        if row.name == block or fnmatch.fnmatchcase(row.name, pattern)
-    }
+    sought = block.casefold()
+    pattern = sought if "*" in sought else f"*{sought}*"
+
+    def is_it(name: str) -> bool:
+        known = name.casefold()
+        return known == sought or fnmatch.fnmatchcase(known, pattern)
+
+    found = {row.block for row in plan.rows if is_it(row.name)}
+    if not found:  # Perhaps as repeated ones are shown: layer_0-3.
+        found = {
+            twin.block
+            for repeat in collapse(plan.rows)
+            for twins in zip(*repeat.rows, strict=True)
+            if is_it(merged_name([twin.name for twin in twins]))
+            for twin in twins
+        }
     if not found:
         names = [*dict.fromkeys(row.name for row in plan.rows)]
-        close = difflib.get_close_matches(block, names, _NAMES_SHOWN, 0.3) or names
-        shown = ", ".join(map(elided, close[:_NAMES_SHOWN]))
+        close = _nearest(sought, names)
+        shown = ", ".join(map(elided, (close or names)[:_NAMES_SHOWN]))
+        more = ", ..." if len(close or names) > _NAMES_SHOWN else ""
         raise CfpError(
-            f"No block has {block!r} in its name. Blocks: {printable(shown)}"
-            f"{', ...' if len(names) > _NAMES_SHOWN else ''}."
+            f"No block has {block!r} in its name. "
+            f"{'Nearest' if close else 'Blocks'}: {printable(shown)}{more}."
         )
     return found
+
+
+def _nearest(sought: str, names: Sequence[str]) -> list[str]:
+    """The names of which some part is spelt like what is sought, the nearest first."""
+
+    def likeness(name: str) -> float:
+        parts = {name, *name.split("/")}
+        return max(
+            difflib.SequenceMatcher(None, sought, part.casefold()).ratio()
+            for part in parts
+        )
+
+    alike = {name: likeness(name) for name in names}
+    return sorted((n for n in names if alike[n] >= _LIKE), key=lambda n: -alike[n])
 
 
 # ---------------------------------------------------------------------------- the plan
@@ -165,6 +191,8 @@ def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
     row = twins[len(twins) // 2]
     figures = _figures_of(plan, row.block)
     where = f"  at {figures.source}" if figures and figures.source else ""
+    if row.repeats is not None and row.repeats > 1:
+        where += f", {row.repeats} times in one step"
     yield f"  {elided(merged_name([twin.name for twin in twins]))}{where}"
     yield f"    sharded: {row.sharded}"
     if figures is None:
@@ -243,6 +271,7 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
                 "source": drawn.source if drawn else "",
                 "sharded": row.sharded,
                 "storage": row.storage,
+                "repeats": row.repeats,
                 "collectives": [
                     {
                         "kind": move.kind,

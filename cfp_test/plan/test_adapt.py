@@ -41,10 +41,32 @@ def arguments(layers, batch=16, width=16, dtype="float32"):
 
 def deep():
     return step, arguments(5)
+
+
+def scanned_loss(params, x):
+    def body(x, layer):
+        return x + jnp.tanh(x @ layer["up"]) @ layer["down"], None
+
+    x, _ = jax.lax.scan(body, x, params["layers"])
+    return ((x @ params["head"]) ** 2).mean()
+
+
+def scanned_step(params, x):
+    value, grads = jax.value_and_grad(scanned_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def scanned(iterations, batch=16):
+    def make(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    layers = {"up": make(iterations, 16, 64), "down": make(iterations, 64, 16)}
+    return {"layers": layers, "head": make(16, 32)}, make(batch, 16)
 """
 TOY = {}
 exec(STEP, TOY)  # also a file of its own, for the command line
 STEP_FN, arguments = TOY["step"], TOY["arguments"]
+SCANNED_STEP, scanned = TOY["scanned_step"], TOY["scanned"]
 PRESETS = ("data_parallel", "zero1", "fully_sharded", "tensor_parallel")
 
 
@@ -109,6 +131,73 @@ def test_layers_take_as_long_as_they_took(saved):
     assert more == 10.0 + 2.0 * (len(segments) - len({r.segment for r in rows}))
     assert more > 10.0
     assert adapted(timed, *arguments(3, 32)).predicted_ms is None
+
+
+@pytest.fixture(scope="module")
+def looped(how):
+    """A plan for four layers in a scan, each of whose segments took 2 ms."""
+    plan = cfp.plan(SCANNED_STEP, *scanned(4), preset="tensor_parallel", **how)
+    plan = cfp.Plan.from_json(json.loads(plan.to_json()), mesh=how["mesh"])
+    rows = tuple(replace(row, segment_ms=2.0) for row in plan.rows)
+    assert {row.repeats for row in rows} == {1, 4}
+    return replace(plan, rows=rows)
+
+
+def iterated(plan, iterations, **sizes):
+    return cfp.adapt(plan, SCANNED_STEP, *scanned(iterations, **sizes))
+
+
+@pytest.mark.parametrize("iterations", [2, 4, 12])
+def test_more_iterations_take_more_time(looped, iterations):
+    """A loop of n iterations takes n times what one does, all else what it took."""
+    loops = {row.segment for row in looped.rows if row.repeats == 4}
+    more = 2.0 * len(loops) * (iterations / 4 - 1)
+    [new] = {r.repeats for r in iterated(looped, iterations).rows if r.segment in loops}
+    assert new == iterations
+    for known, wanted in (
+        ({"measured_ms": 10.0}, 10.0 + more),
+        ({"predicted_ms": 8.0}, 8.0 + more),
+        # The step took twice what was predicted for it.
+        ({"measured_ms": 16.0, "predicted_ms": 8.0}, 2 * (8.0 + more)),
+    ):
+        found = iterated(replace(looped, **known), iterations)
+        assert found.predicted_ms == pytest.approx(wanted)
+        assert "and not measured: cfp verify times it" in repr(found)
+
+
+@pytest.mark.parametrize("unknown", ["repeats", "parts", "batch", "estimates"])
+def test_what_takes_unknown_time_has_no_number(looped, unknown):
+    rows = list(looped.rows)
+    if unknown == "repeats":  # as an older version saved them
+        rows = [replace(row, repeats=None) for row in rows]
+    elif unknown == "parts":  # of one segment, half of it in the loop
+        place = next(i for i, row in enumerate(rows) if row.repeats == 4)
+        rows[place] = replace(rows[place], repeats=1)
+    search = {"strategies_estimated": 3.0} if unknown == "estimates" else {}
+    plan = replace(looped, rows=tuple(rows), measured_ms=10.0, search=search)
+    sizes = {"batch": 32} if unknown == "batch" else {}
+    found = iterated(plan, 4 if sizes else 12, **sizes)
+    assert found.predicted_ms is None
+    assert "and neither measured nor predicted: cfp verify" in repr(found)
+    measured = replace(found, measured_ms=30.0, rung="measured")
+    assert "not measured" not in repr(measured)
+    assert "carried over from the plan of another program" in repr(measured)
+
+
+def test_collectives_of_a_loop_are_counted_in_every_iteration(looped, how):
+    """As the compiled program runs them: two more all-reduces for each layer."""
+
+    def counts(iterations):
+        args = scanned(iterations)
+        plan = cfp.plan(SCANNED_STEP, *args, preset="tensor_parallel", **how)
+        planned = sum(m.count for b in plan.figures.blocks for m in b.moves)
+        text = plan.compile(SCANNED_STEP, *args).as_text()
+        return planned, sum(one.count for one in collectives_in(text))
+
+    (few, compiled), (many, more) = counts(3), counts(9)
+    assert many - few == more - compiled > 0
+    texts = [row.collectives for row in looped.rows if row.repeats == 4]
+    assert any("in each of 4 iterations" in text for text in texts)
 
 
 def test_more_layers_train_as_plain_jit_does(saved, how):

@@ -144,3 +144,18 @@ def test_another_structure_is_seen(mesh):
     assert len(step.leaves_of(({"a": 1.0},), {"c": 2.0})) == 2
     for args in [({"b": 1.0}, 2.0), ({"a": 1.0},), ({"a": None}, 2.0), ((1.0,), 2.0)]:
         assert step.leaves_of(args, {}) is None
+
+
+@pytest.mark.explained("The plan is for x of shape (64, 64), got (30, 64)")
+def test_what_does_not_fit_is_named(mesh):
+    """As in the last batch of a data set, which is a short one."""
+    one, state = dispatch(mesh), arrays(mesh)
+    for leaf, words in (
+        (jnp.ones(2), r"for c of shape \(3,\), got \(2,\)"),
+        (np.ones(2, np.float32), r"for c of shape \(3,\), got \(2,\)"),
+        (jnp.ones(3, jnp.int32), "for c of type float32, got int32"),
+    ):
+        with pytest.raises(PlanMismatch, match=words):
+            one.place(one.look([*state, leaf]))
+    with pytest.raises(PlanMismatch, match="for state/1 of shape"):
+        one.place(one.look([state[0], jnp.ones((4, 2)), jnp.ones(3)]))

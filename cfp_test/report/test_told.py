@@ -53,6 +53,8 @@ def test_one_block_is_found_by_a_part_of_its_name_or_a_pattern():
         f"Net/layer_{i}/up" for i in (9, *range(90, 96))
     ]
     [only] = explain_data(DEEP, "Net/layer_3/up")["blocks"]
+    assert explain_data(DEEP, "NET/Layer_3/UP")["blocks"] == [only]
+    assert len(explain_data(DEEP, "layer_0-95/up")["blocks"]) == 96
     assert only["runner_up"]["step_ms"] == 10.5
     assert only["taken"]["memory_bytes"] == 600 * KIB
     assert only["source"] == "net/layers.py:7"

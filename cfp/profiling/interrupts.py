@@ -1,0 +1,119 @@
+"""Ctrl-C while a plan is made: it is never lost, and its message says what is kept.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread, also in
+functions that nothing can be raised out of, such as finalizers and what the garbage
+collector calls back (JAX has it do so). There it is printed, and forgotten. Such an
+interrupt is sent once more, a moment later, until it arrives where it ends something.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cfp.errors import CfpError
+from cfp.profiling.store import store_path
+
+# Long enough for what was interrupted to be over, and too short to be noticed.
+_AGAIN_SECONDS = 0.05
+
+
+def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
+    """What to say to the user who interrupts.
+
+    Args:
+        cache_dir: where measurements are kept.
+        again: what goes on from there: "the same command".
+    """
+    with suppress(CfpError):
+        kept = store_path(cache_dir)
+        if kept.exists():
+            return (
+                f"Interrupted. Everything that was measured is kept in {kept}; {again} "
+                "goes on from there."
+            )
+    return "Interrupted."
+
+
+@contextmanager
+def heeded(cache_dir: str | Path | None) -> Iterator[None]:
+    """A time in which an interrupt arrives, and says what is kept.
+
+    Args:
+        cache_dir: where measurements are kept.
+
+    Raises:
+        KeyboardInterrupt: the user has interrupted. Its context says where.
+    """
+    try:
+        with _none_lost():
+            yield
+    except KeyboardInterrupt:
+        # Where it happened to arrive tells users nothing.
+        raise KeyboardInterrupt(interrupted_text(cache_dir, "the same call")) from None
+
+
+@contextmanager
+def _none_lost() -> Iterator[None]:
+    """A time in which an interrupt that Python drops is sent again.
+
+    Only where Python itself answers the signal: a program's own handler may count
+    signals, or mean something else by them. Python answers in the main thread.
+    """
+    main = threading.main_thread()
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if threading.current_thread() is not main or not usual:
+        yield
+        return
+    before = sys.unraisablehook
+    lost = _Lost(before, main)
+    sys.unraisablehook = lost.hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        is_pending = lost.take()
+    if is_pending:
+        raise KeyboardInterrupt
+
+
+class _Lost:
+    """Sends an interrupt again that was raised where nothing can be.
+
+    Args:
+        before: told of everything else that was.
+        main: the thread to interrupt.
+    """
+
+    def __init__(self, before: Callable[[Any], Any], main: threading.Thread) -> None:
+        self._before = before
+        self._main = main
+        self._again: threading.Timer | None = None
+        self._is_sent = True
+
+    def hook(self, told: sys.UnraisableHookArgs) -> None:
+        """As `sys.unraisablehook`."""
+        if not issubclass(told.exc_type, KeyboardInterrupt):
+            self._before(told)
+            return
+        self._is_sent = False
+        self._again = threading.Timer(_AGAIN_SECONDS, self._send)
+        self._again.daemon = True
+        self._again.start()
+
+    def _send(self) -> None:
+        self._is_sent = True
+        assert self._main.ident is not None, "the main thread has begun"
+        signal.pthread_kill(self._main.ident, signal.SIGINT)
+
+    def take(self) -> bool:
+        """Whether one was lost that was not sent again, and now will not be."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again.join()
+        return not self._is_sent

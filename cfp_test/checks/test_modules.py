@@ -1,0 +1,74 @@
+"""`cfp run`'s steps, where modules have leaves that are no arrays."""
+
+import equinox as eqx
+import numpy as np
+import pytest
+
+import cfp
+from cfp.checking.trial import run_trial
+from cfp.errors import CfpError
+from cfp.targets import resolve
+from cfp_test.checking import make_mesh
+from cfp_test.module_steps import training
+
+STEPS = 3
+
+
+def trial_of(name, folder, *, donate=(), **how):
+    target = resolve(f"cfp_test.module_steps:{name}", donate=donate)
+    plan = cfp.plan(
+        target.step,
+        *target.args,
+        mesh=make_mesh((("x", 4),)),
+        donate_argnums=donate,
+        preset="fully_sharded",
+        cache_dir=folder,
+        settings=cfp.PlannerSettings(race=False),
+    )
+    return run_trial(plan, target, **how)
+
+
+def plain_losses(steps):
+    """What the step's library makes of the same arguments."""
+    step, (net, opt, *rest) = training()
+    step = eqx.filter_jit(step)
+    losses = []
+    for _ in range(steps):
+        net, opt, metrics = step(net, opt, *rest)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+def test_steps_go_on_from_each_other(donate, tmp_path):
+    trial = trial_of("training", tmp_path, donate=donate, steps=STEPS)
+    losses = [step.loss for step in trial.steps]
+    assert len(set(losses)) == STEPS
+    np.testing.assert_allclose(losses, plain_losses(STEPS), rtol=1e-5)
+
+
+def test_one_step_has_its_loss(tmp_path):
+    trial = trial_of("training", tmp_path, steps=1)
+    np.testing.assert_allclose(trial.steps[0].loss, *plain_losses(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "donate", "leaves"), [("training", (0, 1), 14), ("updating", (0,), 4)]
+)
+def test_steps_are_checked(name, donate, leaves, tmp_path):
+    trial = trial_of(name, tmp_path, donate=donate, steps=2, check=True)
+    assert trial.failures == []
+    for step in trial.steps:
+        # Of arrays alone, and each of them was changed by the step.
+        assert len(step.comparison.differences) == leaves
+        changed = [size for size in step.comparison.changes.values() if size > 0]
+        assert len(changed) >= 4
+
+
+@pytest.mark.explained("An argument is donated, and the step can run only once")
+def test_what_is_donated_and_not_returned_runs_once(tmp_path):
+    """The message is true of modules, too."""
+    with pytest.raises(CfpError, match=r"Argument 0 .net. is donated"):
+        trial_of("listing", tmp_path, donate=(0,), steps=2)
+    [step] = trial_of("listing", tmp_path, donate=(0,), steps=1).steps
+    assert step.metrics == {}

@@ -1,0 +1,142 @@
+"""Interrupts while a plan is made: what arrives where nothing can be raised out of."""
+
+import gc
+import signal
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.profiling.interrupts import heeded, interrupted_text
+from cfp.profiling.store import ProfileStore, store_path
+from cfp_test.checking import make_mesh
+from cfp_test.waiting import GUARD_SECONDS
+
+
+class Interrupts:
+    """Interrupts when it goes, where Python drops what is raised."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def answered():
+    """Python answers the signal, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where something was measured."""
+    with ProfileStore(store_path(tmp_path)):
+        pass
+    return tmp_path
+
+
+@pytest.fixture
+def dropped(monkeypatch):
+    """What Python itself was told of that it had to drop."""
+    found = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: found.append(told.exc_type))
+    return found
+
+
+def test_what_was_dropped_arrives_a_moment_later(folder, dropped):
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt, match=r"kept in .*; the same call goes on"):
+        with heeded(folder):
+            Interrupts()
+            threading.Event().wait(GUARD_SECONDS)
+    assert dropped == [] and sys.unraisablehook is hook
+
+
+def test_what_was_dropped_again_arrives_after_that(folder, dropped):
+    left = [Interrupts(), Interrupts()]
+    with pytest.raises(KeyboardInterrupt), heeded(folder):
+        while left:
+            left.pop()
+        threading.Event().wait(GUARD_SECONDS)
+    assert dropped == []
+
+
+@pytest.mark.explained("Interrupted")
+def test_what_was_dropped_last_arrives_at_the_end(folder, dropped):
+    with pytest.raises(KeyboardInterrupt, match=r"^Interrupted\."), heeded(folder):
+        Interrupts()
+    assert dropped == []
+
+
+def test_a_programs_own_handler_is_left_alone(folder, dropped):
+    """It may count signals: nothing is sent that the user did not send."""
+    seen = []
+
+    def own(number, frame):
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with heeded(folder):
+            Interrupts()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT] and dropped == [KeyboardInterrupt]
+
+
+def test_other_errors_are_told_as_before(folder, dropped):
+    class Fails:
+        def __del__(self):
+            raise ValueError
+
+    with heeded(folder):
+        Fails()
+    assert dropped == [ValueError]
+
+
+def test_another_thread_changes_nothing(folder, dropped):
+    hook, seen = sys.unraisablehook, []
+
+    def look():
+        with heeded(folder):
+            seen.append(sys.unraisablehook)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [hook]
+
+
+def test_where_nothing_is_kept_nothing_is_promised(tmp_path):
+    assert interrupted_text(tmp_path / "none", "the same call") == "Interrupted."
+
+
+def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
+    """As by a user who happens to press Ctrl-C while garbage is collected."""
+    left = ["one"]
+
+    def collecting(phase, info):
+        if phase == "start" and left and threading.current_thread() is main:
+            left.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w - x) ** 2).mean())(w)
+        return w - 0.1 * grad, loss
+
+    def tell(event):
+        gc.callbacks.append(collecting)
+        gc.collect()
+        gc.callbacks.remove(collecting)
+
+    main = threading.main_thread()
+    settings = cfp.PlannerSettings(progress=tell, measure=True, race=False)
+    how = {"mesh": make_mesh((("x", 4),)), "cache_dir": tmp_path, "settings": settings}
+    with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
+        cfp.plan(step, jnp.ones((16, 16)), jnp.ones((8, 16)), **how)
+    assert left == [] and dropped == []

@@ -175,7 +175,9 @@ def compiles(context: PlanContext, interrupted: bool = False) -> bool:
     """Whether a plan is compiled before it is the answer."""
     if not context.compiles:
         return False
-    return (context.races and not interrupted) or context.memory is not None
+    if context.memory is not None or context.compiles_alone:
+        return True
+    return context.races and not interrupted
 
 
 def may_save(context: PlanContext, interrupted: bool = False) -> bool:

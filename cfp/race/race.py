@@ -1,6 +1,11 @@
 """The last pass: the plan and its rivals, compiled and timed; the fastest is the plan.
 
-candidates  what may race                       :mod:`cfp.race.candidates`
+What races was sieved before. Presets: which are measured, or estimated
+(:mod:`cfp.passes.profile`); choices of the whole program: the best by each way to
+predict, and presets (:mod:`cfp.passes.search`). Then here, in this order:
+
+candidates  those, by name and constraint level :mod:`cfp.race.candidates`
+remembered  what was compiled before and fits   :mod:`cfp.race.remembered`
 enough      compiled until enough fit           :mod:`cfp.race.enough`
 turns       those, timed in turn                :mod:`cfp.race.turns`
 again       the leaders, with other compiler options

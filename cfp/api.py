@@ -1,10 +1,6 @@
-"""Automatic sharding, from a step function to a plan: the whole story.
+"""Automatic sharding, from a step function to a plan.
 
-trace      step + abstract arguments  -> Program
-analyze    Program + mesh             -> Analysis   blocks, strategies, segments
-profile    Analysis                   -> Profiles   what each choice costs, measured
-search     Analysis + Profiles        -> Choice     the fastest that fits in memory
-race       Choice and the classics    -> Plan       timed on the whole program
+The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
 """
 
 from __future__ import annotations
@@ -339,7 +335,9 @@ class ParallelStep:
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)
-        with shown(options.pop("settings", None), doing, silence, self._quiet) as how:
+        shows = shown(options.pop("settings", None), doing, silence, self._quiet)
+        # Compiling, too: what was measured for the plan is kept.
+        with heeded(options.get("cache_dir")), shows as how:
             options["settings"] = how
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
             return _Planned(now, found, found.compile_bound())

@@ -23,6 +23,8 @@ from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
+from cfp.settings import defaults_of
+from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
 # What one GPU has in its environment that virtual devices lack.
 _OF_A_GPU = (
@@ -119,6 +121,34 @@ def test_its_file_keeps_the_rungs(plan):
         cfp.Plan.from_json(data)
 
 
+def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_path):
+    def planned(budget=None):
+        return cfp.plan(
+            step,
+            *arguments(),
+            mesh=playing("4xh200"),
+            donate_argnums=0,
+            memory_budget=budget,
+            cache_dir=tmp_path,
+            settings=cfp.PlannerSettings(race=False),
+        )
+
+    before = len(ran)
+    free = planned()
+    text = repr(free).replace("\n    ", " ")
+    assert "on each device, as compiled" in text
+    assert "the first that fits when compiled; nothing was run" in text
+    assert free.rung == "estimated" and free.measured_ms is None
+    # What is estimated to be the fastest needs more than this, as compiled.
+    less = free.predicted_bytes - 1
+    other = planned(less + defaults_of("gpu").reserve_bytes)
+    assert other.predicted_bytes <= less
+    assert other.arg_specs != free.arg_specs
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled"):
+        planned(budget=1000)
+    assert len(ran) == before
+
+
 def test_other_links_change_predictions_and_run_nothing(ran, folder):
     file = folder / "slow.toml"
     file.write_text('kind = "h200"\ndevices_per_host = 4\nlink_gb_per_s = 5\n')
@@ -141,6 +171,21 @@ def test_with_more_devices_only_other_shapes_run(ran, folder):
     assert eight.predicted_ms > four.predicted_ms  # More is sent, over the network.
     cfp.plan(step, *arguments(256), mesh=mesh, **how)
     assert len(ran) == before + 1
+
+
+def test_when_time_is_over_the_whole_program_is_not_compiled(
+    ran, tmp_path, monkeypatch
+):
+    few = replace(stand_in._TIMING, min_samples=3, max_samples=3)
+    monkeypatch.setattr(stand_in, "_TIMING", few)  # Too few to tell what ties.
+    ran.clear()
+    step, args = stack_of(plain, 20, ADAM)
+    settings = cfp.PlannerSettings(seconds=0.0)
+    how = {"cache_dir": tmp_path, "settings": settings}
+    plan = cfp.plan(step, *args, mesh=playing("4xh200"), **how)
+    assert plan.rung == "one device" and plan.predicted_ms > 0
+    assert len(ran) == 1, "one program of some repeats, which all follows from"
+    assert "winner_seconds" not in plan.search
 
 
 def test_on_arrival_it_is_verified(plan, folder):

@@ -109,8 +109,9 @@ class Settings:
         forward_only: without the backward pass.
         seconds: no implementation begins after so many.
         sample_seconds: for the samples of one pass, at most.
-        threads: so many programs are compiled at once, those of `GROUP` cases before
-            any of these is timed.
+        threads: so many programs are compiled at once, those of some cases before any
+            of these is timed.
+        group: so many cases.
         clock: seconds, monotonic.
     """
 
@@ -118,6 +119,7 @@ class Settings:
     seconds: float = float("inf")
     sample_seconds: float = 0.4
     threads: int = 1
+    group: int = GROUP
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -149,7 +151,7 @@ def run(
         for dtype in dtypes
         for operator in operators
     ]
-    size = GROUP if ahead.in_groups else 1
+    size = settings.group if ahead.in_groups else 1
     try:
         for first in range(0, len(cases), size):
             yield from _group(cases[first : first + size], ahead, settings, end)

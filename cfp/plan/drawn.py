@@ -55,7 +55,7 @@ def _block(
 
     return BlockFigures(
         block=index,
-        source=_short_source(op.source),
+        source=short_source(op.source),
         operands=tuple(
             tensor(value, layout.use_spec(op.id, place))
             for place, value in enumerate(op.operands[:_MOST_OPERANDS])
@@ -83,6 +83,6 @@ def _move_figures(
     return tuple(sorted(figures, key=lambda move: (-move.total_bytes, move.kind)))
 
 
-def _short_source(source: str) -> str:
+def short_source(source: str) -> str:
     """``file:line`` with the end of the file's path: ``models/mlp.py:12``."""
     return "/".join(PurePath(source).parts[-_PATH_PARTS:]) if source else ""

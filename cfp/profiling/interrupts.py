@@ -98,9 +98,12 @@ class _Lost:
 
     def hook(self, told: sys.UnraisableHookArgs) -> None:
         """As `sys.unraisablehook`."""
-        if not issubclass(told.exc_type, KeyboardInterrupt):
+        interrupts = issubclass(told.exc_type, KeyboardInterrupt)
+        if not interrupts or threading.current_thread() is not self._main:
             self._before(told)
             return
+        if not self._is_sent:
+            return  # Another one is about to be: a second would come after the end.
         self._is_sent = False
         self._again = threading.Timer(_AGAIN_SECONDS, self._send)
         self._again.daemon = True

@@ -1,6 +1,11 @@
 """The last pass: the plan and its rivals, compiled and timed; the fastest is the plan.
 
-candidates  what may race                       :mod:`cfp.race.candidates`
+What races was sieved before. Presets: which are measured, or estimated
+(:mod:`cfp.passes.profile`); choices of the whole program: the best by each way to
+predict, and presets (:mod:`cfp.passes.search`). Then here, in this order:
+
+candidates  those, by name and constraint level :mod:`cfp.race.candidates`
+remembered  what was compiled before and fits   :mod:`cfp.race.remembered`
 enough      compiled until enough fit           :mod:`cfp.race.enough`
 turns       those, timed in turn                :mod:`cfp.race.turns`
 again       the leaders, with other compiler options
@@ -53,7 +58,8 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
-    for, the best by prediction that fits when compiled.
+    for, or one device plays those that are described, the best by prediction that fits
+    when compiled.
 
     Raises:
         MemoryBudgetError: none of them fits in memory.
@@ -63,6 +69,10 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     candidates = candidates_of(context, analysis, solution)
     if context.described is not None and not context.races:
         rows = tuple(not_run(candidates))
+        if context.compiles_alone:
+            found = _first_that_fits(run, candidates)
+            counts = {**found.counts, "memory_compiled": 1}
+            return replace(found, rows=rows, counts=counts)
         return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
     if context.races and not solution.interrupted:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
@@ -114,7 +124,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
 
 
 def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
-    """The best by prediction whose whole program, compiled, fits in a budget."""
+    """The best by prediction whose whole program, compiled, fits in memory."""
     known, _ = run.remember(candidates)
     keys = {one.key for one in known}
     new = [one for one in candidates if one.key not in keys]
@@ -163,13 +173,14 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
     able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
     if not able:
         return None
-    best = min(tied_with(min(able, key=time_ms)[1], able), key=complexity, default=None)
-    if best and context.stand_in is not None and time.monotonic() > context.end:
+    fastest = min(able, key=time_ms)
+    best = min(tied_with(fastest[1], able), key=complexity, default=fastest)
+    if context.stand_in is not None and time.monotonic() > context.end:
         # A prediction anyway: the whole program's follows from the truncated one's.
         return run.outcome(best, [race_row(result) for _, result in (*again, *others)])
     ranked = sorted((*again, *others), key=time_ms)
     timed = time.perf_counter()
-    won, refused = _first_whole(run, [best, *ranked] if best else ranked, most_bytes)
+    won, refused = _first_whole(run, [best, *ranked], most_bytes)
     # What kept others out of reach may not run: then these may be the fastest.
     rest = [one for one in left if (one.choice, one.level) not in refused]
     missed = refused and rest and any(c not in near for c in run.near_among(rest))

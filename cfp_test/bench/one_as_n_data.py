@@ -152,9 +152,13 @@ def main() -> None:
 
 def write_page(page: dict[str, Any]) -> None:
     """Writes the JSON, a line for each program."""
-    rows = [json.dumps(row, separators=(",", ":")) for row in page.pop("programs")]
-    head = json.dumps(page, indent=1).removesuffix("\n}")
-    FILE.write_text(head + ',\n "programs": [\n' + ",\n".join(rows) + "\n]}\n")
+    names = ("two_layers", "without_gpu", "programs")
+    lists = {name: page.pop(name) for name in names if name in page}
+    text = json.dumps(page, indent=1).removesuffix("\n}")
+    for name, rows in lists.items():
+        lines = [json.dumps(row, separators=(",", ":")) for row in rows]
+        text += f',\n "{name}": [\n' + ",\n".join(lines) + "\n]"
+    FILE.write_text(text + "}\n")
 
 
 if __name__ == "__main__":

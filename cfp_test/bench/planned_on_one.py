@@ -6,11 +6,12 @@
 On a machine with one H200. `chosen`: GPT and MoE for 4 H200, over NVLink and without
 peer-to-peer access. `ladder`: LLaMA-2-7B, a 70B of the same shape, GPT and MoE for 8,
 64 and 1,024 H200, on one axis, and GPT and MoE also with an axis of hosts and one of
-eight devices. Each number of devices is planned for in a process of its own. Rows are
-appended to ``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached within
-the seconds is left out, and what is there, or in the page of ``--known``, is not
-planned again. On a CPU virtual devices stand in, to try it out; or, with
-``--compiled``, JAX's CUDA plugin compiles for H200 that are not here.
+eight devices; of each the best by estimate and the best preset are compiled. Each
+number of devices is planned for in a process of its own. Rows are appended to
+``FOLDER/planned_on_one.jsonl`` as they are done; what is not reached within the seconds
+is left out, and what is there, or in the page of ``--known``, is not planned again. On
+a CPU virtual devices stand in, to try it out; or, with ``--compiled``, JAX's CUDA
+plugin compiles for H200 that are not here.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ _SIZES = {8: "8xh200", 64: "8x8xh200", 1024: "128x8xh200"}
 # Of one row, after which the next is begun; and from where on what is left of it is
 # predicted from truncated programs.
 _ROW_SECONDS = 150
-_LADDER_ROW_SECONDS = 75
+_LADDER_ROW_SECONDS = 90
 _LARGE_ROW_SECONDS = 130
 _CHOSEN_SECONDS = 60
 _LADDER_SECONDS = 20
+# How far behind the best by estimate a program of the ladder may be, to be compiled:
+# that one and the best preset are in any case.
+_LADDER_REACH = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +113,8 @@ def cells(parts: list[str], tiny: bool) -> list[Cell]:
             for n in list(_SIZES)[1:]
             for cell in _ladder(n, (_LADDER[0], _LADDER[2]))
         ]
-        both = sorted([*one_axis, *hosts], key=lambda cell: cell.devices)
-        # Does not fit into eight: last.
         large = [cell for n in (64, 1024, 8) for cell in _ladder(n, (_LARGE,))]
-        found += [*both, *large]
+        found += [*one_axis, *large, *hosts]
     return found
 
 
@@ -178,6 +180,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
         settings = replace(
             settings,
             plans=1,
+            reach=_LADDER_REACH if cell.part == "ladder" else None,
             extents=(ConstraintLevel.EVERYTHING,),
             compiler_options={},
         )

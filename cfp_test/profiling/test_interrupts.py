@@ -61,8 +61,23 @@ def test_what_was_dropped_again_arrives_after_that(folder, dropped):
     with pytest.raises(KeyboardInterrupt), heeded(folder):
         while left:
             left.pop()
+        # One is sent for both: another would arrive when all this is over.
+        timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+        assert len(timers) == 1
         threading.Event().wait(GUARD_SECONDS)
     assert dropped == []
+
+
+def test_what_other_threads_drop_interrupts_nothing(folder, dropped):
+    class Fails:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with heeded(folder):
+        thread = threading.Thread(target=Fails)
+        thread.start()
+        thread.join()
+    assert dropped == [KeyboardInterrupt]
 
 
 @pytest.mark.explained("Interrupted")
@@ -140,3 +155,20 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
     with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
         cfp.plan(step, jnp.ones((16, 16)), jnp.ones((8, 16)), **how)
     assert left == [] and dropped == []
+
+
+def test_compiling_what_was_planned_is_interrupted_as_calmly(folder, monkeypatch):
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cfp.Plan, "compile_bound", interrupted)
+    step = cfp.parallelize(
+        lambda x: (x @ x).sum(),
+        mesh=make_mesh((("x", 4),)),
+        preset="data_parallel",
+        cache_dir=folder,
+        settings=cfp.PlannerSettings(race=False),
+        quiet=True,
+    )
+    with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
+        step(jnp.ones((8, 8)))

@@ -234,6 +234,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     from cfp.passes.search import search
     from cfp.planner_settings import PlannerSettings
     from cfp.program.step import flatten_step
+    from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
     from cfp_test.bench.planned_on_one import stand_in, tell
 
@@ -255,7 +256,13 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     analyzed = analyze_step(step, mesh)
     analysis = analyzed.analysis
     seconds = min(_PLAN_SECONDS, options.end - time.time())
-    settings = PlannerSettings(seconds=seconds, progress=tell)
+    settings = PlannerSettings(
+        seconds=seconds,
+        progress=tell,
+        plans=2,
+        extents=(ConstraintLevel.EVERYTHING,),
+        compiler_options={},
+    )
     if row["operators"]:
         kernel = "chunked" if options.tiny else "cudnn"
         settings = replace(settings, attention=(kernel,), cross_entropy=8)

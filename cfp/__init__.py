@@ -64,7 +64,7 @@ _HOMES = {
     ),
     "cfp.devices.joining": ("join",),
     "cfp.plan.plan": ("Plan",),
-    "cfp.context": ("PlannerSettings",),
+    "cfp.planner_settings": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,10 +1,6 @@
-"""Automatic sharding, from a step function to a plan: the whole story.
+"""Automatic sharding, from a step function to a plan.
 
-trace      step + abstract arguments  -> Program
-analyze    Program + mesh             -> Analysis   blocks, strategies, segments
-profile    Analysis                   -> Profiles   what each choice costs, measured
-search     Analysis + Profiles        -> Choice     the fastest that fits in memory
-race       Choice and the classics    -> Plan       timed on the whole program
+The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
 """
 
 from __future__ import annotations

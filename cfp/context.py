@@ -130,6 +130,12 @@ class PlanContext:
         return self.compiles and settings.race and settings.measure is not False
 
     @property
+    def compiles_alone(self) -> bool:
+        """Whether plans for described devices are compiled though none races."""
+        settings = self.settings
+        return self.stand_in is not None and settings.measure is not False
+
+    @property
     def plans(self) -> int:
         """How many of the best plans by each way to predict take part in the race."""
         usual = PLANS_BY_ESTIMATE if self.stand_in else self.defaults.plans

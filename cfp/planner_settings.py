@@ -46,8 +46,9 @@ class PlannerSettings:
         cross_entropy: over so many parts of the vocabulary a cross-entropy may be
             computed, so that its logits are never held; 0 leaves it as it is.
         race: whether the best plan and the presets are timed on the whole program;
-            otherwise the prediction is trusted, and under a budget that was asked for
-            the best that fits is found by compiling, which runs nothing.
+            otherwise the prediction is trusted, and under a budget that was asked for,
+            or for described devices that one plays, the best that fits is found by
+            compiling, which runs nothing.
         repeats: of segments that repeat back to back so many repeats are raced (two at
             least, the first and the last), unless a budget was asked for, and the rest
             follows from the prediction; only what wins is then compiled and timed

@@ -26,7 +26,7 @@ PRESETS_BY_ESTIMATE = 2
 # 4 H200 the parts of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4
 # Of the budget: predicted memory beyond this may turn out not to fit. Guesses, for
-# measured segments, and for estimates, which leave out what lives within a segment.
+# measured segments, and for estimates, which know less of what the compiler keeps.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
 # To compute a forward pass again takes so many times as long as not to, where nothing

@@ -70,8 +70,7 @@ class Solution:
         best: the best by prediction.
         rivals: others that are promising.
         presets: the presets to race against.
-        unmeasured: names of those that were estimated to be too far behind or, under a
-            budget, to need more memory than there is.
+        unraced: why those that are not among these do not race, by name.
         problem: what was searched; None for a preset that was taken by name.
         counts: counts and seconds of the passes until now.
         interrupted: whether the user ended the measuring, so that there is no race.
@@ -80,7 +79,7 @@ class Solution:
     best: Candidate
     rivals: tuple[Candidate, ...] = field(default=(), repr=False)
     presets: Mapping[str, Choice] = field(default_factory=dict)
-    unmeasured: tuple[str, ...] = ()
+    unraced: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = field(default=None, repr=False)
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False

@@ -23,6 +23,7 @@ from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
+from cfp.settings import defaults_of
 from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
 # What one GPU has in its environment that virtual devices lack.
@@ -118,6 +119,34 @@ def test_its_file_keeps_the_rungs(plan):
     data["race"][0]["rung"] = "guessed"
     with pytest.raises(cfp.PlanFileError, match="rung"):
         cfp.Plan.from_json(data)
+
+
+def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_path):
+    def planned(budget=None):
+        return cfp.plan(
+            step,
+            *arguments(),
+            mesh=playing("4xh200"),
+            donate_argnums=0,
+            memory_budget=budget,
+            cache_dir=tmp_path,
+            settings=cfp.PlannerSettings(race=False),
+        )
+
+    before = len(ran)
+    free = planned()
+    text = repr(free).replace("\n    ", " ")
+    assert "on each device, as compiled" in text
+    assert "the first that fits when compiled; nothing was run" in text
+    assert free.rung == "estimated" and free.measured_ms is None
+    # What is estimated to be the fastest needs more than this, as compiled.
+    less = free.predicted_bytes - 1
+    other = planned(less + defaults_of("gpu").reserve_bytes)
+    assert other.predicted_bytes <= less
+    assert other.arg_specs != free.arg_specs
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled"):
+        planned(budget=1000)
+    assert len(ran) == before
 
 
 def test_other_links_change_predictions_and_run_nothing(ran, folder):

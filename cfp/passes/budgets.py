@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +11,13 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext, open_context
-from cfp.passes.profile import profile as profile_segments
+from cfp.passes.profile import look_up, measured_rates
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.builder import Job
-from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import profile
 from cfp.search.costs import Costs, build_problem
 from cfp.search.measure import can_recompute
 from cfp.search.problem import Problem
-from cfp.search.wanted import Wanted, computed_again, measured_options
+from cfp.search.wanted import Explored, Wanted, computed_again, measured_options
 from cfp.settings import ROUND_SIZE
-from cfp.solution import Profiles
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
@@ -46,57 +41,39 @@ def measure_all_budgets(
     end = time.monotonic() + settings.seconds
     settings = replace(settings, measure=True)
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
-        profiles = profile_segments(context, analysis)
-        wanted, records = profiles.found.wanted, dict(profiles.found.records)
-        if not profiles.interrupted:
-            again = _again(context, analysis, profiles)
-            wanted = [*wanted, *again]
+        rates = measured_rates(context)
+        _, found, looker = look_up(context, analysis, rates, measure=True)
+        wanted, records = [*found.wanted], dict(found.records)
+        if not looker.interrupted:
+            again = _again(context, analysis, found)
+            wanted += again
             jobs = [job for item in again for job in item.jobs]
-            records |= _measured_again(context, analysis, jobs, end)
-    costs = Costs(analysis, profiles.rates)
+            if not context.is_alone:
+                end = math.inf  # A process that stops has the others wait.
+            for start in range(0, len(jobs), ROUND_SIZE):
+                if looker.interrupted or time.monotonic() > end:
+                    break  # Without the others there is a curve, too.
+                looker(jobs[start : start + ROUND_SIZE])
+            records |= context.store.get_many(job.key.digest for job in jobs)
+    costs = Costs(analysis, rates)
     return build_problem(costs, measured_options(costs, wanted, records), None)
 
 
-def _measured_again(
-    context: PlanContext, analysis: Analysis, jobs: Sequence[Job], end: float
-) -> dict[str, ProfileRecord]:
-    """Records of jobs by key: in rounds, until it is late; then of what is known."""
-    settings = context.settings
-    if not context.is_alone:
-        end = math.inf  # A process that stops here would have the others wait.
-    try:
-        for start in range(0, len(jobs), ROUND_SIZE):
-            if time.monotonic() > end:
-                break
-            profile(
-                analysis.frame.program,
-                context.devices,
-                jobs[start : start + ROUND_SIZE],
-                context.store,
-                retry_failures=settings.retry_failures,
-                progress=settings.progress,
-                limits=settings.limits,
-            )
-    except KeyboardInterrupt:
-        pass  # Without the others there is a curve, too.
-    return context.store.get_many(job.key.digest for job in jobs)
-
-
 def _again(
-    context: PlanContext, analysis: Analysis, profiles: Profiles
+    context: PlanContext, analysis: Analysis, explored: Explored
 ) -> list[Wanted]:
     """The fastest candidates of every kind, with their forward pass computed again.
 
     The fastest of all kinds come first, since time may be over before the last.
     """
-    records = profiles.found.records
+    records = explored.records
     found: list[tuple[int, Wanted]] = []
     for kind, index in enumerate(analysis.representatives):
         if not can_recompute(analysis.frame, analysis.segments[index]):
             continue
         good = [
             item
-            for item in profiles.found.wanted
+            for item in explored.wanted
             if item.kind == kind
             and not item.candidate.remat
             and (record := records.get(item.job.key.digest)) is not None

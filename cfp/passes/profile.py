@@ -37,7 +37,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     started = time.perf_counter()
     if context.by_estimates:
         return _estimated(context, analysis, started)
-    rates = _measured_rates(context)
+    rates = measured_rates(context)
     named, found, looker = look_up(
         context, analysis, rates, measure=context.settings.measure is not False
     )
@@ -101,9 +101,7 @@ def look_up(
     def explored(leading: Mapping[str, Choice]) -> Explored:
         where = (costs, leading, estimates, context.environment)
         return explore(
-            estimates,
             WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
-            costs,
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.
@@ -161,7 +159,8 @@ def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
     )
 
 
-def _measured_rates(context: PlanContext) -> Rates:
+def measured_rates(context: PlanContext) -> Rates:
+    """The devices' rates, measured or from the store."""
     options = context.measure
     return measure_rates(
         context.devices,
@@ -176,7 +175,9 @@ def compiles(context: PlanContext, interrupted: bool = False) -> bool:
     """Whether a plan is compiled before it is the answer."""
     if not context.compiles:
         return False
-    return (context.races and not interrupted) or context.memory is not None
+    if context.memory is not None or context.compiles_alone:
+        return True
+    return context.races and not interrupted
 
 
 def may_save(context: PlanContext, interrupted: bool = False) -> bool:
@@ -194,7 +195,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         rates = Rates.of_virtual_devices(context.devices)
     else:
         # What lies between processes may be anything, and is found out in seconds.
-        rates = _measured_rates(context)
+        rates = measured_rates(context)
     estimates = estimate_kinds(analysis, rates)
     named = leading_classics(analysis, estimates, presets(analysis.frame))
     found = estimate_options(

@@ -12,8 +12,9 @@ from cfp.errors import CfpError
 from cfp.passes.profile import compiles, may_save
 from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
+from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.assemble import best_solutions, whole_choice
+from cfp.search.assemble import best_solutions, picks_of, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.wanted import Explored, measured_options
@@ -76,12 +77,18 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         Candidate(name, other, predicted_ms(analysis, problem, other))
         for name, other in around.items()
     )
-    missing = presets(analysis.frame).keys() - named.keys()
+    # By estimates all are options; measured, under a budget, what needs less than it.
+    why = TOO_LARGE if context.memory is not None else UNMEASURED
+    unraced = {
+        name: SLOWER if name in profiles.presets else why
+        for name in presets(analysis.frame)
+        if name in CLASSICS and name not in named
+    }
     return Solution(
         Candidate("planned", choice, best_ms),
         rivals=rivals,
         presets=named,
-        unmeasured=tuple(name for name in CLASSICS if name in missing),
+        unraced=unraced,
         problem=problem,
         counts={**_counts(profiles), "search_seconds": time.perf_counter() - started},
         interrupted=interrupted,
@@ -118,12 +125,20 @@ def _problems(context: PlanContext, costs: Costs, found: Explored) -> list[Probl
 def _fastest(
     analysis: Analysis, named: Mapping[str, Choice], problem: Problem
 ) -> dict[str, Choice]:
-    """The presets that race where choices are made by estimates."""
-    times = {
-        name: predicted_ms(analysis, problem, choice) or float("inf")
-        for name, choice in named.items()
-    }
-    best = sorted(times, key=times.__getitem__)[:PRESETS_BY_ESTIMATE]
+    """The presets that race where choices are made by estimates.
+
+    What fits in a budget by prediction comes first, and of what takes as long the one
+    that needs less.
+    """
+
+    def rank(name: str) -> tuple[bool, float, int]:
+        picks = picks_of(analysis, problem, named[name])
+        if picks is None:
+            return True, float("inf"), 0
+        needs = problem.memory_bytes(picks) if problem.budget_bytes else 0
+        return not problem.fits(picks), problem.cost_ms(picks), needs
+
+    best = sorted(named, key=rank)[:PRESETS_BY_ESTIMATE]
     return {name: choice for name, choice in named.items() if name in best}
 
 

@@ -275,7 +275,7 @@ def _moves(
 ) -> Iterator[tuple[str, tuple[str, ...], int]]:
     value = frame.program.values[v]
     if value.shape:
-        steps = transition(value.size_bytes, have, partial, want, frame.mesh).steps
+        steps = transition(value.size_bytes, have, partial, want, frame.mesh)
         for kind, axes, size in steps:
             yield kind, tuple(axes), int(size)
 

@@ -106,6 +106,21 @@ class KindFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftFigures:
+    """Attentions that no kernel computes, though kernels were asked for.
+
+    Attributes:
+        source: where they are from.
+        reason: why they are as they are written.
+        count: how many.
+    """
+
+    source: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """The figures of a plan.
 
@@ -119,6 +134,7 @@ class Figures:
             in the same order as `picks`.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
+        left: attentions that are as they are written.
     """
 
     blocks: tuple[BlockFigures, ...] = ()
@@ -128,6 +144,7 @@ class Figures:
     reshard_ms: tuple[float, ...] = ()
     fixed_bytes: int = 0
     budget_bytes: int | None = None
+    left: tuple[LeftFigures, ...] = ()
 
     def taken(self, segment: int) -> OptionFigures | None:
         """The option that the plan takes for a segment, if that was measured."""
@@ -199,6 +216,14 @@ def figures_from_json(data: Mapping[str, Any]) -> Figures:
         reshard_ms=tuple(map(_milliseconds, data["reshard_ms"])),
         fixed_bytes=_count(data["fixed_bytes"]),
         budget_bytes=None if budget is None else _count(budget),
+        left=tuple(
+            LeftFigures(
+                source=_words(one["source"]),
+                reason=_words(one["reason"]),
+                count=_count(one["count"]),
+            )
+            for one in data.get("left", ())
+        ),
     )
 
 

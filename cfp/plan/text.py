@@ -188,7 +188,8 @@ def _figures(plan: Plan) -> list[str]:
     if plan.peak_bytes is not None:
         parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
     elif plan.predicted_bytes is not None and plan.rung != "measured":
-        how = "as compiled" if "compiled" in plan.search else "estimated"
+        is_compiled = {"compiled", "memory_compiled"} & plan.search.keys()
+        how = "as compiled" if is_compiled else "estimated"
         size = format_bytes(plan.predicted_bytes)
         parts.append(f"{size} on each device, {how}")
     return parts
@@ -250,6 +251,8 @@ def _chosen_text(plan: Plan) -> str:
         if plan.rung == "one device":
             what += ", and whose computation one device ran"
         return f"{how} {what}"
+    if "memory_compiled" in plan.search:
+        return "by estimates, the first that fits when compiled; nothing was run"
     if plan.predicted_ms is not None and plan.rung == "estimated":
         return "by estimates; nothing was measured or compiled"
     if plan.predicted_ms is not None:

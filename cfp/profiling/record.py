@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from cfp.profiling.timing import interquartile_range
-
 Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
 # More bytes than anything has, and few enough for a float.
@@ -83,9 +81,13 @@ class ProfileRecord(CompiledBytes):
     Attributes:
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
-      status: "ok" means built, run and timed.
+      status: "ok" means built, run and timed; or, of devices that are described,
+        built and predicted (`cfp.cost.stand_in`).
       reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, every sample in the order taken.
+      samples_ms: milliseconds per execution, every sample in the order taken. None is
+        altered later: what is derived from them is where it is used, of a segment in
+        `cfp.search.wanted`, of a truncated program in `cfp.race.truncated`, of a mesh's
+        links in `cfp.profiling.collectives`.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
@@ -134,11 +136,6 @@ class ProfileRecord(CompiledBytes):
     def time_ms(self) -> float:
         """The median sample; infinite for a failure, which no search then picks."""
         return statistics.median(self.samples_ms) if self.ok else math.inf
-
-    @property
-    def spread_ms(self) -> float:
-        """Interquartile range of the samples; infinite where nothing is known."""
-        return interquartile_range(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
         """The record on one line; equal records give equal strings."""

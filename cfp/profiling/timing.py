@@ -42,10 +42,6 @@ class Timing:
     def median_ms(self) -> float:
         return statistics.median(self.samples_ms)
 
-    @property
-    def relative_spread(self) -> float:
-        return relative_spread(self.samples_ms)
-
 
 def interquartile_range(samples: Sequence[float]) -> float:
     """Third minus first quartile; infinite below two samples, which say nothing.

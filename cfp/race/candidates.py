@@ -11,7 +11,7 @@ from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
 from cfp.search.assemble import picks_of, whole_choice
-from cfp.search.dynamic import leanest, solve_among
+from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Problem
 from cfp.settings import ConstraintLevel
@@ -54,8 +54,14 @@ def with_options(
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
-    """What needs the least memory by prediction: it is tried if nothing else fits."""
-    best = leanest(problem)
+    """What needs the least memory by prediction: it is tried if nothing else fits.
+
+    Of what needs as little it is the fastest: to rematerialize all of a program that is
+    one segment saves nothing.
+    """
+    least = leanest(problem)
+    within = replace(problem, budget_bytes=least.memory_bytes)
+    best = solve_dynamically(within) or least
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
 
 

@@ -1,10 +1,11 @@
-"""The one rule of what races.
+"""The one rule of which candidates are compiled, and how far down their list.
 
-Candidates are sorted by predicted time. Each is compiled as it is; or with the memory
-limit, where by prediction, or as compiled, it does not fit as it is, and the loosest
-with which it does; rematerialized ones are candidates of their own. That goes on until
-enough fit: all that are predicted to be within reach of the fastest that fits, and one
-preset. What cannot fit whatever the compiler does is not compiled.
+What may be a candidate was decided before (:mod:`cfp.race.race`). Here the plan comes
+first, and the others are sorted by predicted time. Each is compiled as it is; or with
+the memory limit, where by prediction, or as compiled, it does not fit as it is, and the
+loosest with which it does; rematerialized ones are candidates of their own. That goes
+on until enough fit: all that are predicted to be within reach of the fastest that fits,
+and one preset. What cannot fit whatever the compiler does is not compiled.
 
 The memory limit: XLA schedules what hides latency, and keeps what that makes, as far as
 a device's memory allows; what does not fit it rematerializes by itself, less of it and
@@ -97,6 +98,18 @@ def in_reach(
     return ms is None or ms <= reach[candidate.level] * best_ms
 
 
+def near_among(
+    candidates: Sequence[Candidate],
+    best_ms: float,
+    anyway: Collection[Any],
+    reach: Mapping[ConstraintLevel, float],
+) -> list[Candidate]:
+    """Those that take part by their keys, or may be faster than the best."""
+    return [
+        one for one in candidates if one.key in anyway or in_reach(one, best_ms, reach)
+    ]
+
+
 def best_of(candidates: Sequence[Candidate]) -> float:
     """The least time that any of them should take; infinite if none is known."""
     times = [ms for one in candidates if (ms := expected_ms(one)) is not None]
@@ -187,11 +200,7 @@ def enough_that_fit(
             near = [] if found.fitting else queue[:1]
         else:
             best_ms = best_of([one for one, _ in found.fitting] or queue)
-            near = [
-                one
-                for one in queue
-                if one.key in anyway or in_reach(one, best_ms, reach)
-            ]
+            near = near_among(queue, best_ms, anyway, reach)
             near = near or ([] if found.fitting else queue[:1])
             if memory is not None:
                 near = near[: MOST_REFUSED - len(refused)]

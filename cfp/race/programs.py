@@ -47,7 +47,7 @@ class RaceResult:
         record: what was measured; a failure is a record, too.
         peak_bytes: memory that the compiled program needs on each device, or by
             `ratios` the whole one.
-        fits: whether that is within the budget.
+        fits: whether what was compiled is within the budget.
         is_built: whether it was just compiled, and is not timed yet.
         cached: whether it was answered from the store.
     """
@@ -116,6 +116,7 @@ def programs_of(
 TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
+SLOWER = "estimated to be slower than the presets that race"
 UNTRIED = "not tried: with other compiler options it does not run whole"
 _NOT_RUN = "estimated; nothing was compiled or run"
 

@@ -1,6 +1,11 @@
 """The last pass: the plan and its rivals, compiled and timed; the fastest is the plan.
 
-candidates  what may race                       :mod:`cfp.race.candidates`
+What races was sieved before. Presets: which are measured, or estimated
+(:mod:`cfp.passes.profile`); choices of the whole program: the best by each way to
+predict, and presets (:mod:`cfp.passes.search`). Then here, in this order:
+
+candidates  those, by name and constraint level :mod:`cfp.race.candidates`
+remembered  what was compiled before and fits   :mod:`cfp.race.remembered`
 enough      compiled until enough fit           :mod:`cfp.race.enough`
 turns       those, timed in turn                :mod:`cfp.race.turns`
 again       the leaders, with other compiler options
@@ -53,7 +58,8 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
-    for, the best by prediction that fits when compiled.
+    for, or one device plays those that are described, the best by prediction that fits
+    when compiled.
 
     Raises:
         MemoryBudgetError: none of them fits in memory.
@@ -63,6 +69,10 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     candidates = candidates_of(context, analysis, solution)
     if context.described is not None and not context.races:
         rows = tuple(not_run(candidates))
+        if context.compiles_alone:
+            found = _first_that_fits(run, candidates)
+            counts = {**found.counts, "memory_compiled": 1}
+            return replace(found, rows=rows, counts=counts)
         return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
     if context.races and not solution.interrupted:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
@@ -114,7 +124,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
 
 
 def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
-    """The best by prediction whose whole program, compiled, fits in a budget."""
+    """The best by prediction whose whole program, compiled, fits in memory."""
     known, _ = run.remember(candidates)
     keys = {one.key for one in known}
     new = [one for one in candidates if one.key not in keys]

@@ -20,13 +20,11 @@ from cfp.race.enough import (
     Admitted,
     best_of,
     enough_that_fit,
-    in_reach,
     limit_options,
+    near_among,
     raced_anyway,
 )
 from cfp.race.programs import (
-    TOO_LARGE,
-    UNMEASURED,
     RaceOutcome,
     RaceResult,
     RaceRow,
@@ -240,12 +238,7 @@ class Run:
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
         best_ms, anyway = best_of(candidates), raced_anyway(candidates, self.presets)
-        reach = self.context.reach
-        return [
-            one
-            for one in candidates
-            if one.key in anyway or in_reach(one, best_ms, reach)
-        ]
+        return near_among(candidates, best_ms, anyway, self.context.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         memory = self.context.memory
@@ -268,10 +261,9 @@ class Run:
         }
         if (count := len({result.samples_ms for _, result in ties})) > 1:
             found["ties"] = count - 1
-        why = TOO_LARGE if self.context.memory else UNMEASURED
         absent = [
             RaceRow(name=name, predicted_ms=None, note=why)
-            for name in self.solution.unmeasured
+            for name, why in self.solution.unraced.items()
         ]
         winner, result = won
         return RaceOutcome(

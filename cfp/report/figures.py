@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, lay_out
+from cfp.attention.matching.matches import among, attentions, was_searched, way_of
+from cfp.patterns.build import split
 from cfp.plan.describe import block_moves
 from cfp.plan.figures import (
     BlockFigures,
     Figures,
     KindFigures,
+    LeftFigures,
     MoveFigure,
     OptionFigures,
     TensorFigure,
@@ -28,6 +31,7 @@ from cfp.search.problem import Option, Problem
 _MOST_OPERANDS = 2
 # Parts of a source file's path that tell files apart, and nothing of the machine.
 _PATH_PARTS = 2
+_AS_WRITTEN = "it might be computed by a kernel, and the plan has none there"
 
 
 def with_figures(
@@ -46,10 +50,38 @@ def with_figures(
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
     """
-    found = Figures(blocks=_blocks(analysis, lay_out(analysis.frame, choice), rates))
+    layout = lay_out(analysis.frame, choice)
+    found = Figures(
+        blocks=_blocks(analysis, layout, rates),
+        left=_left(analysis, layout, choice),
+    )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
     return replace(plan, figures=found)
+
+
+def _left(
+    analysis: Analysis, layout: Layout, choice: Choice
+) -> tuple[LeftFigures, ...]:
+    """Attentions that no kernel computes; none if none were looked for."""
+    program, kernels = analysis.frame.program, dict(choice.kernels)
+    found: Counter[tuple[str, str]] = Counter()
+    if not was_searched(program):
+        return ()
+    for one in attentions(program).left_alone:
+        found[short_source(one.source), one.reason] += 1
+    for segment in analysis.segments:
+        kernel = split(kernels.get(segment.index, ""))[0]
+        for match in among(program, segment.ops):
+            way: object = _AS_WRITTEN
+            if kernel:
+                way = way_of(program, match, kernel, layout.axes)
+            if isinstance(way, str):
+                found[short_source(match.found.source), way] += 1
+    return tuple(
+        LeftFigures(source=source, reason=reason, count=count)
+        for (source, reason), count in found.items()
+    )
 
 
 # ----------------------------------------------------------------------------- blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from textwrap import TextWrapper
 from typing import Any
 
@@ -138,6 +139,14 @@ def _overall(plan: Plan) -> Iterator[str]:
     elif plan.predicted_ms is not None:
         yield "Why: it is the best by prediction; no other program was timed."
     yield from memory_lines(plan)
+    yield from attention_lines(plan)
+
+
+def attention_lines(plan: Plan) -> Iterator[str]:
+    """The attentions that no kernel computes, if kernels were asked for."""
+    for one in plan.figures.left if plan.figures else ():
+        times = f"{one.count} times: " if one.count > 1 else ""
+        yield f"Attention as written, at {one.source}: {times}{one.reason}."
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
@@ -286,7 +295,13 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
                 "runner_up": _option_data(runner),
             }
         )
-    return {"plan": plan.winner, "measured_ms": plan.measured_ms, "blocks": rows}
+    left = [asdict(one) for one in figures.left] if figures else []
+    return {
+        "plan": plan.winner,
+        "measured_ms": plan.measured_ms,
+        "attentions_as_written": left,
+        "blocks": rows,
+    }
 
 
 def _option_data(option: OptionFigures | None) -> dict[str, Any] | None:

@@ -15,14 +15,17 @@ from cfp.patterns.sites import in_parts
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.search.candidates import segment_candidate
+from cfp.search.kept import unmade
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
     can_recompute,
+    held_values,
     segment_bytes,
     segment_layout,
 )
 from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.temporaries import Course, bytes_in_memory, course_of
 from cfp.search.terms import Terms
 from cfp.search.transitions import TransitionCosts, between, handover_ms
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
@@ -44,6 +47,7 @@ class Costs:
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
         self._numbers: dict[tuple, int] = {}
+        self._courses: dict[int, Course] = {}
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -77,6 +81,23 @@ class Costs:
                 candidate.kernel,
             )
         return self._least[key]
+
+    def temp_bytes(self, kind: int, candidate: Candidate) -> int:
+        """What a segment needs while it runs, besides what it keeps: an estimate."""
+        frame = self.analysis.frame
+        index = self.analysis.representatives[kind]
+        segment, layout = self.analysis.segments[index], self._layout(index, candidate)
+        if kind not in self._courses:
+            held = held_values(frame, segment)
+            self._courses[kind] = course_of(frame, segment, held)
+        absent = unmade(layout, segment, candidate.kernel)
+
+        def size_of(v: int) -> int:
+            return 0 if v in absent else bytes_in_memory(layout, v)
+
+        needed = self._courses[kind].peak_bytes(size_of)
+        plain = replace(candidate, remat=False)
+        return max(0, needed - self.least_bytes(kind, plain).residual_bytes)
 
     def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
         """What a candidate's kernel should save, less what it takes.

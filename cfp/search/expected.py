@@ -51,7 +51,8 @@ class Outlook:
         ]
         self._slower = _middle((ms / own for ms, own in pairs if own > 0.0), 1.0)
         self._kept = _middle(map(self._beyond, plain), 0)
-        self._temp = _middle((o.temp_bytes for o in plain), 0)
+        temps = [o.temp_bytes for o in plain]
+        self._temp = round(median(temps)) if temps else None
         self._kept_again = _middle(map(self._beyond, again), 0)
         bases = [(o, self._plain.get(_without(o.candidate).key)) for o in again]
         known = [(o, p) for o, p in bases if p is not None]
@@ -87,8 +88,13 @@ class Outlook:
             time_ms=max(0.0, self._slower * (total_ms - saved_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
-            temp_bytes=round(self._temp),
+            temp_bytes=self._temporaries(plain),
         )
+
+    def _temporaries(self, candidate: Candidate) -> int:
+        """As for what was measured, or else by the program."""
+        known = self._temp
+        return self._costs.temp_bytes(self._kind, candidate) if known is None else known
 
     def _beyond(self, option: Option) -> int:
         """What an option keeps beyond the least that it must."""

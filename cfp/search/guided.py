@@ -22,7 +22,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
 from cfp.search.candidates import best_candidates, storage_modes
-from cfp.search.costs import Costs, build_problem
+from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
@@ -38,9 +38,7 @@ from cfp.settings import (
 
 
 def explore(
-    estimates: Sequence[SegmentEstimate],
     maker: WantedMaker,
-    costs: Costs,
     *,
     per_kind: int,
     at_first: int = 1,
@@ -53,9 +51,7 @@ def explore(
     """Measures until nothing else is likely to be much better.
 
     Args:
-        estimates: of every kind of segment.
         maker: makes candidates into things to measure.
-        costs: of the program's segments.
         per_kind: how many candidates of each kind of segment to measure.
         at_first: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
@@ -78,7 +74,7 @@ def explore(
         records.update(look_in_time(_jobs(wanted)))
     # What would be asked for next depends on what all of it takes.
     while all(job.key.digest in records for job in _jobs(asked)):
-        view = _View(estimates, maker, costs, per_kind, budget_bytes, wanted, records)
+        view = _View(maker, per_kind, budget_bytes, wanted, records)
         tight = tight or view.is_tight
         stays = before is not None and view.gained_on(before) <= ROUND_IS_WORTH
         if not view.is_cramped or stays:
@@ -117,20 +113,17 @@ class _View:
 
     def __init__(
         self,
-        estimates: Sequence[SegmentEstimate],
         maker: WantedMaker,
-        costs: Costs,
         per_kind: int,
         budget_bytes: int | None,
         wanted: Sequence[Wanted],
         records: Mapping[str, ProfileRecord],
     ) -> None:
-        self._estimates, self._maker, self._costs = estimates, maker, costs
-        self._per_kind = per_kind
+        self._maker, self._per_kind = maker, per_kind
         self._budget_bytes = budget_bytes
         self._wanted, self._records = wanted, records
         self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
-        self._measured = measured_options(costs, wanted, records)
+        self._measured = measured_options(maker.costs, wanted, records)
         self._problem = self._with(self._measured)
         fastest = solve_dynamically(replace(self._problem, budget_bytes=None))
         best = solve_dynamically(self._problem)
@@ -213,11 +206,11 @@ class _View:
         """What is leanest, computed again: an error is to name how little would do."""
         found: list[Wanted] = []
         for segment, pick in zip(
-            self._costs.analysis.segments, self._leanest, strict=True
+            self._maker.costs.analysis.segments, self._leanest, strict=True
         ):
             kind = segment.kind
             again = replace(self._measured[kind][pick].candidate, remat=True)
-            able = self._costs.can_rematerialize(kind)
+            able = self._maker.costs.can_rematerialize(kind)
             if able and self._may_ask(kind, again, found):
                 found += self._made(kind, again, found)
         return found
@@ -256,7 +249,7 @@ class _View:
         bases = self._bases | {(w.kind, *w.candidate.key): w for w in found}
         base, made = bases.get((kind, *plain.key)), list[Wanted]()
         if base is None:
-            estimate_ms = self._estimates[kind].total_ms(plain)
+            estimate_ms = self._maker.estimates[kind].total_ms(plain)
             base = self._maker.make(kind, replace(plain, estimate_ms=estimate_ms))
             made.append(base)
             made += [
@@ -269,14 +262,14 @@ class _View:
 
     def _likely(self, kind: int, price: float) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
-        estimate, asked = self._estimates[kind], self._asked(kind, ())
+        estimate, asked = self._maker.estimates[kind], self._asked(kind, ())
         # What is slower may need less memory.
         fresh = [
             *_first_unasked(estimate, asked),
             *_first_unasked(estimate.at_price(price), asked),
         ]
         found = list({candidate.key: candidate for candidate in fresh}.values())
-        if self._costs.can_rematerialize(kind):
+        if self._maker.costs.can_rematerialize(kind):
             ran_out = (
                 w.candidate
                 for w in self._wanted
@@ -288,11 +281,11 @@ class _View:
             plain = [c for c in (*measured, *found, *ran_out) if not c.remat]
             again = (replace(candidate, remat=True) for candidate in plain)
             found += [candidate for candidate in again if candidate.key not in asked]
-        outlook = Outlook(self._costs, kind, self._measured[kind], estimate)
+        outlook = Outlook(self._maker.costs, kind, self._measured[kind], estimate)
         return [outlook.expect(candidate) for candidate in found]
 
     def _with(self, options: Sequence[Sequence[Option]]) -> Problem:
-        return build_problem(self._costs, options, self._budget_bytes)
+        return build_problem(self._maker.costs, options, self._budget_bytes)
 
 
 def _first_unasked(estimate: SegmentEstimate, asked: set[tuple]) -> list[Candidate]:

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cfp.analysis.layout import Layout
+from cfp.analysis.segments import Segment
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import among, way_of
+from cfp.patterns.build import split
+from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.program.graph import Op, Program
 from cfp.program.makeable import CHEAP
 
@@ -25,6 +31,17 @@ def kept_values(program: Program, ops: Sequence[int], turn: int) -> set[int]:
         turn: the id of the first op of the backward pass.
     """
     return _Kept(program, frozenset(ops), turn).find()
+
+
+def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
+    """Values of a segment that are not made any more where a kernel computes it."""
+    program = layout.frame.program
+    attention, parts = split(kernel)
+    found = set(no_longer_made(program, in_parts(layout, segment.ops, parts)))
+    for match in among(program, segment.ops) if attention else ():
+        if isinstance(way_of(program, match, attention, layout.axes), Way):
+            found |= match.found.between
+    return found
 
 
 class _Kept:

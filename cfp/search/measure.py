@@ -13,10 +13,11 @@ from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec
+from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
 from cfp.patterns.build import split
-from cfp.patterns.sites import in_parts, no_longer_made
+from cfp.patterns.sites import in_parts
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -25,7 +26,7 @@ from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
-from cfp.search.kept import kept_values
+from cfp.search.kept import kept_values, unmade
 from cfp.search.problem import Candidate
 from cfp.settings import ConstraintLevel
 
@@ -55,12 +56,30 @@ def constraints_of(
         layout: the choice's, if it is there already.
     """
     layout = layout or lay_out(frame, choice)
-    told = limit(constraints(layout), level)
-    return replace(
-        told,
-        recompute=_recomputed(frame, segments, choice.remat),
-        replaced=_replaced(layout, segments, dict(choice.kernels)),
+    return _changed(
+        limit(constraints(layout), level),
+        _recomputed(frame, segments, choice.remat),
+        _replaced(layout, segments, dict(choice.kernels)),
     )
+
+
+def _changed(
+    told: Constraints, again: Sequence[Recompute], replaced: Sequence[Replacement]
+) -> Constraints:
+    """Constraints with what is rematerialized, and what is replaced.
+
+    What a kernel of attention reads it has sharded as it wants it: keys that are to go
+    round in a ring must not be gathered before.
+    """
+    own = {
+        use
+        for one in replaced
+        if one.name == ATTENTION
+        for stage in one.stages
+        for use in stage.reads
+    }
+    uses = {use: spec for use, spec in told.uses.items() if use not in own}
+    return replace(told, uses=uses, recompute=tuple(again), replaced=tuple(replaced))
 
 
 def _replaced(
@@ -130,10 +149,10 @@ def _told_inside(
     """What the compiler is told of a part, and of its segments, by their indices."""
     frame = layout.frame
     told = constraints(layout, frame.program.with_bodies(part.ops))
-    return replace(
+    return _changed(
         limit(told, level),
-        recompute=_recomputed(frame, segments, remat, part),
-        replaced=_replaced(layout, segments, kernels),
+        _recomputed(frame, segments, remat, part),
+        _replaced(layout, segments, kernels),
     )
 
 
@@ -335,12 +354,7 @@ def segment_bytes(
     """
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
-    held = held_values(frame, segment, remat)
-    attention, parts = split(kernel)
-    held -= no_longer_made(frame.program, in_parts(layout, segment.ops, parts))
-    for match in among(frame.program, segment.ops) if attention else ():
-        if isinstance(way_of(frame.program, match, attention, layout.axes), Way):
-            held -= {v for op in match.between for v in frame.program.ops[op].results}
+    held = held_values(frame, segment, remat) - unmade(layout, segment, kernel)
     residual = sum(value_bytes(layout, v) for v in held)
     return SegmentBytes(state_bytes=state, residual_bytes=residual)
 

@@ -35,11 +35,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A measured choice for a kind of segment.
+    """A choice for a kind of segment, and what it costs: measured, or expected.
 
     Attributes:
         candidate: the choice.
-        time_ms: measured time of the segment.
+        time_ms: what the segment adds to a step.
         state_bytes: parameters and optimizer state, on each device.
         residual_bytes: values kept from the forward to the backward pass.
         temp_bytes: the most that the segment needs besides, while it runs.

@@ -7,7 +7,6 @@ fits, and the leanest of those that cost as little.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 
 from cfp.search.dynamic import smallest_budget, solve_dynamically
@@ -44,20 +43,27 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
     low = _point(problem, smallest_budget(problem))
     high = _point(problem, unlimited(problem).memory_bytes)
     points = {low.memory_bytes: low, high.memory_bytes: high}
-    gaps = _Gaps()
-    gaps.add(low, high, low.memory_bytes)
-    while gaps.waiting and len(points) < most:
-        gap = gaps.pop()
+    gaps: list[_Gap] = []
+
+    def add(low: Solution, high: Solution, empty_bytes: int, closing: bool) -> None:
+        if high.memory_bytes - empty_bytes > _GRAIN_BYTES:
+            gap = _Gap(low=low, high=high, empty_bytes=empty_bytes, closing=closing)
+            gaps.append(gap)
+
+    add(low, high, low.memory_bytes, False)
+    while gaps and len(points) < most:
+        gap = max(gaps, key=lambda gap: gap.high.memory_bytes - gap.empty_bytes)
+        gaps.remove(gap)
         found = _point(problem, gap.budget_bytes)
         if found.memory_bytes > gap.low.memory_bytes:
             points[found.memory_bytes] = found
-            gaps.add(gap.low, found, gap.low.memory_bytes)
-            gaps.add(found, gap.high, gap.budget_bytes)
+            add(gap.low, found, gap.low.memory_bytes, False)
+            add(found, gap.high, gap.budget_bytes, False)
         elif not gap.closing:
-            gaps.add(gap.low, gap.high, gap.budget_bytes, closing=True)
+            add(gap.low, gap.high, gap.budget_bytes, True)
     return TradeOff(
         points=tuple(points[memory] for memory in sorted(points)),
-        complete=not gaps.waiting,
+        complete=not gaps,
     )
 
 
@@ -83,26 +89,6 @@ class _Gap:
         if self.closing:
             return self.high.memory_bytes - _GRAIN_BYTES
         return (self.empty_bytes + self.high.memory_bytes) // 2
-
-
-class _Gaps:
-    """Gaps, the widest first."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[int, int, _Gap]] = []
-        self._count = 0
-
-    def add(
-        self, low: Solution, high: Solution, empty_bytes: int, closing: bool = False
-    ) -> None:
-        width = high.memory_bytes - empty_bytes
-        if width > _GRAIN_BYTES:
-            gap = _Gap(low=low, high=high, empty_bytes=empty_bytes, closing=closing)
-            self._count += 1
-            heapq.heappush(self.waiting, (-width, self._count, gap))
-
-    def pop(self) -> _Gap:
-        return heapq.heappop(self.waiting)[-1]
 
 
 def _point(problem: Problem, budget_bytes: int) -> Solution:

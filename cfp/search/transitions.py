@@ -13,12 +13,8 @@ from cfp.analysis.strategies import Mesh, Spec
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import dtype_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """The collectives between two shardings: (kind, axes, bytes) each."""
-
-    steps: tuple[tuple[str, tuple[str, ...], float], ...]
+# Of one collective: its kind, the axes that it goes over, and bytes.
+Step = tuple[str, tuple[str, ...], float]
 
 
 def transition(
@@ -27,7 +23,7 @@ def transition(
     partial: tuple[str, ...],
     want: Spec,
     mesh: Mesh,
-) -> Transition:
+) -> tuple[Step, ...]:
     """The collectives that take a tensor from one sharding to another.
 
     Args:
@@ -42,7 +38,7 @@ def transition(
         all-gather makes, what a reduce-scatter or an all-to-all starts from.
     """
     sizes = dict(mesh)
-    steps: list[tuple[str, tuple[str, ...], float]] = []
+    steps: list[Step] = []
 
     def ways(names: list[str] | tuple[str, ...]) -> int:
         product = 1
@@ -78,7 +74,7 @@ def transition(
         steps.append(("all-to-all", tuple(moved), local * ways(moved)))
     if gathered:
         steps.append(("all-gather", tuple(gathered), local * ways(gathered)))
-    return Transition(tuple(steps))
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class TransitionCosts:
         key = (size_bytes, have, partial, want)
         found = self._known.get(key)
         if found is None:
-            steps = transition(size_bytes, have, partial, want, self.mesh).steps
+            steps = transition(size_bytes, have, partial, want, self.mesh)
             found = sum(self.rates.collective_ms(*step) for step in steps)
             self._known[key] = found
         return found

@@ -195,9 +195,8 @@ class WantedMaker:
         kernels: Kernels | None = None,
     ) -> None:
         analysis = self._analysis = costs.analysis
-        self._costs = costs
+        self.costs, self.estimates = costs, estimates
         self._classics = classics
-        self._estimates = estimates
         self._environment = environment
         self._in_context = in_context
         self.kernels = kernels
@@ -218,7 +217,7 @@ class WantedMaker:
             others: how many besides those of the classics, at most.
         """
         found = []
-        for kind, estimate in enumerate(self._estimates):
+        for kind, estimate in enumerate(self.estimates):
             required = list(self._required[kind].values())
             count = min(per_kind, len(required) + others)
             chosen = choose_candidates(estimate, required, count)
@@ -291,7 +290,7 @@ class WantedMaker:
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
         ways = [
-            (option, self._costs.handover_ms(index, near, candidate, option))
+            (option, self.costs.handover_ms(index, near, candidate, option))
             for option in options
         ]
         return min(ways, key=lambda way: way[1])

@@ -1,5 +1,6 @@
 """Plans with kernels in the place of attentions: searched, raced, saved and applied."""
 
+import json
 import re
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from cfp.attention import chunked
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.errors import PlanMismatch
+from cfp.report.told import explain_data, explain_text
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
@@ -71,8 +73,10 @@ def planned(mesh, tmp_path_factory):
 
     with pytest.raises(cfp.MemoryBudgetError) as caught:
         plan(1000)
-    least = caught.value.smallest_feasible_bytes
-    return plan(least - 1, "chunked"), least
+    less = caught.value.smallest_feasible_bytes * 9 // 10
+    with pytest.raises(cfp.MemoryBudgetError):
+        plan(less)
+    return plan(less, "chunked"), less
 
 
 def assert_same(found):
@@ -83,8 +87,8 @@ def assert_same(found):
 
 @pytest.mark.smoke
 def test_a_plan_with_a_kernel_wins_where_nothing_else_fits(planned):
-    plan, least = planned
-    assert plan.peak_bytes < least
+    plan, budget = planned
+    assert plan.peak_bytes <= budget
     [how] = {one.functions.how for one in plan.constraints.replaced}
     assert how[0] == "chunked"
     assert any(row.name == plan.winner and row.time_ms is not None for row in plan.race)
@@ -116,6 +120,38 @@ def test_no_scores_are_left_in_what_it_compiles_to(planned, mesh, tmp_path):
     settings = cfp.PlannerSettings(race=False, **SETTINGS)
     how = {"preset": "data_parallel", "cache_dir": tmp_path, "settings": settings}
     assert squares(cfp.plan(step, *arguments(), mesh=mesh, **how)) != []
+
+
+def test_attentions_that_are_left_alone_are_told_with_the_reason(mesh, tmp_path):
+    def double(params, x):
+        """Of two attentions one has weights that do not add up to one."""
+
+        def loss(params):
+            q, k, v = (
+                jnp.einsum("bsh,hnd->bsnd", x, params[name]) for name in ("q", "k", "v")
+            )
+            scores = jnp.einsum("bqnd,bknd->bnqk", q, k)
+            leaked = jnp.exp(scores) / (1 + jnp.exp(scores).sum(-1, keepdims=True))
+            mixed = jnp.einsum("bnqk,bknd->bqnd", leaked, v)
+            weights = jax.nn.softmax(jnp.einsum("bqnd,bknd->bnqk", mixed, k))
+            return jnp.square(jnp.einsum("bnqk,bknd->bqnd", weights, v) - q).mean()
+
+        return jax.grad(loss)(params)
+
+    params, x = arguments()
+    settings = cfp.PlannerSettings(attention=("chunked",), race=False, **SETTINGS)
+    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
+    plan = cfp.plan(double, params, x[:, :16], **how)
+    told = " ".join(explain_text(plan).split())
+    assert "Attention as written, at attention/test_plans.py:" in told
+    assert "its output is not that of a softmax of scaled scores" in told
+    loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
+    assert loaded.figures.left == plan.figures.left != ()
+    data = explain_data(loaded)["attentions_as_written"]
+    assert [one["count"] for one in data] == [1] * len(data)
+    # Nothing is looked for, and told, where no kernel is asked for.
+    plain = cfp.plan(double, params, x[:, :16], mesh=mesh, cache_dir=tmp_path)
+    assert plain.figures.left == ()
 
 
 def test_a_check_of_it_passes(planned):

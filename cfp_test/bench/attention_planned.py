@@ -1,16 +1,18 @@
 """Plans with kernels of attention and without, made on one GPU that plays one of N.
 
     python -m cfp_test.bench.attention_planned OUT.json [--seconds 400]
-        [--parts steps,long] [--tiny]
+        [--parts steps,hand,planned] [--known PAGE.json] [--again] [--tiny]
 
 ``steps``: GPT at 1,024 and 4,096 tokens and LLaMA at 4,096 on 4 devices: what a plan of
 the rung "one device" chooses, with attentions as they are written and with cuDNN's in
-their place, what it computes and needs. ``long``: LLaMA-2-7B on 8 devices at 8k to 512k
-tokens: what is chosen by estimates with all memory and within a budget, and strategies
-by hand, each compiled for what it needs; what is short is run, too. From two lengths of
-a strategy the longest that fits follows, which is then compiled as well.
+their place, what it computes and needs. ``hand``: LLaMA-2-7B on 8 devices at 8k to 512k
+tokens under strategies by hand, with kernels and as it is written, each compiled for
+what it needs; what is short is run, too; and from two lengths of a strategy the longest
+that fits, compiled as well. ``planned``: what is chosen by estimates for these lengths
+with all memory and within a budget.
 
-OUT.json is written after each row; rows in it already are not made again. What is not
+OUT.json is written after each row; rows in it already are not made again, nor those of
+``--known`` that did not fail; with ``--again`` those of ``planned`` are. What is not
 reached within the seconds is left out. With ``--tiny`` virtual CPU devices run all.
 """
 
@@ -39,13 +41,11 @@ STEPS = {
 TINY_STEPS = {"gpt tiny": f"gpt {_TINY} --seq 32 --batch 8"}
 # (tokens, sequences of a batch)
 LENGTHS = ((8192, 8), (32768, 8), (131072, 1), (524288, 1))
-TINY_LENGTHS = ((64, 8), (128, 1))
-# What is longer than this is compiled and not run: a step takes 8 seconds and more.
-_MOST_RUN = 8192
+TINY_LENGTHS = ((64, 8), (128, 8))
+_MOST_RUN = 8192  # What is longer is not run: a step takes 8 seconds and more.
 # Strategies by hand, and with one sequence those that spread it.
 _BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
-_PARTS_OF_VOCABULARY = 16
-# A budget as it may be asked for, below a device's memory.
+PARTS_OF_VOCABULARY = 16
 BUDGET_BYTES = 40 * 10**9
 _PLAN_SECONDS = 25
 
@@ -60,13 +60,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--parts", default="steps,long")
+    parser.add_argument("--parts", default="steps,hand,planned")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--known", type=Path, help="a page's JSON, to go on from")
+    parser.add_argument("--again", action="store_true", help="rows of plans, too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         Maker(options).make(options.child)
         return
+    if options.known and not options.out.exists():
+        page = json.loads(options.known.read_text())
+        page["rows"] = [
+            row
+            for row in page["rows"]
+            if "failure" not in row and not (options.again and "budget" in row)
+        ]
+        options.out.write_text(json.dumps(page, indent=1) + "\n")
     parts = options.parts.split(",")
     for number, part in enumerate(parts):
         # A process plays one number of devices.
@@ -121,26 +131,34 @@ class Maker:
                     self._add({"name": name, "target": target, "kernels": kernels})
             return
         lengths = TINY_LENGTHS if self.tiny else LENGTHS
-        for tokens, batch in lengths:
-            target = long_target(tokens, batch, self.tiny)
-            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
-            row |= {"kernels": self.kernels, "batch": batch}
-            hands = [n for n in _BY_HAND if batch > 1 or n != "fully_sharded"]
-            for name in hands:
-                self._add(row | {"by_hand": name})
-            for budget in (None, BUDGET_BYTES):
-                self._add(row | {"budget": budget, "kernels": self.kernels})
-        for tokens, batch in lengths[:1]:
-            target = long_target(tokens, batch, self.tiny)
-            row = {"name": f"{tokens} x {batch}", "target": target, "tokens": tokens}
+        if part == "planned":
+            for tokens, batch in lengths:
+                for budget in (None, BUDGET_BYTES):
+                    row = self._long(tokens, batch, self.kernels)
+                    self._add(row | {"budget": budget})
+            return
+        for kernels, some in ((self.kernels, lengths), ((), lengths[:3])):
+            for tokens, batch in some:
+                for name in _BY_HAND:
+                    if batch > 1 or name != "fully_sharded":
+                        self._add(
+                            self._long(tokens, batch, kernels) | {"by_hand": name}
+                        )
+        for kernels in (self.kernels, ()):
             for name in _BY_HAND:
-                self._add(row | {"batch": batch, "by_hand": name, "kernels": ()})
-        for name, kernels in (
-            ("tensor_sequence_parallel", self.kernels),
-            ("fully_sharded", self.kernels),
-            ("tensor_sequence_parallel", ()),
-        ):
-            self._longest(name, kernels)
+                self._longest(name, kernels)
+
+    def _long(
+        self, tokens: int, batch: int, kernels: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """What a row of a long sequence starts with."""
+        return {
+            "name": f"{tokens} x {batch}",
+            "target": long_target(tokens, batch, self.tiny),
+            "tokens": tokens,
+            "batch": batch,
+            "kernels": kernels,
+        }
 
     def _add(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """Makes a row that is not there yet, if there is time."""
@@ -196,12 +214,13 @@ class Maker:
         from cfp.passes.search import search
         from cfp.planner_settings import PlannerSettings
         from cfp.settings import ConstraintLevel
+        from cfp.solution import predicted_bytes
 
         analyzed = self._analysed(row["target"])
         by_estimates = "budget" in row
         settings = PlannerSettings(
             attention=tuple(row["kernels"]),
-            cross_entropy=_PARTS_OF_VOCABULARY if by_estimates else 0,
+            cross_entropy=PARTS_OF_VOCABULARY if by_estimates else 0,
             seconds=_PLAN_SECONDS,
             race=not by_estimates,
             plans=1,
@@ -238,8 +257,17 @@ class Maker:
         }
         if not by_estimates:
             return found
-        # What it needs is what the compiler says.
-        return found | self._compiled(row, analyzed, outcome.winner.choice)
+        # The planner has compiled it; what was estimated before is another figure.
+        choice = outcome.winner.choice
+        found |= {
+            "peak_bytes": plan.predicted_bytes,
+            "predicted_bytes": predicted_bytes(
+                analyzed.analysis, solution.problem, choice
+            ),
+        }
+        if row["tokens"] > _MOST_RUN:
+            return found
+        return found | self._compiled(row, analyzed, choice)
 
     def _hand(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A strategy by hand, with a kernel in all segments and the head in parts."""
@@ -257,7 +285,7 @@ class Maker:
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.stand_in.devices.flat[0].platform
-        parts = _PARTS_OF_VOCABULARY
+        parts = PARTS_OF_VOCABULARY
         known = Kernels(
             analysis=analysis, names=self.kernels, parts=parts, platform=platform
         )
@@ -298,7 +326,8 @@ class Maker:
         }
         if "by_hand" in row:
             found["estimated_ms"] = self._estimated_ms(row, analyzed, choice)
-        if row.get("tokens", 0) <= _MOST_RUN and found["fits"]:
+        is_short = row["tokens"] <= _MOST_RUN and "long" not in row
+        if is_short and found["fits"]:
             found |= self._run(built, job, program)
         return found
 
@@ -314,7 +343,7 @@ class Maker:
 
         settings = PlannerSettings(
             attention=tuple(row["kernels"]),
-            cross_entropy=_PARTS_OF_VOCABULARY if row["kernels"] else 0,
+            cross_entropy=PARTS_OF_VOCABULARY if row["kernels"] else 0,
             race=False,
         )
         analysis = analyzed.analysis
@@ -340,40 +369,31 @@ class Maker:
         return {"samples_ms": samples, "computation_ms": median(samples)}
 
     def _longest(self, name: str, kernels: tuple[str, ...]) -> None:
-        """The longest sequence that fits, from two that were compiled."""
-        least = 64 if self.tiny else 8192
-        batch = 1 if name != "fully_sharded" else 8
-        known: list[tuple[int, int]] = []
-        for tokens in (least * 2, least * 4):
-            row = self._of_length(name, kernels, tokens, batch)
-            if row is None or "peak_bytes" not in row:
-                return
-            known.append((tokens, row["peak_bytes"]))
-        (a, bytes_a), (b, bytes_b) = known
-        each = (bytes_b - bytes_a) / (b - a)
-        if not kernels:  # Scores grow with the square.
-            square = (bytes_b - bytes_a) / (b * b - a * a)
-            rest = self.mesh.memory_bytes - bytes_a + square * a * a
-            longest = (rest / square) ** 0.5
-        else:
-            longest = a + (self.mesh.memory_bytes - bytes_a) / each
-        tokens = int(longest // least) * least
+        """The longest sequence that fits, from the two longest that were compiled."""
+        by_batch: dict[int, list[tuple[int, int]]] = {}
+        for row in self.page["rows"]:
+            is_alike = row.get("by_hand") == name and row["kernels"] == list(kernels)
+            if is_alike and "peak_bytes" in row and "long" not in row:
+                size = row["tokens"], row["peak_bytes"]
+                by_batch.setdefault(row["batch"], []).append(size)
+        able = [n for n, pairs in by_batch.items() if len(pairs) > 1]
+        batch = min(able, default=0)
+        pairs = sorted(by_batch.get(batch, ()))
+        if len(pairs) < 2:
+            return
+        (a, bytes_a), (b, bytes_b) = pairs[-2:]
+        # Kernels keep what grows with the length, scores grow with its square.
+        power, step = (1, 8192) if kernels else (2, 1024)
+        each = (bytes_b - bytes_a) / (b**power - a**power)
+        room = max(0.0, self.mesh.memory_bytes - bytes_a)
+        longest = (a**power + room / each) ** (1 / power)
+        step = 64 if self.tiny else step
+        tokens = int(longest // step) * step
         if 0 < tokens < 2**23:
-            self._of_length(name, kernels, tokens, batch)
-
-    def _of_length(
-        self, name: str, kernels: tuple[str, ...], tokens: int, batch: int
-    ) -> dict[str, Any] | None:
-        return self._add(
-            {
-                "name": f"longest, {tokens} x {batch}",
-                "target": long_target(tokens, batch, self.tiny),
-                "by_hand": name,
-                "kernels": kernels,
-                "longest": tokens,
-                "tokens": _MOST_RUN + 1,  # None is run.
-            }
-        )
+            row = self._long(tokens, batch, kernels)
+            self._add(
+                row | {"name": f"longest, {row['name']}", "by_hand": name, "long": True}
+            )
 
 
 if __name__ == "__main__":

@@ -48,11 +48,12 @@ def measured(analysis, mesh, folder, monkeypatch):
         clock = itertools.count()
 
         def asked(program, mesh, jobs, store, **options):
-            rounds.append([job.label for job in jobs])
+            if all("computed again" in job.label for job in jobs):
+                rounds.append([job.label for job in jobs])
             return profile(program, mesh, jobs, store, **options)
 
         monkeypatch.setattr(budgets, "ROUND_SIZE", 2)
-        monkeypatch.setattr(budgets, "profile", asked)
+        monkeypatch.setattr("cfp.profiling.looker.profile", asked)
         monkeypatch.setattr(
             budgets, "time", SimpleNamespace(monotonic=lambda: next(clock))
         )

@@ -65,13 +65,6 @@ def test_json_round_trip(record: ProfileRecord):
 def test_summaries_of_an_ok_record():
     assert OK.ok
     assert OK.time_ms == statistics.median([1, 2, 3, 4]) == 2.5
-    assert OK.spread_ms == 3.25 - 1.75
-
-
-def test_a_single_sample_has_an_unknown_spread():
-    record = dataclasses.replace(OK, samples_ms=(7.0,))
-    assert record.time_ms == 7.0
-    assert record.spread_ms == math.inf
 
 
 def test_what_lives_in_donated_memory_counts_once():
@@ -85,7 +78,7 @@ def test_what_lives_in_donated_memory_counts_once():
 def test_a_failure_costs_infinitely_much_and_keeps_its_samples():
     record = dataclasses.replace(OK, status="crashed", reason="bus error")
     assert not record.ok
-    assert record.time_ms == record.spread_ms == math.inf
+    assert record.time_ms == math.inf
     assert record.samples_ms == OK.samples_ms
 
 

@@ -190,24 +190,92 @@ def planned(data: Mapping[str, Any]) -> Figures:
         "",
         "## LLaMA-2-7B on eight",
         "",
-        "Rematerialized layer by layer. Plans are chosen by estimates, with all of a "
-        f"device's {fixed(data['memory_bytes'] / 1e9, 1)} GB that programs may use or "
-        "with 40 GB, and then compiled for what they need; what needs more than it may "
-        "is over. Times are estimates; of 8,192 tokens the computation was run.",
+        "Rematerialized layer by layer; how much one device may use: "
+        f"{fixed(data['memory_bytes'] / 1e9, 1)} GB, or 40. Each row is compiled for "
+        "what it needs, and what needs more than it may is over. Strategies by hand "
+        "are as the step is written, or with cuDNN's attention and the cross-entropy "
+        "in 16 parts where these can be; so are plans, which are chosen by estimates. "
+        "Times are estimates; of 8,192 tokens the computation was run.",
         "",
         table(
-            "tokens x sequences | how | attention | estimated ms | estimated GB "
-            "| GB as compiled | | computation ms | why not",
-            [_long(row, data["memory_bytes"]) for row in long],
+            "tokens x sequences | how | attention | estimated ms | GB as compiled "
+            "| | computation ms | why not",
+            [_long(row, data["memory_bytes"]) for row in sorted(long, key=_order)],
         ),
         "",
-        "The four strategies by hand with the cross-entropy in parts did not compile: "
-        "that JAX names a mesh twice in what it lowers, which is read since. "
-        "Strategies as written, and the longest sequence that fits, were not reached: "
-        "the time was over.",
+        "Where no memory is said the compiler ran out of it while it tried kernels. "
+        "The longest sequence follows from two shorter ones, and was compiled; those "
+        "of tensor parallelism and of steps as written were not reached.",
+        "",
+        "## What plans were estimated to need",
+        "",
+        "When they were made, estimates left out what segments need while they run, "
+        "such as the stacked gradients of a loop's layers. Since then it is counted: "
+        "the same plans are estimated again, without a GPU, by "
+        "`python -m cfp_test.bench.attention_estimated FILE`.",
+        "",
+        table(
+            "tokens x sequences | may use GB | estimated then | of compiled "
+            "| estimated since | of compiled | GB as compiled",
+            [_estimated(row, data["memory_bytes"]) for row in long if "budget" in row],
+        ),
         "",
         "All rows are in the JSON beside this page, which `python -m cfp_test.results` "
         "makes.",
+    ]
+    return {"page": "\n".join(lines) + "\n"}
+
+
+def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["tokens"], "budget" in row, not row["kernels"], row.get("by_hand", "")
+
+
+def _estimated(row: Mapping[str, Any], memory_bytes: int) -> list[Any]:
+    peak, again = row["peak_bytes"], row.get("estimated_again_bytes")
+    cells = [row["name"], fixed((row["budget"] or memory_bytes) / 1e9, 0)]
+    for bytes_ in (row["predicted_bytes"], again):
+        cells += [
+            bytes_ and fixed(bytes_ / 1e9, 1),
+            bytes_ and f"{bytes_ / peak:.0%}",
+        ]
+    return [*cells, fixed(peak / 1e9, 1)]
+
+
+def pair(data: Mapping[str, Any]) -> Figures:
+    """What `attention_pair.py` timed: the same plans with a kernel and without."""
+    written = {(r["name"], r["preset"]): r for r in data["rows"] if not r["kernel"]}
+
+    def cells(row: Mapping[str, Any]) -> list[Any]:
+        base = written[row["name"], row["preset"]]
+        found = [f"`{row['target']}`", row["preset"], row["kernel"] or "as written"]
+        for key, digits, unit in (("time_ms", 1, 1.0), ("peak_bytes", 2, 1e9)):
+            share = row[key] / base[key] - 1.0
+            found += [fixed(row[key] / unit, digits)]
+            found += [f"{share:+.1%}" if row["kernel"] else None]
+        far = max(
+            abs(a - b) for a, b in zip(row["losses"][:3], base["losses"], strict=False)
+        )
+        return [*found, f"{row['losses'][0]:.4f}", f"{far:.4f}"]
+
+    lines = [
+        "# The same plans with cuDNN's attention and without, on two devices",
+        "",
+        f"{data['devices']} {data['hardware']} of one host, jax {data['jax']}, "
+        f"{data['date']}; `{data['command']}`. Whole steps with collectives: the "
+        "median of 12, after 4; all from the same state and batch, and each step from "
+        "the state that the last one made.",
+        "",
+        table(
+            "step | plan | attention | ms | | GB as compiled | | first loss "
+            "| losses of 3 steps differ by",
+            [cells(row) for row in data["rows"] if row["what"] == "timed"],
+        ),
+        "",
+        "The script also checks small steps against one device, times data parallel "
+        "plans, and has the planner choose; none of that was reached.",
+        "",
+        "All samples are in the JSON beside this page, which "
+        "`python -m cfp_test.results` makes.",
     ]
     return {"page": "\n".join(lines) + "\n"}
 
@@ -217,16 +285,16 @@ def _long(row: Mapping[str, Any], memory_bytes: int) -> list[Any]:
     limit = budget or memory_bytes
     by_hand = row.get("by_hand")
     how = by_hand or f"planned, {fixed((limit) / 1e9, 0)} GB"
-    kernels = sorted({" ".join(one[1:]) for one in row.get("replaced", ())})
-    peak, bytes_ = row.get("peak_bytes"), row.get("predicted_bytes")
+    replaced = row.get("replaced", ())
+    kernels = sorted({" ".join(r[1:]) for r in replaced if r[1] == "cudnn"})
+    peak = row.get("peak_bytes")
     time = row.get("predicted_ms") or row.get("estimated_ms")
     ran = row.get("computation_ms")
     return [
         row["name"],
         how,
-        ", ".join(kernels) or None,
+        ", ".join(kernels) or "as written",
         time and fixed(time, 0),
-        bytes_ and fixed(bytes_ / 1e9, 1),
         peak and fixed(peak / 1e9, 1),
         peak and ("over" if peak > limit else "fits"),
         ran and fixed(ran, 0),

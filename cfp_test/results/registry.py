@@ -166,6 +166,12 @@ PAGES: tuple[Page, ...] = (
         has_text=False,
     ),
     Page(
+        name="attention_pair_h100x2_202611",
+        sources=("attention_pair_h100x2_202611.json",),
+        figures=attention.pair,
+        has_text=False,
+    ),
+    Page(
         name="attention_planned_h200_202611",
         sources=("attention_planned_h200_202611.json",),
         figures=attention.planned,

@@ -54,8 +54,6 @@ class Devices(WantedMaker):
         costs = Costs(analysis, rates_of(SIZES))
         super().__init__(costs, classics, estimates, (), in_context=False)
         self.analysis = analysis
-        self.estimates = estimates
-        self.costs = costs
         self.noise = noise
         self.broken = broken
         self.status = "crashed"
@@ -105,9 +103,7 @@ class Devices(WantedMaker):
 
     def explore(self, budget_bytes=None, per_kind=100, **options):
         return explore(
-            self.estimates,
             self,
-            self.costs,
             per_kind=per_kind,
             budget_bytes=budget_bytes,
             look=self.look,

@@ -25,4 +25,4 @@ R, X, Y, XY = (), ("x",), ("y",), ("x", "y")
     ],
 )
 def test_steps(have, partial, want, steps):
-    assert transition(800.0, have, partial, want, MESH).steps == steps
+    assert transition(800.0, have, partial, want, MESH) == steps

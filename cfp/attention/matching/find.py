@@ -122,6 +122,7 @@ class _Finder:
             scores=Tensor(self.scores.results[0], None, letters.of_result(self.scores)),
             argument=argument,
             inside=frozenset(self.inside),
+            between=frozenset(self.view.all_of(self.region)),
             sides=self._sides(letters),
             forward=tuple(forward),
             backward=backward,

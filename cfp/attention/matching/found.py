@@ -53,6 +53,8 @@ class Found:
         scores: the contraction's result.
         argument: the value whose softmax is taken, and its letters.
         inside: ids of the ops between the contractions.
+        between: ids of the values between them, scores and weights and their gradients,
+            wherever they are computed, so that none is made by a kernel.
         sides: values that enter besides, which some argument makes.
         forward, backward: the passes; a backward pass has all three gradients.
     """
@@ -64,6 +66,7 @@ class Found:
     scores: Tensor
     argument: Tensor
     inside: frozenset[int]
+    between: frozenset[int]
     sides: tuple[Tensor, ...]
     forward: tuple[Pass, ...]
     backward: Pass | None

@@ -35,11 +35,6 @@ class Match:
     problem: Problem
 
     @property
-    def between(self) -> set[int]:
-        """The ops whose results a kernel does not keep: scores, weights."""
-        return {self.found.op, *self.found.inside}
-
-    @property
     def ops(self) -> set[int]:
         """All ops that belong to it."""
         return {self.found.op, *self.found.inside, *self.found.dots.values()}
@@ -64,6 +59,11 @@ def attentions(program: Program) -> Attentions:
     if _KEY not in known:
         known[_KEY] = _find(program)
     return known[_KEY]
+
+
+def was_searched(program: Program) -> bool:
+    """Whether attentions of a program have been looked for, as kernels ask for it."""
+    return _KEY in program.looked_for
 
 
 def _find(program: Program) -> Attentions:

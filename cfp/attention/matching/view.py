@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from cfp.analysis.numbering import Numbers, number_values
@@ -71,6 +72,21 @@ class View:
                 if op.kind not in _PASSES and not op.has_regions:
                     found.append((op, index))
         return found
+
+    def all_of(self, numbers: Iterable[int]) -> Iterator[int]:
+        """All values that have some numbers, and what loops stack of them."""
+        users, ops = self.program.users, self.program.ops
+        stack = [v for number in numbers for v in self.values[number]]
+        while stack:
+            v = stack.pop()
+            yield v
+            for user, index in users[v]:
+                op = ops[user]
+                is_shaped = op.kind in ("reshape", "broadcast_in_dim")
+                if is_shaped or (op.kind == "dynamic_update_slice" and index == 1):
+                    stack += op.results
+                elif op.kind == "while" and index >= len(op.operands):
+                    stack.append(op.results[index - len(op.operands)])
 
     def is_output(self, v: int) -> bool:
         """Whether the program returns a value or one that is equal."""

@@ -1,0 +1,177 @@
+"""What a segment needs at most while it runs, estimated from its program.
+
+Ops are gone through in program order. A tensor is in memory from the op that makes it
+to the last one that reads it: results of heavy ops, what heavy ops read, and what is
+kept for the backward pass. What cheap ops make for one another a compiler fuses. A loop
+needs what it returns, such as the stacked gradients of its layers, and what one
+iteration does, which may have a forward pass in it that is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cfp.analysis.layout import Frame, Layout
+from cfp.analysis.segments import Segment
+from cfp.analysis.specs import spec_ways
+from cfp.program.graph import Program
+from cfp.program.makeable import CHEAP
+
+# Of these the reader reads what they are made of, where it lies.
+_VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
+# What is fused like elementwise ops.
+_FUSED = CHEAP | {"concatenate", "dynamic_slice", "pad", "reverse"}
+# What reads as it goes, too, but has memory for what it makes, or a loop has.
+_LIGHT = _FUSED | {"reduce", "dynamic_update_slice"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One op: what it makes, what happens within it, and what is not read after it."""
+
+    made: tuple[int, ...]
+    inner: tuple[_Step, ...]
+    freed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What comes into memory and leaves it while a segment's ops run."""
+
+    steps: tuple[_Step, ...]
+
+    def peak_bytes(self, size_of: Callable[[int], int]) -> int:
+        """The most that is in memory at once, of what the segment makes.
+
+        Args:
+            size_of: what a tensor takes on a device; 0 if it is not made.
+        """
+        sizes: dict[int, int] = {}
+
+        def size(v: int) -> int:
+            if v not in sizes:
+                sizes[v] = size_of(v)
+            return sizes[v]
+
+        def peak(steps: Sequence[_Step]) -> int:
+            live = most = 0
+            for step in steps:
+                live += sum(map(size, step.made))
+                most = max(most, live + (peak(step.inner) if step.inner else 0))
+                live -= sum(map(size, step.freed))
+            return most
+
+        return peak(self.steps)
+
+
+def course_of(frame: Frame, segment: Segment, held: Iterable[int]) -> Course:
+    """When tensors of a segment are in memory.
+
+    Args:
+        frame: of the program.
+        segment: the segment.
+        held: tensors that are in memory in any case, as they are kept.
+    """
+    program = frame.program
+    return Course(_steps(program, segment.ops, frozenset(held)))
+
+
+def bytes_in_memory(layout: Layout, v: int) -> int:
+    """What a tensor takes on each device, as those have it that read it.
+
+    What only an update of the state reads, such as a gradient, is as that has it.
+    """
+    frame = layout.frame
+    spec = layout.read_spec(v)
+    if spec is None:
+        for user, index in frame.program.users[v]:
+            if user in frame.group_of:
+                spec = layout.use_spec(user, index)
+                break
+    spec = spec or layout.spec(v) or ()
+    return -(-frame.program.values[v].size_bytes // spec_ways(spec, frame.mesh))
+
+
+def _steps(
+    program: Program, ops: Sequence[int], held: frozenset[int]
+) -> tuple[_Step, ...]:
+    """The ops of a segment, or of a loop's body, one after another."""
+    order = sorted(ops)
+    inside = set(order)
+    last: dict[int, int] = {}
+    made: dict[int, list[int]] = {}
+    for op_id in order:
+        if op_id in program.leaf_ops:
+            continue
+        for v in program.ops[op_id].results:
+            if v not in held and not _is_in_memory(program, v):
+                continue
+            made.setdefault(op_id, []).append(v)
+            last[v] = max(_last_reader(program, v, inside), op_id)
+    freed: dict[int, list[int]] = {}
+    for v, op_id in last.items():
+        freed.setdefault(op_id, []).append(v)
+    steps = []
+    for op_id in order:
+        op = program.ops[op_id]
+        inner: tuple[_Step, ...] = ()
+        if op.body:
+            own = [o for o in op.body if program.ops[o].parent == op_id]
+            inner = _steps(program, own, held)
+        if inner or op_id in made or op_id in freed:
+            new, old = made.get(op_id, ()), freed.get(op_id, ())
+            steps.append(_Step(tuple(new), inner, tuple(old)))
+    return tuple(steps)
+
+
+def _last_reader(program: Program, v: int, inside: set[int]) -> int:
+    """The last of some ops that reads a tensor, or a view of it."""
+    found, stack, seen = -1, [v], {v}
+    while stack:
+        for user, index in program.users[stack.pop()]:
+            op = program.ops[user]
+            own = user
+            while own >= 0 and own not in inside:
+                own = program.ops[own].parent
+            found = max(found, own)
+            # What cheap ops make of it is made where it is read.
+            is_view = op.kind in _VIEWS or op.kind in _FUSED
+            if is_view and own >= 0 and index < len(op.operands):
+                fresh = [
+                    w
+                    for w in op.results
+                    if w not in seen and not _is_in_memory(program, w)
+                ]
+                seen.update(fresh)
+                stack += fresh
+    return found
+
+
+def _is_in_memory(program: Program, v: int) -> bool:
+    """Whether a tensor has memory of its own."""
+    op = program.ops[program.values[v].producer]
+    if op.kind in _VIEWS:
+        return False
+    if op.kind == "dynamic_update_slice":
+        return False  # It is written into what a loop carries.
+    if op.has_regions:
+        # What a loop only hands through is read where it came from.
+        return bool(program.users[v])
+    return op.kind not in _FUSED or _feeds_heavy(program, v)
+
+
+def _feeds_heavy(program: Program, v: int) -> bool:
+    stack, seen = [v], {v}
+    while stack:
+        for user, index in program.users[stack.pop()]:
+            op = program.ops[user]
+            if index >= len(op.operands):
+                continue  # A loop's own: it has memory for what it returns.
+            if op.kind in _VIEWS:
+                fresh = [w for w in op.results if w not in seen]
+                seen.update(fresh)
+                stack += fresh
+            elif op.kind not in _LIGHT:
+                return True
+    return False

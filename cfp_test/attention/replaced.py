@@ -1,0 +1,111 @@
+"""Steps whose attentions a kernel computes, beside the steps as they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.layout import Frame, constraints, lay_out
+from cfp.attention.matching.graft import Way, refused
+from cfp.attention.matching.matches import (
+    Attentions,
+    attentions,
+    replacements,
+    way_of,
+)
+from cfp.checking.check import Check, compile_alone
+from cfp.checking.difference import Difference
+from cfp.presets.classics import presets
+from cfp.program.replace import Replacement
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import trace
+from cfp.runtime.execute import CompiledStep, compile_step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on a mesh.
+
+    Attributes:
+        fn: the step.
+        args: its arguments, the state first.
+        mesh: the devices.
+    """
+
+    fn: Any
+    args: Sequence[Any]
+    mesh: Mesh
+
+    @cached_property
+    def flat(self) -> FlatStep:
+        return flatten_step(self.fn, self.args)
+
+    @cached_property
+    def frame(self) -> Frame:
+        return build_frame(
+            trace(self.flat, self.mesh)[0], tuple(self.mesh.shape.items())
+        )
+
+    @property
+    def attentions(self) -> Attentions:
+        return attentions(self.frame.program)
+
+    def refusal(self, kernel: str) -> str | None:
+        """Why a kernel cannot compute the attentions, if it cannot, on CPUs."""
+        for match in self.attentions.matches.values():
+            problem, sizes = match.problem, dict(self.mesh.shape)
+            if (why := refused(problem, Way(kernel), sizes, "cpu")) is not None:
+                return why
+        return None
+
+    @cached_property
+    def alone(self) -> CompiledStep:
+        """The step as it is written, on one device."""
+        return compile_alone(self.flat, self.mesh.local_devices[0])
+
+    def with_kernel(
+        self, kernel: str, preset: str = "data_parallel"
+    ) -> tuple[CompiledStep, tuple[Replacement, ...]]:
+        """The step under a preset, with a kernel in the place of all attentions.
+
+        Raises:
+            AssertionError: one that was found cannot be replaced.
+        """
+        frame = self.frame
+        layout = lay_out(frame, presets(frame)[preset])
+        found = []
+        for match in self.attentions.matches.values():
+            way = way_of(frame.program, match, kernel, layout.axes)
+            assert isinstance(way, Way), way
+            found += replacements(frame.program, match, way)
+        told = dataclasses.replace(constraints(layout), replaced=tuple(found))
+        compiled = compile_step(
+            self.flat,
+            self.mesh,
+            None,
+            [layout.arg_spec(i) for i in range(len(frame.program.args))],
+            layout.output_specs(),
+            told,
+            wide=True,
+        )
+        return compiled, told.replaced
+
+    def far(
+        self, planned: CompiledStep, alone: CompiledStep | None = None
+    ) -> list[Difference]:
+        """What `cfp run --check` would find in a step: its state is the first result.
+
+        Args:
+            planned: with kernels.
+            alone: of the step as it is written, if a step that computes the same has
+                been compiled already.
+        """
+        check = Check(planned, alone or self.alone, {0: 0})
+        check.start(self.args)
+        return check.step().failures(check.tolerance)

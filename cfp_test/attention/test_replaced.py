@@ -1,0 +1,105 @@
+"""Attentions of the zoo and of other libraries: matched, replaced, and checked.
+
+A check is that of `cfp run --check`: loss and new state under a plan, beside those of
+the untouched step on one device.
+"""
+
+import re
+from unittest.mock import patch
+
+import jax
+import pytest
+
+from cfp.attention import chunked
+from cfp.models import registry
+from cfp_test.attention.replaced import Step
+from cfp_test.checking import make_mesh
+from cfp_test.programs import attentive
+
+TOKENS, CHUNK = 24, 8
+SMALL = {"hidden": 16, "heads": 4, "batch": 4, "seq": TOKENS, "vocab": 40}
+MODELS = {
+    "gpt": {},
+    "moe": {"experts": 4, "expert_group_size": TOKENS, "ffn": 32},
+    "bert": {},
+    "llama": {"ffn": 32, "kv_heads": 2},
+}
+# What libraries write, the kernel that replaces it, and why that is not the one which
+# leaves no scores.
+LIBRARIES = {
+    attentive.linen_attention_step: ("chunked", None),
+    attentive.nnx_attention_step: ("chunked", None),
+    attentive.equinox_attention_step: ("chunked", None),
+    attentive.haiku_attention_step: ("chunked", None),
+    attentive.gpt2_style_attention_step: ("chunked", None),
+    attentive.t5_style_attention_step: (
+        "xla",
+        "it has no bias, whose gradient is as large as the scores",
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_chunks():
+    with patch.object(chunked, "CHUNK", CHUNK):
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((("x", 4),))
+
+
+@pytest.fixture(scope="module")
+def untouched():
+    """Steps as they are written, compiled once for those that compute the same."""
+    return {}
+
+
+def squares(compiled):
+    """Shapes with two dims of all tokens, in a compiled program."""
+    shapes = set(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text()))
+    return [one for one in shapes if one.split(",").count(str(TOKENS)) > 1]
+
+
+def zoo(model, scan, remat, mesh):
+    # Of a mixture of experts two layers are one of a scan.
+    layers = (2 if scan else 1) * (2 if model == "moe" else 1)
+    size = {**SMALL, **MODELS[model], "layers": layers, "dtype": "float32"}
+    options = {**size, "scan": scan, "remat": remat}
+    fn, _ = registry.build(model, **options)
+    init, make_batch = registry.initialise(model, **options)
+    key = jax.random.key(0)
+    return Step(fn, (init(key), make_batch(key)), mesh)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("model", MODELS)
+def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, scan, remat):
+    step = zoo(model, scan, remat, mesh)
+    assert step.attentions.left_alone == ()
+    assert len(step.attentions.matches) == (2 if model == "moe" else 1)
+    if (model, scan) not in untouched:
+        untouched[model, scan] = step.alone
+    alone = untouched[model, scan]
+    planned, replaced = step.with_kernel("chunked")
+    # Forward and backward in one, or one each where a loop lies between or the forward
+    # pass is computed again.
+    assert len(replaced) >= len(step.attentions.matches)
+    assert step.far(planned, alone) == []
+    # No scores are left, in no pass; there are some in the step as it is written.
+    assert squares(planned) == []
+    assert squares(alone) != []
+
+
+@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
+def test_attentions_of_other_libraries_are_replaced(mesh, make):
+    kernel, why_not = LIBRARIES[make]
+    step = Step(*make(), mesh)
+    assert step.attentions.left_alone == ()
+    assert len(step.attentions.matches) == 1
+    assert step.refusal("chunked") == why_not
+    planned, replaced = step.with_kernel(kernel)
+    assert {one.functions.how[0] for one in replaced} == {kernel}
+    assert step.far(planned) == []

@@ -1,0 +1,54 @@
+"""Which presets race where choices are made by estimates."""
+
+from dataclasses import replace
+
+import pytest
+
+from cfp.passes.search import _fastest
+from cfp.presets.classics import presets
+from cfp.search.costs import Costs, build_problem
+from cfp.search.expected import estimate_options
+from cfp.settings import PRESETS_BY_ESTIMATE
+from cfp.solution import predicted_bytes, predicted_ms
+from cfp_test.programs.registry import PROGRAMS
+from cfp_test.search.made_up import estimated, rates_of
+
+SQUARE = (("x", 2), ("y", 2))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A perceptron's analysis, its presets, and the problem without a budget."""
+    analysis, estimates = estimated(*PROGRAMS["mlp"]()[:2], SQUARE)
+    named = presets(analysis.frame)
+    costs = Costs(analysis, rates_of(SQUARE))
+    options = estimate_options(estimates, named, costs, per_kind=2, budget_bytes=None)
+    return analysis, named, build_problem(costs, options.estimated, None)
+
+
+def test_presets_that_fit_race_before_faster_ones_that_do_not(found):
+    analysis, named, problem = found
+    needs = {n: predicted_bytes(analysis, problem, c) or 0 for n, c in named.items()}
+    times = {n: predicted_ms(analysis, problem, c) or 0.0 for n, c in named.items()}
+    free = _fastest(analysis, named, problem)
+    assert len(free) == PRESETS_BY_ESTIMATE
+    assert sorted(times[n] for n in free) == sorted(times.values())[:2]
+    budget = max(needs[name] for name in free) - 1
+    small = [name for name in named if needs[name] <= budget]
+    assert len(small) >= PRESETS_BY_ESTIMATE
+    tight = _fastest(analysis, named, replace(problem, budget_bytes=budget))
+    assert tight.keys() <= {*small}
+    assert sorted(times[n] for n in tight) == sorted(times[n] for n in small)[:2]
+
+
+def test_of_equally_fast_presets_the_smaller_ones_race_within_a_budget(found):
+    analysis, named, problem = found
+    plenty = replace(problem, budget_bytes=2**40)
+    flat = tuple(
+        tuple(replace(option, time_ms=1.0) for option in options)
+        for options in plenty.options
+    )
+    plenty = replace(plenty, options=flat, edge_ms={}, far_ms={})
+    needs = {n: predicted_bytes(analysis, problem, c) or 0 for n, c in named.items()}
+    kept = _fastest(analysis, named, plenty)
+    assert sorted(needs[n] for n in kept) == sorted(needs.values())[:2]

@@ -1,0 +1,83 @@
+"""What segments are estimated to need, beside what compiled programs do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.analysis.analyze import analyze
+from cfp.presets.classics import presets
+from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.collectives import Rates
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.search.candidates import estimate_kinds, segment_candidate
+from cfp.search.costs import Costs
+from cfp.search.expected import estimate_options
+from cfp.search.measure import whole_job
+from cfp_test.checking import make_mesh
+from cfp_test.programs.common import normal
+
+LAYERS, ROWS, HIDDEN, WIDE, DEVICES = 6, 64, 32, 96, 4
+FLOAT_BYTES = 4
+
+
+def step(remat, params, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    def loss(params):
+        h, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params)
+        return jnp.square(h).mean()
+
+    grads = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def kept_and_needed(remat, name):
+    """What a preset keeps and needs besides by estimate, and as compiled."""
+    mesh = make_mesh((("x", DEVICES),))
+    params = {"up": normal(0, LAYERS, HIDDEN, WIDE)}
+    params["down"] = normal(1, LAYERS, WIDE, HIDDEN)
+    flat = flatten_step(
+        step,
+        (remat, params, normal(2, ROWS, HIDDEN)),
+        static_argnums=0,
+        donate_argnums=1,
+    )
+    analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
+    rates = Rates.of_virtual_devices(mesh)
+    choice = presets(analysis.frame)[name]
+    found = estimate_options(
+        estimate_kinds(analysis, rates),
+        {name: choice},
+        Costs(analysis, rates),
+        per_kind=1,
+        budget_bytes=None,
+    )
+    kept = needed = 0
+    for segment in analysis.segments:
+        key = segment_candidate(analysis, segment.index, choice).key
+        options = found.estimated[segment.kind]
+        [option] = [o for o in options if o.candidate.key == key]
+        kept += option.residual_bytes
+        needed = max(needed, kept + option.temp_bytes)
+    job = whole_job(analysis.frame, analysis.segments, choice, (), name)
+    built = build(analysis.frame.program, mesh, job, BuildEnvironment())
+    assert isinstance(built, Built)
+    return kept, needed, built.temp_bytes
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@pytest.mark.parametrize("name", ["data_parallel", "fully_sharded"])
+def test_a_loop_needs_its_gradients_and_one_iteration(remat, name):
+    kept, needed, compiled = kept_and_needed(remat, name)
+    inputs = LAYERS * ROWS * HIDDEN * FLOAT_BYTES // DEVICES
+    wide = LAYERS * ROWS * WIDE * FLOAT_BYTES // DEVICES
+    assert kept >= inputs + (0 if remat else wide)
+    # All layers' gradients, stacked; sharded where the state is.
+    gradients = 2 * LAYERS * HIDDEN * WIDE * FLOAT_BYTES
+    if name == "fully_sharded":
+        gradients //= DEVICES
+    layer = (4 * ROWS * WIDE // DEVICES + 4 * HIDDEN * WIDE) * FLOAT_BYTES
+    assert kept + gradients <= needed <= kept + gradients + 2 * layer
+    assert needed == pytest.approx(compiled, rel=0.35)

@@ -265,7 +265,11 @@ class _Finder:
             if op.kind == "reshape"
             and self.program.ops[op.id - 1].kind == "dynamic_slice"
         )
-        first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        # What it goes along has a dim more outside; releases of JAX name it otherwise.
+        first = sum(
+            getattr(outside.aval, "shape", None) == getattr(inside.aval, "shape", None)
+            for outside, inside in zip(eqn.invars, body.invars, strict=True)
+        )
         for index, var in enumerate(body.invars[first:], first):
             cut = next(cuts, None)
             shape: Any = var.aval

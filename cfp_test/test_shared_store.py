@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,29 @@ for budget in map(int, sys.argv[1:]):
     print(json.dumps([found, plan.search]))
 """
 
+# Its race never ends, so that it is killed there, however busy the machine is.
+HANGS_IN_ITS_RACE = (
+    """
+import time
+from cfp.race import turns
 
-def begin(folder: Path, *budgets: int) -> AbstractContextManager[Process]:
-    """Plans for budgets, one after another, for as long as the body."""
+turns.run = lambda *args, **options: time.sleep(100_000)
+"""
+    + PLAN
+)
+
+
+def begin(
+    folder: Path, *budgets: int, code: str = PLAN
+) -> AbstractContextManager[Process]:
+    """Plans for budgets, one after another, for as long as the body.
+
+    Times follow from what is compiled, so that each finds the others' records as it
+    would have made them.
+    """
     flags = "--xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-c", PLAN, *map(str, budgets)]
+    steady = ("-m", "cfp_test.injected")
+    command = [sys.executable, *steady, "-c", code, *map(str, budgets)]
     return running(command, folder, environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
 
 
@@ -52,30 +71,31 @@ def finish(process: Process) -> list[list[dict[str, Any]]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def kill_in_its_race(folder: Path, process: Process) -> None:
+def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bool:
+    """Whether a process has marked something of this kind as what it is at."""
     marks = MarksFolder(folder / "profiles.sqlite")
-
-    def races() -> bool:
-        with marks.locked():
-            mine = [
-                m for one in marks.living() if one.pid == process.pid for m in one.marks
-            ]
-        return any(
-            mark.doing == "run" and ("what", "whole program, raced") in mark.parts
-            for mark in mine
-        )
-
-    until(races, process)
-    process.kill()
-    process.wait()
+    with marks.locked():
+        mine = [
+            m for one in marks.living() if one.pid == process.pid for m in one.marks
+        ]
+    return any(
+        doing in ("", mark.doing) and (not what or ("what", what) in mark.parts)
+        for mark in mine
+    )
 
 
 def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
-    # Who is killed begins first: the other one's race would be its answer.
-    with begin(tmp_path, LARGE) as killed, begin(tmp_path, LARGE) as first:
-        kill_in_its_race(tmp_path, killed)
-        with begin(tmp_path, LARGE) as again, begin(tmp_path, SMALL) as other:
-            [[one, _]], [[two, _]], [[small, _]] = map(finish, (first, again, other))
+    with begin(tmp_path, LARGE, code=HANGS_IN_ITS_RACE) as killed:
+        races = partial(is_at, tmp_path, killed, "run", "whole program, raced")
+        until(races, killed)
+        with begin(tmp_path, LARGE) as first:
+            until(partial(is_at, tmp_path, first), first)
+            killed.kill()
+            killed.wait()
+            with begin(tmp_path, LARGE) as again, begin(tmp_path, SMALL) as other:
+                [[one, _]], [[two, _]], [[small, _]] = map(
+                    finish, (first, again, other)
+                )
     assert small["bytes"] <= SMALL
 
     with begin(tmp_path, LARGE, SMALL) as last:

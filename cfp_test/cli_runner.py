@@ -103,3 +103,30 @@ def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def run_exported(code: str, folder: Path) -> str:
+    """What a program prints that runs an exported plan on four virtual devices.
+
+    Args:
+        code: of the program.
+        folder: where it runs, and where it imports from.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment(
+            PYTHONPATH=str(folder),
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        ),
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -21,7 +21,7 @@ from cfp.profiling.conversation import together
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
-from cfp.program.step import FlatStep, flatten_step
+from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
 
@@ -156,12 +156,7 @@ def _run_trial(
     progress: Callable[[str], None] | None,
 ) -> Trial:
     tell = progress or (lambda _: None)
-    step = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     # With the step a plan that was loaded knows the static arguments.
     bound = replace(plan, step=step).bind(target.step, *target.args)
     feedback = _feedback(target, step, plan, steps)

@@ -19,7 +19,6 @@ from cfp.export.logical import logical_rules
 from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
-from cfp.program.step import flatten_step
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.sites import sites_data, sites_text
 from cfp.report.told import explain_data, explain_text
@@ -248,12 +247,7 @@ def _read(path: Path) -> str:
 
 
 def _plainly(target: Target) -> str:
-    step = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     # Over flat leaves: modules may hold what jax.jit takes for no array.
     given = tuple(place for place, donated in enumerate(step.donated) if donated)
     jitted = jax.jit(step.flat_fn, donate_argnums=given)

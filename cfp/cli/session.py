@@ -15,7 +15,7 @@ from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.passes.pipeline import Pins, analyze_step
-from cfp.program.step import FlatStep, flatten_step
+from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering
 from cfp.targets import Target, resolve
 
@@ -85,12 +85,7 @@ def analyse(target: Target, mesh: Mesh, pins: Pins | None = None) -> Session:
     Raises:
         CfpError: its step cannot be traced, or the pins do not fit.
     """
-    step = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     found = analyze_step(step, mesh, pins)
     assert isinstance(found.mesh, Mesh), "its devices are there"
     return Session(

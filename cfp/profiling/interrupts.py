@@ -54,7 +54,7 @@ def heeded(cache_dir: str | Path | None) -> Iterator[None]:
         with _none_lost():
             yield
     except KeyboardInterrupt:
-        # Where it happened to arrive tells users nothing.
+        # The place at which it happened to arrive is of no use to users.
         raise KeyboardInterrupt(interrupted_text(cache_dir, "the same call")) from None
 
 
@@ -86,7 +86,7 @@ class _Lost:
     """Sends an interrupt again that was raised where nothing can be.
 
     Args:
-        before: told of everything else that was.
+        before: the hook for everything else that was raised there.
         main: the thread to interrupt.
     """
 
@@ -96,11 +96,11 @@ class _Lost:
         self._again: threading.Timer | None = None
         self._is_sent = True
 
-    def hook(self, told: sys.UnraisableHookArgs) -> None:
+    def hook(self, raised: sys.UnraisableHookArgs) -> None:
         """As `sys.unraisablehook`."""
-        interrupts = issubclass(told.exc_type, KeyboardInterrupt)
+        interrupts = issubclass(raised.exc_type, KeyboardInterrupt)
         if not interrupts or threading.current_thread() is not self._main:
-            self._before(told)
+            self._before(raised)
             return
         if not self._is_sent:
             return  # Another one is about to be: a second would come after the end.

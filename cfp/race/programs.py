@@ -195,7 +195,7 @@ def left_out(candidates: Iterable[Candidate], why: str) -> list[RaceRow]:
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
     """What comes of a race whose times are predictions of whole steps."""
     won = outcome.result
-    # What came out as one program is told by its samples, which are left out.
+    # Candidates that came out as one program have one race's samples in common.
     first = {row.samples_ms: row.name for row in reversed(outcome.rows)}
     first |= {won.samples_ms: won.name} if won is not None and won.ran else {}
     rows = [

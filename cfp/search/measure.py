@@ -138,7 +138,7 @@ def segment_layout(
     return Layout(frame, strategies, storage)
 
 
-def _told_inside(
+def _constraints_of_part(
     layout: Layout,
     segments: Sequence[Segment],
     part: Part,
@@ -146,7 +146,7 @@ def _told_inside(
     kernels: Mapping[int, str],
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
 ) -> Constraints:
-    """What the compiler is told of a part, and of its segments, by their indices."""
+    """The constraints of a part, with its segments given by their indices."""
     frame = layout.frame
     told = constraints(layout, frame.program.with_bodies(part.ops))
     return _changed(
@@ -168,7 +168,7 @@ def segment_job(
     layout = segment_layout(frame, segments, index, candidate)
     part = cut_part(frame.program, segments[index].ops)
     again, kernels = [index] * candidate.remat, {index: candidate.kernel}
-    told = _told_inside(layout, segments, part, again, kernels)
+    told = _constraints_of_part(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=candidate.estimate_ms)
 
@@ -191,7 +191,7 @@ def pair_job(
     layout = Layout(frame, strategies, storage)
     part = cut_part(frame.program, ops)
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = _told_inside(layout, segments, part, again, kernels)
+    told = _constraints_of_part(layout, segments, part, again, kernels)
     job = make_job(frame, layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -226,7 +226,7 @@ def whole_job(
         part, chosen = abridged.part, ""
         again = [index for index in choice.remat if index in abridged.segments]
         kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
-        told = _told_inside(layout, segments, part, again, kernels, level)
+        told = _constraints_of_part(layout, segments, part, again, kernels, level)
     else:
         top = [op.id for op in frame.program.ops if op.parent < 0]
         part = cut_part(frame.program, top)

@@ -193,17 +193,11 @@ class Maker:
 
     def _analysed(self, target: str) -> Any:
         from cfp.passes.pipeline import analyze_step
-        from cfp.program.step import flatten_step
         from cfp.targets import resolve
 
         words = target.split()
         found = resolve(words[0], words[1:])
-        step = flatten_step(
-            found.step,
-            found.args,
-            static_argnums=found.static,
-            donate_argnums=found.donate,
-        )
+        step = found.flatten()
         return analyze_step(step, self.mesh)
 
     def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:

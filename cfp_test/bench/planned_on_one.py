@@ -149,7 +149,6 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     from cfp.passes.profile import profile
     from cfp.passes.search import search
     from cfp.planner_settings import PlannerSettings
-    from cfp.program.step import flatten_step
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
     from cfp_test.bench.one_as_n_data import schedule_to_json
@@ -166,12 +165,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     marks = [time.perf_counter()]
     words = cell.target.split()
     target = resolve(words[0], words[1:])
-    step = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     analyzed = analyze_step(step, mesh)
     analysis = analyzed.analysis
     marks.append(time.perf_counter())

@@ -23,7 +23,6 @@ from cfp import described
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.describe import plan_rows
 from cfp.presets.classics import presets
-from cfp.program.step import flatten_step
 from cfp.targets import resolve
 from cfp_test.bench.one_as_n_data import FILE as RECORDED
 from cfp_test.bench.one_as_n_data import RESULTS
@@ -41,12 +40,7 @@ def preset_blocks(target: str) -> dict[str, Blocks]:
     """The blocks of a program under each preset."""
     words = target.split()
     found = resolve(words[0], words[1:])
-    step = flatten_step(
-        found.step,
-        found.args,
-        static_argnums=found.static,
-        donate_argnums=found.donate,
-    )
+    step = found.flatten()
     analysis = analyze_step(step, described("4xh200")).analysis
     return {
         name: blocks_of(

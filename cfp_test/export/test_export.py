@@ -2,7 +2,6 @@
 
 import ast
 import json
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -22,9 +21,8 @@ from cfp.plan.sites import Site, Sites
 from cfp.profiling.hlo import collectives_in
 from cfp.program.recompute import Recompute
 from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import ROOT, environment
+from cfp_test.cli_runner import ROOT, run_exported
 from cfp_test.reported import HOSTILE
-from cfp_test.waiting import GUARD_SECONDS
 
 WIDTH = 16
 SETTINGS = cfp.PlannerSettings(race=False)
@@ -122,20 +120,8 @@ def test_a_module_runs_where_cfp_cannot_be_imported(plan, my_step, mesh, tmp_pat
     loaded, _, shapes = plan
     loaded.export_python(tmp_path / "exported.py")
     (tmp_path / "my_step.py").write_text(STEP)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        cwd=tmp_path,
-        env=environment(
-            PYTHONPATH=str(tmp_path),
-            JAX_PLATFORMS="cpu",
-            XLA_FLAGS="--xla_force_host_platform_device_count=4",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=GUARD_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    head, _, hlo = done.stdout.partition("HLO ")
+    printed = run_exported(RUN, tmp_path)
+    head, _, hlo = printed.partition("HLO ")
     assert head.split() == ["SHARDED", "5"]
     compiled = loaded.compile(my_step["step"], *shapes)
     assert collectives_in(hlo) == collectives_in(compiled.as_text())

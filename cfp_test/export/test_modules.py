@@ -1,8 +1,5 @@
 """Exported plans of steps whose modules hold functions and settings."""
 
-import subprocess
-import sys
-
 import equinox as eqx
 import flax.struct
 import jax
@@ -16,9 +13,8 @@ import cfp
 from cfp.export.runtime import in_program, joined, split
 from cfp.program.fixed import Fixed, fixed
 from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import ROOT, environment
+from cfp_test.cli_runner import ROOT, run_exported
 from cfp_test.module_steps import Net, training, updating
-from cfp_test.waiting import GUARD_SECONDS
 
 # In a process where cfp cannot be imported: three steps of both, and what they return.
 RUN = """
@@ -63,20 +59,8 @@ def test_modules_run_where_cfp_cannot_be_imported(target, tmp_path):
     cfp.Plan.load(tmp_path / "plan.json").export_python(tmp_path / "exported.py")
     text = (ROOT / "cfp_test" / "module_steps.py").read_text()
     (tmp_path / "module_steps.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.format(name=target.__name__)],
-        cwd=tmp_path,
-        env=environment(
-            PYTHONPATH=str(tmp_path),
-            JAX_PLATFORMS="cpu",
-            XLA_FLAGS="--xla_force_host_platform_device_count=4",
-        ),
-        capture_output=True,
-        text=True,
-        timeout=GUARD_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["SAME"]
+    printed = run_exported(RUN.format(name=target.__name__), tmp_path)
+    assert printed.split() == ["SAME"]
 
 
 class Numbers(eqx.Module):

@@ -55,7 +55,6 @@ from cfp.profiling.key import environment_parts
 from cfp.profiling.signs import above_zero
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
-from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.compile import Builder
 from cfp.race.programs import programs_of
@@ -159,7 +158,7 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     started = time.perf_counter()
     target, mesh = _open(options, rest)
     lines = _Lines(options, [options.target, *rest])
-    step = _step(target)
+    step = target.flatten()
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.plain:
         settings = replace(
@@ -324,7 +323,7 @@ def _run(plan: Plan, target: Target, options: argparse.Namespace) -> Row:
 
 def _maker(plan: Plan, target: Target, mesh: Mesh) -> Any:
     """Makes arguments as races do: each where it belongs, whole on no device."""
-    step = _step(target)
+    step = target.flatten()
     program, _ = trace(step, planning_mesh(mesh))
     positive = above_zero(program, tuple(op.id for op in program.ops if op.parent < 0))
     kinds = [
@@ -415,15 +414,6 @@ def _ms(value: float | None) -> str:
 def _open(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Target, Mesh]:
     axes = platform.parse_mesh(options.devices, options.mesh)
     return open_target(options.target, rest, axes=axes, platform_name=options.platform)
-
-
-def _step(target: Target) -> FlatStep:
-    return flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
 
 
 def _lines_file(workdir: Path) -> Path:

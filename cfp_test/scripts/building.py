@@ -33,7 +33,6 @@ from cfp.profiling import pipeline
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
-from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.candidates import estimate_kinds
 from cfp.search.costs import Costs
@@ -59,13 +58,7 @@ def main() -> None:
     target, mesh = open_target(
         options.target, rest, axes=axes, platform_name=options.platform
     )
-    flat = flatten_step(
-        target.step,
-        target.args,
-        {},
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    flat = target.flatten()
     mesh = planning_mesh(mesh)
     analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
     program = analysis.frame.program

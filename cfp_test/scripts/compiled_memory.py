@@ -38,7 +38,6 @@ from cfp.analysis.analyze import analyze
 from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
-from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.measure import can_recompute, whole_job
 from cfp.targets import resolve
@@ -61,12 +60,7 @@ def main() -> None:
     target = resolve(options.target, rest)
     axes = platform.parse_mesh(None, options.mesh) or ()
     mesh = planning_mesh(described_mesh(options.device, axes))
-    flat = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    flat = target.flatten()
     program, _ = trace(flat, mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
     frame, segments = analysis.frame, analysis.segments

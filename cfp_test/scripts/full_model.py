@@ -59,7 +59,6 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.candidates import level_name
 from cfp.race.programs import RaceOutcome
@@ -209,12 +208,7 @@ def train(options: argparse.Namespace, rest: list[str], folder: Path) -> dict[st
     """Trains a target under a saved plan: what came of it."""
     clock = Clock(options.began)
     target, mesh = _open(options, rest)
-    step = flatten_step(
-        target.step,
-        target.args,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     mesh = planning_mesh(mesh)
     program, lowering = trace(step, mesh)
     plan = Plan.load(folder / options.phase, mesh=mesh)

@@ -43,7 +43,6 @@ from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.candidates import level_name
 from cfp.race.compile import Builder
@@ -223,13 +222,7 @@ def main() -> None:
     target, mesh = open_target(
         options.target, rest, axes=axes, platform_name=options.platform
     )
-    step = flatten_step(
-        target.step,
-        target.args,
-        {},
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-    )
+    step = target.flatten()
     with tempfile.TemporaryDirectory() as temporary:
         workdir = Path(temporary)
         if options.workdir and not options.size_only:

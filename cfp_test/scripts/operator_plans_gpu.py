@@ -187,7 +187,6 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     from cfp.planner_settings import PlannerSettings
     from cfp.presets.classics import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
-    from cfp.program.step import flatten_step
     from cfp.search.measure import whole_job
     from cfp.targets import resolve
 
@@ -196,12 +195,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     target = TARGETS[row["model"]]
     words = target.split()
     source = resolve(words[0], words[1:])
-    step = flatten_step(
-        source.step,
-        source.args,
-        static_argnums=source.static,
-        donate_argnums=source.donate,
-    )
+    step = source.flatten()
     analyzed = analyze_step(step, mesh)
     frame, segments = analyzed.analysis.frame, analyzed.analysis.segments
     choice = presets(frame)["fully_sharded"]
@@ -233,7 +227,6 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     from cfp.passes.profile import profile
     from cfp.passes.search import search
     from cfp.planner_settings import PlannerSettings
-    from cfp.program.step import flatten_step
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
     from cfp_test.bench.planned_on_one import stand_in, tell
@@ -247,12 +240,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     target = (TINY if options.tiny else TARGETS)[row["model"]]
     words = target.split()
     source = resolve(words[0], words[1:])
-    step = flatten_step(
-        source.step,
-        source.args,
-        static_argnums=source.static,
-        donate_argnums=source.donate,
-    )
+    step = source.flatten()
     analyzed = analyze_step(step, mesh)
     analysis = analyzed.analysis
     seconds = min(_PLAN_SECONDS, options.end - time.time())

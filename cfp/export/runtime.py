@@ -3,6 +3,9 @@
 It imports nothing but JAX, and reads the tables that stand before it in the module.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 import hashlib

@@ -144,7 +144,7 @@ def _apply(one: Expr, args: list[jax.Array]) -> jax.Array:
         return jnp.asarray(_value(one.detail, one.dtype), numpy_dtype(one.dtype))
     if one.kind == CONVERT:
         return args[0].astype(numpy_dtype(one.dtype))
-    args = jnp.broadcast_arrays(*args)
+    args = list(jnp.broadcast_arrays(*args))
     if one.kind == COMPARE:
         return _compare(one.detail)(*args)
     if one.kind == SELECT:

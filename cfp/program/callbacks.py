@@ -7,6 +7,9 @@ functions through a guard: the exception is kept, the devices go on with zeros, 
 exception is raised once they are done.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -6,6 +6,9 @@ mark in its name stack, the step is lowered once more, and the marks are read ba
 the locations of the ops. The program must come out as it did without marks.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 import re

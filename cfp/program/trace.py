@@ -1,5 +1,8 @@
 """Traces a step function, with arrays or shapes, into a program."""
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 from collections.abc import Sequence

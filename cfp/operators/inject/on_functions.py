@@ -6,6 +6,9 @@ too; not what has a derivative of its own. Inject before differentiating: a call
 was differentiated has other arguments than the function.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 import functools
@@ -139,7 +142,7 @@ class _Evaluation:
             if value.constvars:
                 return value
             closed = core.ClosedJaxpr(value, ())
-        inputs = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in closed.in_avals]
+        inputs = [_abstract(one) for one in closed.in_avals]
         made = jax.make_jaxpr(lambda *args: self.run(closed, args, path))(*inputs)
         if isinstance(value, core.Jaxpr):
             # What holds a program without constants cannot be given any.

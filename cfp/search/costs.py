@@ -73,13 +73,9 @@ class Costs:
         key = (kind, *candidate.key)
         if key not in self._least:
             index = self.analysis.representatives[kind]
-            self._least[key] = segment_bytes(
-                self.analysis.frame,
-                self.analysis.segments[index],
-                self._layout(index, candidate),
-                candidate.remat,
-                candidate.kernel,
-            )
+            layout, segment = self._layout(index, candidate), self.analysis.segments
+            how = candidate.remat, candidate.kernel
+            self._least[key] = segment_bytes(segment[index], layout, *how)
         return self._least[key]
 
     def temp_bytes(self, kind: int, candidate: Candidate) -> int:
@@ -174,9 +170,7 @@ class Costs:
     def _layout(self, index: int, candidate: Candidate) -> Layout:
         key = (index, *candidate.key[:2])
         if key not in self._layouts:
-            self._layouts[key] = segment_layout(
-                self.analysis.frame, self.analysis.segments, index, candidate
-            )
+            self._layouts[key] = segment_layout(self.analysis, index, candidate)
         return self._layouts[key]
 
     @cached_property

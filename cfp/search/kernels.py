@@ -49,7 +49,7 @@ class Kernels:
         losses = patterns_among(program, ops) if self.parts else []
         if not matches and not losses:
             return []
-        layout = segment_layout(analysis.frame, analysis.segments, index, candidate)
+        layout = segment_layout(analysis, index, candidate)
         name = name_of(self.parts)
         parts = [name] if losses and in_parts(layout, ops, name) else []
         kernels = []

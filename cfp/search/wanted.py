@@ -238,8 +238,7 @@ class WantedMaker:
         carrier_index = analysis.representatives[analysis.segments[near].kind]
         alone = self._alone(carrier_index, carrier, label)
         together = pair_job(
-            analysis.frame,
-            analysis.segments,
+            analysis,
             {index: candidate, near: carrier},
             self._environment,
             f"{label}, in context",
@@ -268,9 +267,8 @@ class WantedMaker:
     def _alone(self, index: int, candidate: Candidate, label: str) -> Job:
         key = (index, candidate.key)
         if key not in self._jobs:
-            where = (self._analysis.frame, self._analysis.segments)
-            how = (self._environment, label)
-            self._jobs[key] = segment_job(*where, index, candidate, *how)
+            how = (candidate, self._environment, label)
+            self._jobs[key] = segment_job(self._analysis, index, *how)
         return self._jobs[key]
 
     def _carrier(
@@ -310,15 +308,14 @@ def computed_again(
     the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
     neighbour, or where the base failed with or without it, it is measured alone.
     """
-    frame, segments = analysis.frame, analysis.segments
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
     if base.carrier is None or alone:
-        job = segment_job(frame, segments, index, candidate, environment, label)
+        job = segment_job(analysis, index, candidate, environment, label)
         return Wanted(base.kind, candidate, job, base=base)
     near, carrier = base.carrier
     picks = {index: candidate, near: carrier}
-    together = pair_job(frame, segments, picks, environment, f"{label}, in context")
+    together = pair_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.job.key.digest,)))
     return replace(base, candidate=candidate, pair_job=together, base=base)

@@ -43,8 +43,7 @@ def known(analysis, tmp_path):
 
     def job(name, *how):
         choice = replace(classics[name], remat=(1,))
-        frame, segments = analysis.frame, analysis.segments
-        return whole_job(frame, segments, choice, HERE, name, *how)
+        return whole_job(analysis, choice, HERE, name, *how)
 
     def keep(one, peak, ms, **changes):
         record = ProfileRecord(

@@ -104,9 +104,7 @@ def main() -> None:
                 "strategies": len(wanted),
                 "predicted_ms": best.cost_ms,
             }
-            job = whole_job(
-                analysis.frame, analysis.segments, choice, context.environment, name
-            )
+            job = whole_job(analysis, choice, context.environment, name)
             programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
         program = analysis.frame.program
         builder = Builder(program=program, mesh=mesh, store=context.store)

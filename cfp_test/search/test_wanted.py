@@ -157,7 +157,7 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
     least = {}
     for name, choice in presets(analysis.frame).items():
         lean = replace(choice, remat=again)
-        job = whole_job(analysis.frame, segments, lean, (), name)
+        job = whole_job(analysis, lean, (), name)
         built = build(analysis.frame.program, mesh, job)
         assert isinstance(built, Built), built.reason
         least[name] = costs.least_peak_bytes(choice)

@@ -10,7 +10,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
-from cfp.search.assemble import picks_of, whole_choice
+from cfp.search.candidates import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Problem
@@ -132,15 +132,15 @@ def planned_around(
 
 
 def predicted_size(
-    analysis: Analysis, problem: Problem, choice: Choice
+    analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> CompiledBytes | None:
     """What a program will need, if all of it was measured.
 
     What is there from the first op to the last is known exactly, results that take no
     argument's place included.
     """
-    picks = picks_of(analysis, problem, choice)
-    if picks is None:
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    if problem is None or picks is None:
         return None
     frame = analysis.frame
     layout, program = lay_out(frame, choice), frame.program

@@ -82,10 +82,10 @@ def limit_options(
 Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 
 
-def expected_ms(candidate: Candidate) -> float | None:
-    """What a candidate should take, the memory limit reckoned with."""
+def expected_ms(candidate: Candidate) -> float:
+    """What a candidate should take, the memory limit reckoned with; else infinity."""
     if candidate.predicted_ms is None:
-        return None
+        return float("inf")
     limited = MEMORY_SHARE in candidate.options
     return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
 
@@ -94,8 +94,8 @@ def in_reach(
     candidate: Candidate, best_ms: float, reach: Mapping[ConstraintLevel, float]
 ) -> bool:
     """Whether a candidate may be faster than the best; what is unknown may be."""
-    ms = expected_ms(candidate)
-    return ms is None or ms <= reach[candidate.level] * best_ms
+    limit_ms = reach[candidate.level] * best_ms
+    return candidate.predicted_ms is None or expected_ms(candidate) <= limit_ms
 
 
 def near_among(
@@ -112,8 +112,7 @@ def near_among(
 
 def best_of(candidates: Sequence[Candidate]) -> float:
     """The least time that any of them should take; infinite if none is known."""
-    times = [ms for one in candidates if (ms := expected_ms(one)) is not None]
-    return min(times, default=float("inf"))
+    return min(map(expected_ms, candidates), default=float("inf"))
 
 
 def raced_anyway(
@@ -121,7 +120,7 @@ def raced_anyway(
 ) -> set[Any]:
     """Keys of what takes part however slow it is: the plan, and the best preset."""
     known = [one for one in candidates if one.choice in presets and one.predicted_ms]
-    best = sorted(known, key=_order)[:1]
+    best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
 
 
@@ -193,7 +192,7 @@ def enough_that_fit(
     refused: set[Any] = set()
     anyway = {*known, *raced_anyway([*candidates[:1], *queue], presets)}
     while queue:
-        queue.sort(key=_order)
+        queue.sort(key=expected_ms)
         if len(refused) >= MOST_REFUSED:
             near = [] if found.fitting else [c for c in queue if c.key in known][:1]
         elif reach is None:
@@ -223,8 +222,3 @@ def enough_that_fit(
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
     found.far.extend(queue)
     return found
-
-
-def _order(candidate: Candidate) -> float:
-    ms = expected_ms(candidate)
-    return float("inf") if ms is None else ms

@@ -12,7 +12,6 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import leanest_of, predicted_size, with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
@@ -172,17 +171,11 @@ class Run:
     ) -> Admitted:
         """Compiles candidates until enough fit."""
         problem, analysis = self.solution.problem, self.analysis
-
-        def size_of(one: Candidate) -> CompiledBytes | None:
-            if problem is None:
-                return None
-            return predicted_size(analysis, problem, one.choice)
-
         return enough_that_fit(
             candidates,
             self.compile_all,
             memory=self.context.memory,
-            size_of=size_of,
+            size_of=lambda one: predicted_size(analysis, problem, one.choice),
             reach=None if one_is_enough else self.context.reach,
             presets=self.presets,
             known=known,

@@ -14,7 +14,7 @@ from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
-from cfp.search.assemble import whole_choice
+from cfp.search.candidates import whole_choice
 from cfp.search.dynamic import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem

@@ -129,6 +129,9 @@ class _Turns:
         def time_of(digest: str) -> float:
             return ratios[digest] * records[digest].time_ms
 
+        def samples_of(digest: str) -> list[float]:
+            return [ratios[digest] * ms for ms in records[digest].samples_ms]
+
         most = rounds + MORE_ROUNDS
         for turn in range(most):
             known = [records[d].time_ms for d in order if turn]
@@ -150,7 +153,7 @@ class _Turns:
             close = (
                 len(able) > 1
                 and defaults_of(platform).settles_ties
-                and _is_tie([(ratios[d], records[d]) for d in able[:2]])
+                and is_tie(*map(samples_of, able[:2]))
             )
             if turn + 1 >= rounds and settled and not close:
                 break
@@ -172,12 +175,6 @@ class _Turns:
             how = self.builder.options.run or run
             place = one.place or (self.builder.program, self.builder.mesh)
             return how(built, job, *place, timing=timing)
-
-
-def _is_tie(pair: Sequence[tuple[float, ProfileRecord]]) -> bool:
-    """Whether more turns may tell which of the two fastest is faster."""
-    one, two = ([ratio * ms for ms in record.samples_ms] for ratio, record in pair)
-    return is_tie(one, two)
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:

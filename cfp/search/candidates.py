@@ -1,4 +1,6 @@
-"""Which choices are worth measuring: the best by estimate, and the presets' parts.
+"""Choices of segments: parts of whole choices, and which are worth measuring.
+
+These are the best by estimate, and the presets' parts.
 
 Each axis of a mesh may play each role, which makes dozens of presets on three axes.
 Those in which all axes play one role stay, and of the mixed ones the best by estimate;
@@ -14,10 +16,11 @@ import numpy as np
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import Strategy
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.problem import Candidate
+from cfp.search.problem import Candidate, Problem, Solution
 from cfp.settings import MIXED_PRESETS
 
 
@@ -30,6 +33,42 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     kernel = dict(choice.kernels).get(index, "")
     remat = index in choice.remat
     return Candidate(strategies, storage, remat=remat, kernel=kernel)
+
+
+def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
+    """The whole program's choice that a solution stands for."""
+    frame = analysis.frame
+    strategies: dict[int, Strategy] = {}
+    storage = [Storage.USED] * len(frame.groups)
+    remat, kernels = [], []
+    for segment, pick in zip(analysis.segments, found.picks, strict=True):
+        candidate = problem.options[segment.kind][pick].candidate
+        for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
+            strategies[block] = strategy
+        for group in segment.groups:
+            storage[group] = candidate.storage
+        if candidate.remat:
+            remat.append(segment.index)
+        if candidate.kernel:
+            kernels.append((segment.index, candidate.kernel))
+    return Choice(
+        tuple(strategies[block.index] for block in frame.blocks),
+        tuple(storage),
+        tuple(remat),
+        tuple(kernels),
+    )
+
+
+def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
+    """A whole program's choice as options of a problem; None if it has not all."""
+    picks = []
+    for segment in analysis.segments:
+        wanted = segment_candidate(analysis, segment.index, choice).key
+        keys = [option.candidate.key for option in problem.options[segment.kind]]
+        if wanted not in keys:
+            return None
+        picks.append(keys.index(wanted))
+    return picks
 
 
 def preset_parts(

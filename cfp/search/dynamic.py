@@ -5,14 +5,14 @@ ones is the last pick (for the resharding behind it), the cost so far, and under
 budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
 the cost alone, and has no budget). Where something passes further than to the next
-segment, partial choices are told apart by that as well (:mod:`cfp.search.distant`).
+segment, partial choices are told apart by that as well (:mod:`cfp.search.bounds`).
 Exact, but for the rare program with more than `MOST_STATES` of them, where the most
 promising stay, and if none of these fits, what passes further is left out of account.
 Without a budget the time is linear in the number of segments.
 
 With a budget the partial choices that stay would grow too many. So those are left out
 that cannot end below a cost, by a bound on what is still to come
-(:mod:`cfp.search.priced`). That cost is first little more than the bound for the whole
+(:mod:`cfp.search.bounds`). That cost is first little more than the bound for the whole
 program, and is raised until something ends below it.
 """
 
@@ -24,13 +24,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cfp.search.distant import MOST_STATES, Distant, states
-from cfp.search.priced import (
+from cfp.search.bounds import (
+    MOST_STATES,
+    Distant,
     at_price,
     costs_to_go,
     holding_least,
     least_cost_ms,
     memory_price,
+    states,
     unlimited,
 )
 from cfp.search.problem import Problem, Solution, solution
@@ -84,6 +86,35 @@ def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | N
         return None
     picked = zip(problem.kinds, found.picks, strict=True)
     return solution(problem, [kept[kind][pick] for kind, pick in picked])
+
+
+def best_solutions(problem: Problem, count: int) -> list[Solution]:
+    """The best solution, and others that differ from it where it matters.
+
+    Each next one may not use what the one before chose for the kind of segment that
+    takes most of the time.
+    """
+    found: list[Solution] = []
+    banned: set[tuple[int, int]] = set()
+    while len(found) < count:
+        kept = [
+            [i for i in range(len(options)) if (kind, i) not in banned]
+            for kind, options in enumerate(problem.options)
+        ]
+        if not all(kept):
+            break
+        best = solve_among(problem, kept)
+        if best is None:
+            break
+        found.append(best)
+        spent: dict[tuple[int, int], float] = {}
+        for kind, pick in zip(problem.kinds, best.picks, strict=True):
+            time_ms = problem.options[kind][pick].time_ms
+            spent[kind, pick] = spent.get((kind, pick), 0.0) + time_ms
+        if not spent:  # a program without segments leaves nothing to choose
+            break
+        banned.add(max(spent, key=lambda choice: spent[choice]))
+    return found
 
 
 def can_fit(problem: Problem) -> bool:

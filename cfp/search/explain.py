@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cfp.search.bounds import least_cost_ms, memory_price, unlimited
 from cfp.search.dynamic import can_fit, smallest_budget, solve_dynamically
-from cfp.search.priced import least_cost_ms, memory_price, unlimited
 from cfp.search.problem import Problem, Solution, solution
 
 GIB = 2**30

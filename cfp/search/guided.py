@@ -21,13 +21,13 @@ from itertools import islice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
+from cfp.search.bounds import memory_price
 from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
 from cfp.search.kernels import with_kernels
-from cfp.search.priced import memory_price
 from cfp.search.problem import Candidate, Option, Problem, scale_memory
 from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
 from cfp.settings import (

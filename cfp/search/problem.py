@@ -51,6 +51,11 @@ class Option:
     residual_bytes: int
     temp_bytes: int
 
+    @property
+    def held_bytes(self) -> int:
+        """State, and what the forward pass keeps."""
+        return self.state_bytes + self.residual_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cfp.search.bounds import unlimited
 from cfp.search.dynamic import smallest_budget, solve_dynamically
-from cfp.search.priced import unlimited
 from cfp.search.problem import Problem, Solution
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.

@@ -21,7 +21,6 @@ from itertools import islice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
-from cfp.search.bounds import memory_price
 from cfp.search.candidates import best_candidates, storage_modes
 from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
@@ -157,8 +156,7 @@ class _View:
         if nothing would then, the leanest, computed again.
         """
         kinds = range(len(self._measured))
-        price = memory_price(self._problem)
-        likely = [self._likely(kind, price) for kind in kinds]
+        likely = [self._likely(kind) for kind in kinds]
         for share in dict.fromkeys((1.0, left)):
             best = solve_dynamically(scale_memory(self._problem, share))
             best_ms = best.cost_ms if best else float("inf")
@@ -260,15 +258,10 @@ class _View:
             made.append(self._maker.again(base, base.has_failed(self._records)))
         return made
 
-    def _likely(self, kind: int, price: float) -> list[Option]:
+    def _likely(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
         estimate, asked = self._maker.estimates[kind], self._asked(kind, ())
-        # What is slower may need less memory.
-        fresh = [
-            *_first_unasked(estimate, asked),
-            *_first_unasked(estimate.at_price(price), asked),
-        ]
-        found = list({candidate.key: candidate for candidate in fresh}.values())
+        found = _first_unasked(estimate, asked)
         if self._maker.costs.can_rematerialize(kind):
             ran_out = (
                 w.candidate

@@ -26,13 +26,13 @@ from cfp.context import PlanContext
 from cfp.patterns.build import name_of, split
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
-from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race.compile import was_refused
-from cfp.race.programs import programs_of
+from cfp.race.programs import RaceProgram, programs_of
 from cfp.search.problem import Problem
-from cfp.settings import LIMITED_TIME, RACE_NOISE, ConstraintLevel
+from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, predicted_ms
 
 
@@ -66,30 +66,19 @@ class Answer:
         best = min(since, key=lambda record: record.time_ms, default=None)
         if best is None or best.choice in self.known:
             return False
-        return best.time_ms < (1.0 - RACE_NOISE) * self.time_ms
+        return best.time_ms < (1.0 - WORTH_HAVING) * self.time_ms
 
 
-def question(
-    jobs: Iterable[Job],
-    options: Iterable[Mapping[str, str]],
-    budget_bytes: int,
-    environment: Parts,
-) -> ProfileKey:
-    """What the answer to a race is kept under.
-
-    Args:
-        jobs: programs that take part in any case.
-        options: of the compiler that leaders are raced with.
-        budget_bytes: memory of each device.
-        environment: what measurements depend on.
-    """
+def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
+    """What the answer to a race of these, and of what is known to fit, is kept under."""
+    options = context.compiler_options.values()
     return ProfileKey(
         (
             ("what", "who took part in a race"),
-            ("programs", _digest(job.key.digest for job in jobs)),
+            ("programs", _digest(one.job.key.digest for one in programs)),
             ("options", repr([sorted(one.items()) for one in options])),
-            ("budget", str(budget_bytes)),
-            *environment,
+            ("budget", str(context.budget_bytes)),
+            *context.environment,
         )
     )
 

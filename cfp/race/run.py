@@ -35,9 +35,8 @@ from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import race_programs
 from cfp.settings import (
-    CLOSE_TO_LEADER,
     LEADERS,
-    ROUNDS_BEFORE_OPTIONS,
+    STAY_AFTER_TURN,
 )
 from cfp.solution import Candidate, Solution
 
@@ -82,7 +81,7 @@ def second_race(
     }
     if not new:
         return [], []
-    limit_ms = CLOSE_TO_LEADER * min(map(time_ms, able), default=0.0)
+    limit_ms = STAY_AFTER_TURN * min(map(time_ms, able), default=0.0)
     close = [(one, r) for one, r in ranked if r.ran and r.time_ms <= limit_ms]
     first = {one.name: one for one, r in [*able, *close, *known[:1]] if r.ran}
     return [*first.values()], [*{one.name: one for one in new.values()}.values()]
@@ -121,7 +120,7 @@ class Run:
     def rounds(self) -> int:
         """Of a race after which leaders run again, or in which times say little."""
         few = self.context.compiler_options or self.context.by_estimates
-        return ROUNDS_BEFORE_OPTIONS if few else self.context.defaults.rounds
+        return 1 if few else self.context.defaults.rounds
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
@@ -218,12 +217,7 @@ class Run:
         if context.memory is None or problem is None or not context.is_alone:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
-        asked = question(
-            [one.job for one in programs],
-            context.compiler_options.values(),
-            context.memory.budget_bytes,
-            context.environment,
-        )
+        asked = question(context, programs)
         answer = answer_to(asked, context.store)
         near = self.near_among(candidates)
         return known_to_fit(context, self.analysis, problem, near, answer), asked

@@ -36,11 +36,8 @@ from cfp.settings import (
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
-_LOOK_ON_CPUS = TimingOptions(
-    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
-)
-_TURN_ON_CPUS = TimingOptions(
-    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
+_ON_CPUS = TimingOptions(
+    warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
 # Devices at their power limit slow down as they work: on 2 H200 the same step took
 # 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
@@ -185,7 +182,7 @@ def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
         fastest_ms: the fastest step of those in it, or None for a look.
     """
     if platform == "cpu":
-        return _LOOK_ON_CPUS if fastest_ms is None else _TURN_ON_CPUS
+        return _ON_CPUS
     if fastest_ms is None:
         return _LOOK_ELSEWHERE
     steps = max(3, math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3)))

@@ -10,7 +10,7 @@ unless they are estimated to take far longer than the best of all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -87,11 +87,6 @@ def preset_parts(
     return found
 
 
-def storage_modes(estimate: SegmentEstimate) -> list[Storage]:
-    """The ways to store a segment's parameters; one if it has none."""
-    return list(Storage) if estimate.segment.groups else [Storage.USED]
-
-
 def best_candidates(
     estimate: SegmentEstimate,
     storage: Storage,
@@ -125,6 +120,17 @@ def best_candidates(
     ]
 
 
+def ranked_by_mode(estimate: SegmentEstimate, count: int) -> list[list[Candidate]]:
+    """The cheapest choices of a segment for each way to store its parameters."""
+    modes = list(Storage) if estimate.segment.groups else [Storage.USED]
+    return [best_candidates(estimate, mode, count) for mode in modes]
+
+
+def cheapest_first(ranked: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:
+    """Candidates of all modes, by estimate."""
+    return heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+
+
 def choose_candidates(
     estimate: SegmentEstimate,
     required: Sequence[Candidate],
@@ -135,12 +141,9 @@ def choose_candidates(
     The best of every storage mode take turns, so that each mode is represented.
     """
     found = {c.key: c for c in required}
-    ranked = [
-        best_candidates(estimate, mode, count) for mode in storage_modes(estimate)
-    ]
-    merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+    ranked = ranked_by_mode(estimate, count)
     leaders = [mode[0] for mode in ranked if mode]
-    for candidate in (*leaders, *merged):
+    for candidate in (*leaders, *cheapest_first(ranked)):
         if len(found) >= max(count, len(required)):
             break
         found.setdefault(candidate.key, candidate)

@@ -27,7 +27,7 @@ from cfp.search.measure import (
 from cfp.search.problem import Candidate, Option, Problem
 from cfp.search.temporaries import Course, bytes_in_memory, course_of
 from cfp.search.terms import Terms
-from cfp.search.transitions import TransitionCosts, between, handover_ms
+from cfp.search.transitions import handover_ms
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
@@ -41,32 +41,25 @@ class Costs:
 
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
-        self._moves = TransitionCosts(rates, analysis.frame.mesh)
         self._terms = Terms(analysis.frame, rates)
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
         self._handovers: dict[tuple[int, int, int, int], float] = {}
         self._numbers: dict[tuple, int] = {}
         self._courses: dict[int, Course] = {}
+        self._recomputable: dict[int, bool] = {}
 
     @cached_property
     def fixed_bytes(self) -> int:
         """What arguments that are no state take on each device."""
         return fixed_bytes(self.analysis, self.analysis.frame.program.args)
 
-    @cached_property
-    def _recomputable(self) -> set[int]:
-        """Kinds of segments that can compute their forward pass again."""
-        frame, segments = self.analysis.frame, self.analysis.segments
-        return {
-            kind
-            for kind, index in enumerate(self.analysis.representatives)
-            if can_recompute(frame, segments[index])
-        }
-
     def can_rematerialize(self, kind: int) -> bool:
         """Whether segments of a kind can compute their forward pass again."""
-        return kind in self._recomputable
+        if kind not in self._recomputable:
+            segment = self.analysis.segments[self.analysis.representatives[kind]]
+            self._recomputable[kind] = can_recompute(self.analysis.frame, segment)
+        return self._recomputable[kind]
 
     def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
@@ -158,10 +151,10 @@ class Costs:
     def handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
         """What moves between two segments, there and back, takes by estimate."""
         here, there = self._layout(left, a), self._layout(right, b)
-        out = between(self.analysis, left, right)
-        ahead_ms = handover_ms(self._moves, here, there, out)
-        back = between(self.analysis, right, left)
-        return ahead_ms + handover_ms(self._moves, there, here, back)
+        moves, passing = self._terms.moves, self.analysis.passing
+        ahead_ms = handover_ms(moves, here, there, passing.get((left, right), ()))
+        back = passing.get((right, left), ())
+        return ahead_ms + handover_ms(moves, there, here, back)
 
     def _number(self, candidate: Candidate) -> int:
         """The same for candidates that are laid out alike."""
@@ -212,30 +205,22 @@ def build_problem(
         budget_bytes: memory of one device, or None.
     """
     analysis = costs.analysis
-    segments = analysis.segments
+    segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for left, right in pairwise(segments):
         pairs.setdefault((left.kind, right.kind), (left.index, right.index))
+    far = {
+        (a, b): costs.handovers(a, b, options[kinds[a]], options[kinds[b]])
+        for a, b in costs.distant
+    }
     return Problem(
-        kinds=tuple(s.kind for s in segments),
+        kinds=tuple(kinds),
         options=tuple(map(tuple, options)),
         edge_ms={
             (a, b): costs.handovers(*pair, options[a], options[b])
             for (a, b), pair in pairs.items()
         },
-        far_ms=_far_ms(costs, options),
+        far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )
-
-
-def _far_ms(
-    costs: Costs, options: Sequence[Sequence[Option]]
-) -> dict[tuple[int, int], list[list[float]]]:
-    """What passes further than to the next segment, where that may take time."""
-    kinds = [segment.kind for segment in costs.analysis.segments]
-    found = {
-        (a, b): costs.handovers(a, b, options[kinds[a]], options[kinds[b]])
-        for a, b in costs.distant
-    }
-    return {pair: rows for pair, rows in found.items() if any(map(any, rows))}

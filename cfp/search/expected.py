@@ -88,13 +88,10 @@ class Outlook:
             time_ms=max(0.0, self._slower * (total_ms - saved_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
-            temp_bytes=self._temporaries(plain),
+            temp_bytes=self._costs.temp_bytes(self._kind, plain)
+            if self._temp is None
+            else self._temp,
         )
-
-    def _temporaries(self, candidate: Candidate) -> int:
-        """As for what was measured, or else by the program."""
-        known = self._temp
-        return self._costs.temp_bytes(self._kind, candidate) if known is None else known
 
     def _beyond(self, option: Option) -> int:
         """What an option keeps beyond the least that it must."""
@@ -135,13 +132,16 @@ def estimate_options(
         kernels: what may compute attentions.
     """
     required = preset_parts(costs.analysis, presets.values())
+    outlooks = [
+        Outlook(costs, kind, (), estimate.without_twin())
+        for kind, estimate in enumerate(estimates)
+    ]
     options = []
     for kind, estimate in enumerate(estimates):
         own = list(required[kind].values())
-        expected = Outlook(costs, kind, (), estimate.without_twin())
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
         candidates = with_kernels(kernels, kind, candidates)
-        options.append([expected.expect(candidate) for candidate in candidates])
+        options.append([*map(outlooks[kind].expect, candidates)])
     problem = build_problem(costs, options, None)
     fastest = solve_dynamically(problem)
     assert fastest is not None, "without a budget everything fits"
@@ -151,8 +151,6 @@ def estimate_options(
     if tight:
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
-                estimate = estimates[kind].without_twin()
-                expected = Outlook(costs, kind, (), estimate)
                 again = [replace(o.candidate, remat=True) for o in found]
-                found.extend(expected.expect(candidate) for candidate in again)
+                found += map(outlooks[kind].expect, again)
     return Explored(records={}, tight=tight, estimated=tuple(map(tuple, options)))

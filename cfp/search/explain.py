@@ -14,8 +14,6 @@ from cfp.search.dynamic import can_fit, smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, Solution, solution
 
 GIB = 2**30
-# Less than this is a difference in how sums were rounded, in ms.
-_SAME_MS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +211,7 @@ def _explain_memory(
     return MemoryExplanation(
         budget_bytes=budget,
         peak_bytes=peak,
-        binds=free.cost_ms < best.cost_ms - _SAME_MS,
+        binds=not problem.fits(free.picks) and free.cost_ms < best.cost_ms,
         unlimited=free,
         step_bytes=step_bytes,
         more=more,

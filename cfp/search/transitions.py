@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Layout
 from cfp.analysis.strategies import Mesh, Spec
 from cfp.profiling.collectives import Rates
@@ -98,11 +97,6 @@ class TransitionCosts:
             found = sum(self.rates.collective_ms(*step) for step in steps)
             self._known[key] = found
         return found
-
-
-def between(analysis: Analysis, maker: int, reader: int) -> Sequence[int]:
-    """Values that one segment makes or stores, and another reads."""
-    return analysis.passing.get((maker, reader), ())
 
 
 def handover_ms(

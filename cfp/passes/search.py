@@ -66,18 +66,19 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         lean = leanest_of(analysis, problem)
         found[lean.choice] = lean.predicted_ms or 0.0
     (choice, best_ms), *others = found.items()
-    around = {}
-    if context.stand_in is not None:
-        around = planned_around(analysis, problem, profiles.presets)
-        known = {*found, *named.values()}
-        around = {n: c for n, c in around.items() if c not in known}
-    rivals = tuple(
+    rivals = [
         Candidate(f"planned {number}", other, cost)
         for number, (other, cost) in enumerate(others, 2)
-    ) + tuple(
-        Candidate(name, other, predicted_ms(analysis, problem, other))
-        for name, other in around.items()
-    )
+    ]
+    if context.stand_in is not None:
+        known = {*found, *named.values()}
+        rivals += [
+            Candidate(name, other, predicted_ms(analysis, problem, other))
+            for name, other in planned_around(
+                analysis, problem, profiles.presets
+            ).items()
+            if other not in known
+        ]
     # By estimates all are options; measured, under a budget, what needs less than it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
     unraced = {
@@ -87,7 +88,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     }
     return Solution(
         Candidate("planned", choice, best_ms),
-        rivals=rivals,
+        rivals=tuple(rivals),
         presets=named,
         unraced=unraced,
         problem=problem,

@@ -164,14 +164,14 @@ def enough_that_fit(
         known: keys of what was compiled before and fits: it is tried in any case.
     """
     found, queue = Admitted(), list[Candidate]()
-    limited = dict[Choice, list[Candidate]]()  # Tighter limits, to be tried next.
-    tried = set[Any]()  # Keys of what has a memory limit.
+    limited = set[Choice]()  # With fewer constraints each needs no less.
+    tighter = dict[Any, list[Candidate]]()  # Limits to be tried next, by key.
 
     def loosest(ways: list[Candidate]) -> None:
         if ways:
             queue.append(ways[0])
-            tried.add(ways[0].key)
-            limited[ways[0].choice] = ways[1:]
+            limited.add(ways[0].choice)
+            tighter[ways[0].key] = ways[1:]
 
     for place, one in enumerate(candidates):
         # The plan is compiled as it is, and what is known to fit needs no prediction.
@@ -185,7 +185,7 @@ def enough_that_fit(
             queue.append(one)
         elif not (variants := with_options([one], limit_options(memory, size))):
             queue.append(one)
-        elif one.choice in limited:  # With fewer constraints it needs no less.
+        elif one.choice in limited:
             found.too_large.append(one)
         else:
             loosest(variants)
@@ -212,12 +212,14 @@ def enough_that_fit(
                 continue
             found.refused.append((one, compiled))
             refused.add((one.choice, one.level))
-            if one.choice in limited:
-                loosest(limited[one.choice] if one.key in tried else [])
-                continue
-            if memory is None or compiled.fits or MEMORY_SHARE in one.options:
-                continue
-            if may_fit(memory, compiled.record):
+            if one.key in tighter:
+                loosest(tighter[one.key])
+            elif (
+                memory is not None
+                and not (compiled.fits or one.choice in limited)
+                and MEMORY_SHARE not in one.options
+                and may_fit(memory, compiled.record)
+            ):
                 loosest(with_options([one], limit_options(memory, compiled.record)))
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
     found.far.extend(queue)

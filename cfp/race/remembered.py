@@ -70,7 +70,7 @@ class Answer:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """What the answer to a race of these, and of what is known to fit, is kept under."""
+    """What the answer to a race is kept under: programs that take part in any case."""
     options = context.compiler_options.values()
     return ProfileKey(
         (

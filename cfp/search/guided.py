@@ -166,13 +166,7 @@ class _View:
     def _proposed(
         self, likely: Sequence[Sequence[Option]], goal_ms: float, share: float
     ) -> list[Wanted]:
-        """What the search picks of unmeasured options, over and over.
-
-        Args:
-            likely: for each kind what the unmeasured ones will probably cost.
-            goal_ms: what a choice must take less than.
-            share: of memory that is no state that will be enough.
-        """
+        """What the search picks of what is likely, over and over, to beat a time."""
         found: list[Wanted] = []
         rest = [[*options] for options in likely]
         while len(found) < ROUND_SIZE:

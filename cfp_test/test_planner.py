@@ -128,7 +128,7 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     [
         ({"per_kind": 0}, "got per_kind=0"),
         ({"others": -1}, "got others=-1"),
-        ({"repeats": 1}, "two repeats or more"),
+        ({"repeats": 1}, "got repeats=1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, told):

@@ -122,13 +122,10 @@ def _best_around(
     for name, choice in presets.items():
         if (picks := picks_of(analysis, problem, choice)) is None:
             continue
-        taken = dict(zip(problem.kinds, picks, strict=True))
+        picked = zip(problem.kinds, picks, strict=True)
+        own = {kind: problem.options[kind][pick] for kind, pick in picked}
         kept = [
-            [
-                i
-                for i, o in enumerate(options)
-                if may_take(kind, o, options[taken[kind]])
-            ]
+            [i for i, option in enumerate(options) if may_take(kind, option, own[kind])]
             for kind, options in enumerate(problem.options)
         ]
         solved = (solve_among(one, kept) for one in problems)

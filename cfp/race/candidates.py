@@ -151,7 +151,6 @@ def predicted_size(
         for place, value in enumerate(program.outputs)
         if place not in program.alias
     )
-    options = [problem.options[k][p] for k, p in zip(problem.kinds, picks, strict=True)]
-    state = problem.fixed_bytes + sum(option.state_bytes for option in options)
+    state = problem.state_bytes(picks)
     rest = problem.memory_bytes(picks) - state
     return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)

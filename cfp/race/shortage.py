@@ -37,9 +37,7 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     """The error for a budget that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes
-    picked = zip(problem.kinds, best.picks, strict=True)
-    state = sum(problem.options[kind][pick].state_bytes for kind, pick in picked)
-    arguments = problem.fixed_bytes + state
+    arguments = problem.state_bytes(best.picks)
     use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
     budget = format_bytes(problem.budget_bytes or 0)
     first = (

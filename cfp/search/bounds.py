@@ -85,6 +85,18 @@ def states(picks: np.ndarray, open_: np.ndarray) -> np.ndarray:
     return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
 
+def times_ms(problem: Problem, place: int) -> np.ndarray:
+    """What each option at a place takes."""
+    return np.array([o.time_ms for o in problem.options[problem.kinds[place]]], float)
+
+
+def resharding_ms(problem: Problem, place: int) -> np.ndarray:
+    """``[option before][option]`` milliseconds between a place and the one before."""
+    kinds = problem.kinds[place - 1], problem.kinds[place]
+    nothing = np.zeros([len(problem.options[kind]) for kind in kinds])
+    return np.asarray(problem.edge_ms.get(kinds, nothing), float)
+
+
 def costs_to_go(problem: Problem) -> list[np.ndarray]:
     """For each segment and option what the segments behind it cost at least, in ms.
 
@@ -96,12 +108,10 @@ def costs_to_go(problem: Problem) -> list[np.ndarray]:
         kind = problem.kinds[place]
         to_go = np.zeros(len(problem.options[kind]))
         if found:
-            matrix = problem.edge_ms.get((kind, problem.kinds[place + 1]))
-            edges = 0.0 if matrix is None else np.asarray(matrix, float)
+            edges = resharding_ms(problem, place + 1)
             to_go = (to_go[:, None] + edges + behind).min(axis=1)
         found.append(to_go)
-        times = np.array([option.time_ms for option in problem.options[kind]])
-        behind = to_go + times + distant.least_ms(place)
+        behind = to_go + times_ms(problem, place) + distant.least_ms(place)
     return found[::-1]
 
 
@@ -112,12 +122,9 @@ def unlimited(problem: Problem) -> Solution:
         return cheapest(problem, behind)
     picks: list[int] = []
     for place, to_go in enumerate(behind):
-        kind = problem.kinds[place]
-        cost = to_go + [option.time_ms for option in problem.options[kind]]
+        cost = to_go + times_ms(problem, place)
         if picks:
-            matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
-            if matrix is not None:
-                cost = cost + np.asarray(matrix[picks[-1]], float)
+            cost = cost + resharding_ms(problem, place)[picks[-1]]
         picks.append(int(cost.argmin()))
     return solution(problem, picks)
 
@@ -132,13 +139,11 @@ def cheapest(problem: Problem, to_go: Sequence[np.ndarray]) -> Solution:
     distant = Distant(problem)
     cost, pick, open_ = np.zeros(1), np.zeros(1, int), distant.none_open()
     stages: list[tuple[np.ndarray, np.ndarray]] = []
-    for place, kind in enumerate(problem.kinds):
-        times = np.array([option.time_ms for option in problem.options[kind]])
+    for place in range(len(problem.kinds)):
+        times = times_ms(problem, place)
         grown = cost[:, None] + times + distant.cost_ms(place, open_)
         if place:
-            matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
-            if matrix is not None:
-                grown = grown + np.asarray(matrix, float)[pick]
+            grown = grown + resharding_ms(problem, place)[pick]
         rows, pick = (index.ravel() for index in np.indices(grown.shape))
         cost, open_ = grown.ravel(), distant.after(place, open_[rows], pick)
         order = np.argsort(cost + to_go[place][pick], kind="stable")
@@ -208,6 +213,6 @@ def least_cost_ms(problem: Problem, price: float) -> float:
 
 def _fits(problem: Problem, price: float) -> bool:
     """Whether the cheapest choice at a price fits, temporaries left out."""
-    picked = zip(problem.kinds, unlimited(at_price(problem, price)).picks, strict=True)
-    held = sum(problem.options[kind][pick].held_bytes for kind, pick in picked)
+    picks = unlimited(at_price(problem, price)).picks
+    held = sum(option.held_bytes for option in problem.picked(picks))
     return problem.fixed_bytes + held <= (problem.budget_bytes or 0)

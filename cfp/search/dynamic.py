@@ -32,7 +32,9 @@ from cfp.search.bounds import (
     holding_least,
     least_cost_ms,
     memory_price,
+    resharding_ms,
     states,
+    times_ms,
     unlimited,
 )
 from cfp.search.problem import Problem, Solution, solution
@@ -228,17 +230,14 @@ class _Chain:
     def _grow(self, place: int, now: _Partials) -> _Partials:
         """All partial choices with every option of one segment more."""
         problem = self._problem
-        kind = problem.kinds[place]
-        options = problem.options[kind]
-        time = np.array([o.time_ms for o in options])
+        options = problem.options[problem.kinds[place]]
         state = np.array([o.state_bytes for o in options], np.int64)
         residual = np.array([o.residual_bytes for o in options], np.int64)
         temp = np.array([o.temp_bytes for o in options], np.int64)
-        cost = now.cost_ms[:, None] + time + self._distant.cost_ms(place, now.open)
+        distant_ms = self._distant.cost_ms(place, now.open)
+        cost = now.cost_ms[:, None] + times_ms(problem, place) + distant_ms
         if place:
-            matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
-            if matrix is not None:
-                cost = cost + np.asarray(matrix, float)[now.pick]
+            cost = cost + resharding_ms(problem, place)[now.pick]
         kept = now.kept[:, None] + state + residual
         peak = np.maximum(now.peak[:, None] + state, kept + temp)
         rows, picks = (index.ravel() for index in np.indices(cost.shape))
@@ -257,14 +256,10 @@ def _alike(problem: Problem, place: int) -> np.ndarray:
 
     Those that differ in storage, or in what is kept, often hand on alike.
     """
-    kinds = problem.kinds
-    none = np.zeros(len(problem.options[kinds[place]]), int)
-    if place + 1 == len(kinds):
-        return none
-    matrix = problem.edge_ms.get((kinds[place], kinds[place + 1]))
-    if matrix is None:
-        return none
-    return np.unique(np.asarray(matrix, float), axis=0, return_inverse=True)[1].ravel()
+    if place + 1 == len(problem.kinds):
+        return np.zeros(len(problem.options[problem.kinds[place]]), int)
+    matrix = resharding_ms(problem, place + 1)
+    return np.unique(matrix, axis=0, return_inverse=True)[1].ravel()
 
 
 def _unbeaten_of_all(grown: _Partials, alike: np.ndarray) -> np.ndarray:

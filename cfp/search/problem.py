@@ -81,12 +81,18 @@ class Problem:
     fixed_bytes: int = 0
     budget_bytes: int | None = None
 
+    def picked(self, picks: Sequence[int]) -> list[Option]:
+        """The options that one index per segment stands for."""
+        pairs = zip(self.kinds, picks, strict=True)
+        return [self.options[kind][pick] for kind, pick in pairs]
+
+    def state_bytes(self, picks: Sequence[int]) -> int:
+        """What is there all the time, and known exactly."""
+        return self.fixed_bytes + sum(o.state_bytes for o in self.picked(picks))
+
     def cost_ms(self, picks: Sequence[int]) -> float:
         """The predicted time of one option index per segment."""
-        total = sum(
-            self.options[kind][pick].time_ms
-            for kind, pick in zip(self.kinds, picks, strict=True)
-        )
+        total = sum(option.time_ms for option in self.picked(picks))
         for i in range(len(picks) - 1):
             matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
             if matrix is not None:
@@ -103,13 +109,11 @@ class Problem:
         begins: while a segment runs, those of all segments before it and its own are
         in memory.
         """
-        state = kept = peak = 0
-        for kind, pick in zip(self.kinds, picks, strict=True):
-            option = self.options[kind][pick]
-            state += option.state_bytes
+        kept = peak = 0
+        for option in self.picked(picks):
             kept += option.residual_bytes
             peak = max(peak, kept + option.temp_bytes)
-        return self.fixed_bytes + state + peak
+        return self.state_bytes(picks) + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
         """Whether a choice stays within the budget."""

@@ -151,6 +151,6 @@ def predicted_size(
         for place, value in enumerate(program.outputs)
         if place not in program.alias
     )
-    state = problem.state_bytes(picks)
+    state = problem.fixed_bytes + problem.state_bytes(picks)
     rest = problem.memory_bytes(picks) - state
     return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)

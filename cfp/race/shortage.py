@@ -37,7 +37,7 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     """The error for a budget that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes
-    arguments = problem.state_bytes(best.picks)
+    arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
     use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
     budget = format_bytes(problem.budget_bytes or 0)
     first = (

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 # Of more partial choices the best by bound stay: a dozen nested skips have millions.
 MOST_STATES = 50_000
@@ -115,7 +115,7 @@ def costs_to_go(problem: Problem) -> list[np.ndarray]:
     return found[::-1]
 
 
-def unlimited(problem: Problem) -> Solution:
+def unlimited(problem: Problem) -> Solved:
     """The fastest choice without a budget."""
     behind = costs_to_go(problem)
     if problem.far_ms:
@@ -129,7 +129,7 @@ def unlimited(problem: Problem) -> Solution:
     return solution(problem, picks)
 
 
-def cheapest(problem: Problem, to_go: Sequence[np.ndarray]) -> Solution:
+def cheapest(problem: Problem, to_go: Sequence[np.ndarray]) -> Solved:
     """The fastest choice without a budget.
 
     Args:
@@ -169,7 +169,7 @@ def at_price(problem: Problem, price: float) -> Problem:
     return replace(problem, options=priced, budget_bytes=None)
 
 
-def holding_least(problem: Problem) -> Solution:
+def holding_least(problem: Problem) -> Solved:
     """The choice that holds the least memory, temporaries left out."""
     held = tuple(
         tuple(replace(o, time_ms=float(o.held_bytes)) for o in options)

@@ -20,11 +20,11 @@ from cfp.analysis.strategies import Strategy
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.problem import Candidate, Problem, Solution
+from cfp.search.problem import Problem, SegmentChoice, Solved
 from cfp.settings import MIXED_PRESETS
 
 
-def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
     """The part of a whole program's choice that concerns one segment."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
@@ -32,10 +32,10 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     strategies = tuple(choice.blocks[b] for b in segment.blocks)
     kernel = dict(choice.kernels).get(index, "")
     remat = index in choice.remat
-    return Candidate(strategies, storage, remat=remat, kernel=kernel)
+    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
 
 
-def whole_choice(analysis: Analysis, problem: Problem, found: Solution) -> Choice:
+def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
     """The whole program's choice that a solution stands for."""
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}
@@ -73,13 +73,13 @@ def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] 
 
 def preset_parts(
     analysis: Analysis, choices: Iterable[Choice]
-) -> list[dict[tuple, Candidate]]:
+) -> list[dict[tuple, SegmentChoice]]:
     """For each kind of segment the parts of choices that concern it, by key.
 
     Equal segments may differ in a preset: the last layer hands over to something else
     than to a layer.
     """
-    found: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
+    found: list[dict[tuple, SegmentChoice]] = [{} for _ in analysis.representatives]
     for choice in choices:
         for segment in analysis.segments:
             member = segment_candidate(analysis, segment.index, choice)
@@ -92,7 +92,7 @@ def best_candidates(
     storage: Storage,
     count: int,
     beam_width: int = 256,
-) -> list[Candidate]:
+) -> list[SegmentChoice]:
     """The ``count`` cheapest choices of a segment by estimate, cheapest first.
 
     A beam search over the blocks in order: exact where the beam holds every partial
@@ -111,7 +111,7 @@ def best_candidates(
         costs = grown[rows, strategies]
         picks = np.concatenate([picks[rows], strategies[:, None]], axis=1)
     return [
-        Candidate(
+        SegmentChoice(
             tuple(estimate.strategies[b][s] for b, s in enumerate(row)),
             storage,
             float(cost),
@@ -120,22 +120,24 @@ def best_candidates(
     ]
 
 
-def ranked_by_mode(estimate: SegmentEstimate, count: int) -> list[list[Candidate]]:
+def ranked_by_mode(estimate: SegmentEstimate, count: int) -> list[list[SegmentChoice]]:
     """The cheapest choices of a segment for each way to store its parameters."""
     modes = list(Storage) if estimate.segment.groups else [Storage.USED]
     return [best_candidates(estimate, mode, count) for mode in modes]
 
 
-def cheapest_first(ranked: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:
+def cheapest_first(
+    ranked: Iterable[Iterable[SegmentChoice]],
+) -> Iterator[SegmentChoice]:
     """Candidates of all modes, by estimate."""
     return heapq.merge(*ranked, key=lambda c: c.estimate_ms)
 
 
 def choose_candidates(
     estimate: SegmentEstimate,
-    required: Sequence[Candidate],
+    required: Sequence[SegmentChoice],
     count: int,
-) -> list[Candidate]:
+) -> list[SegmentChoice]:
     """What to measure of a segment: the required ones, and the best by estimate.
 
     The best of every storage mode take turns, so that each mode is represented.

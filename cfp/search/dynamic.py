@@ -37,7 +37,7 @@ from cfp.search.bounds import (
     times_ms,
     unlimited,
 )
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 # How far above the bound to look first, of the bound; and how to go on.
 _FIRST_SLACK = 2.5e-4
@@ -48,7 +48,7 @@ _FIRST_ROWS = 64
 _ROUNDING = 1e-12
 
 
-def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | None:
+def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solved | None:
     """The cheapest choice that fits, or None if none does.
 
     Args:
@@ -76,7 +76,7 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
         slack = slack * _MORE_SLACK or 1.0
 
 
-def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | None:
+def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solved | None:
     """The cheapest choice that fits among some options of each kind.
 
     Args:
@@ -90,13 +90,13 @@ def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | N
     return solution(problem, [kept[kind][pick] for kind, pick in picked])
 
 
-def best_solutions(problem: Problem, count: int) -> list[Solution]:
+def best_solutions(problem: Problem, count: int) -> list[Solved]:
     """The best solution, and others that differ from it where it matters.
 
     Each next one may not use what the one before chose for the kind of segment that
     takes most of the time.
     """
-    found: list[Solution] = []
+    found: list[Solved] = []
     banned: set[tuple[int, int]] = set()
     while len(found) < count:
         kept = [
@@ -134,7 +134,7 @@ def smallest_budget(problem: Problem) -> int:
     return leanest(problem).memory_bytes
 
 
-def leanest(problem: Problem) -> Solution:
+def leanest(problem: Problem) -> Solved:
     """The choice that needs the least memory, whatever the budget and the time."""
     timeless = tuple(
         tuple(replace(o, time_ms=0.0) for o in options) for options in problem.options

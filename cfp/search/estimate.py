@@ -18,7 +18,7 @@ from cfp.analysis.layout import Frame, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.profiling.collectives import Rates
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 from cfp.search.terms import BlockTerms, Made, Terms
 
 
@@ -45,7 +45,7 @@ class SegmentEstimate:
     own_edge_ms: Mapping[tuple[int, int], np.ndarray]
     numbers: tuple[Mapping[Strategy, int], ...]
 
-    def total_ms(self, candidate: Candidate) -> float:
+    def total_ms(self, candidate: SegmentChoice) -> float:
         """The estimated time of one candidate."""
         picks = self._picks(candidate)
         nodes = self.node_ms[candidate.storage]
@@ -56,7 +56,7 @@ class SegmentEstimate:
         """The estimate of the segment by itself, whatever follows it."""
         return replace(self, edge_ms=self.own_edge_ms)
 
-    def _picks(self, candidate: Candidate) -> list[int]:
+    def _picks(self, candidate: SegmentChoice) -> list[int]:
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         return [numbers[strategy] for numbers, strategy in pairs]
 

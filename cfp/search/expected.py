@@ -18,7 +18,7 @@ from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.problem import Candidate, Option
+from cfp.search.problem import Option, SegmentChoice
 from cfp.search.wanted import Explored
 from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
@@ -62,7 +62,7 @@ class Outlook:
         # The backward pass needs as much, if not from the forward pass on.
         self._needed = _middle((size / whole for size, whole in sizes if whole), 1.0)
 
-    def expect(self, candidate: Candidate) -> Option:
+    def expect(self, candidate: SegmentChoice) -> Option:
         """What a candidate will probably cost."""
         option = self._plain.get(_without(candidate).key) or self._unmeasured(candidate)
         if not candidate.remat:
@@ -78,7 +78,7 @@ class Outlook:
             temp_bytes=needed - kept,
         )
 
-    def _unmeasured(self, candidate: Candidate) -> Option:
+    def _unmeasured(self, candidate: SegmentChoice) -> Option:
         plain = _without(candidate)
         least = self._costs.least_bytes(self._kind, plain)
         total_ms = self._estimate.total_ms(plain)
@@ -103,7 +103,7 @@ def _needed(option: Option) -> int:
     return option.residual_bytes + option.temp_bytes
 
 
-def _without(candidate: Candidate) -> Candidate:
+def _without(candidate: SegmentChoice) -> SegmentChoice:
     return replace(candidate, remat=False)
 
 

@@ -25,7 +25,7 @@ from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.expected import Outlook
 from cfp.search.kernels import with_kernels
-from cfp.search.problem import Candidate, Option, Problem, scale_memory
+from cfp.search.problem import Option, Problem, SegmentChoice, scale_memory
 from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
 from cfp.settings import (
     ROUND_SIZE,
@@ -216,7 +216,7 @@ class _View:
         return {w.candidate.key for w in told}
 
     def _may_ask(
-        self, kind: int, candidate: Candidate, found: Sequence[Wanted]
+        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
     ) -> bool:
         """Whether a candidate is new, and there is room for it."""
         asked = self._asked(kind, found)
@@ -232,7 +232,7 @@ class _View:
         return again < self._per_kind and (has_base or room)
 
     def _made(
-        self, kind: int, candidate: Candidate, found: Sequence[Wanted]
+        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
     ) -> list[Wanted]:
         """What tells the cost of a candidate: itself, and what it is based on."""
         plain = replace(candidate, remat=False)

@@ -28,7 +28,7 @@ from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
 from cfp.search.kept import kept_values, unmade
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 from cfp.settings import ConstraintLevel
 
 
@@ -113,7 +113,7 @@ def can_recompute(frame: Frame, segment: Segment) -> bool:
     return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
 
 
-def segment_layout(analysis: Analysis, index: int, candidate: Candidate) -> Layout:
+def segment_layout(analysis: Analysis, index: int, candidate: SegmentChoice) -> Layout:
     """The layout of one segment under a candidate.
 
     Segments of the same kind right before and behind are laid out alike, so that
@@ -130,7 +130,7 @@ def segment_layout(analysis: Analysis, index: int, candidate: Candidate) -> Layo
 
 
 def _strategies(
-    analysis: Analysis, candidates: Mapping[int, Candidate]
+    analysis: Analysis, candidates: Mapping[int, SegmentChoice]
 ) -> dict[int, Strategy]:
     """The strategies of the blocks of some segments."""
     return {
@@ -143,7 +143,11 @@ def _strategies(
 
 
 def segment_job(
-    analysis: Analysis, index: int, candidate: Candidate, environment: Parts, label: str
+    analysis: Analysis,
+    index: int,
+    candidate: SegmentChoice,
+    environment: Parts,
+    label: str,
 ) -> Job:
     """The job that measures one segment under a candidate."""
     layout = segment_layout(analysis, index, candidate)
@@ -152,7 +156,7 @@ def segment_job(
 
 def pair_job(
     analysis: Analysis,
-    candidates: Mapping[int, Candidate],
+    candidates: Mapping[int, SegmentChoice],
     environment: Parts,
     label: str,
 ) -> Job:
@@ -169,7 +173,7 @@ def pair_job(
 def _part_job(
     analysis: Analysis,
     layout: Layout,
-    candidates: Mapping[int, Candidate],
+    candidates: Mapping[int, SegmentChoice],
     environment: Parts,
     label: str,
 ) -> Job:

@@ -10,7 +10,7 @@ from cfp.analysis.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SegmentChoice:
     """A choice for a segment: one strategy per block, one storage mode for all.
 
     Attributes:
@@ -45,7 +45,7 @@ class Option:
         temp_bytes: the most that the segment needs besides, while it runs.
     """
 
-    candidate: Candidate
+    candidate: SegmentChoice
     time_ms: float
     state_bytes: int
     residual_bytes: int
@@ -86,10 +86,6 @@ class Problem:
         pairs = zip(self.kinds, picks, strict=True)
         return [self.options[kind][pick] for kind, pick in pairs]
 
-    def state_bytes(self, picks: Sequence[int]) -> int:
-        """What is there all the time, and known exactly."""
-        return self.fixed_bytes + sum(o.state_bytes for o in self.picked(picks))
-
     def cost_ms(self, picks: Sequence[int]) -> float:
         """The predicted time of one option index per segment."""
         total = sum(option.time_ms for option in self.picked(picks))
@@ -100,6 +96,10 @@ class Problem:
         for (i, j), matrix in self.far_ms.items():
             total += matrix[picks[i]][picks[j]]
         return total
+
+    def state_bytes(self, picks: Sequence[int]) -> int:
+        """What parameters and optimizer state take."""
+        return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
         """The predicted peak.
@@ -113,7 +113,7 @@ class Problem:
         for option in self.picked(picks):
             kept += option.residual_bytes
             peak = max(peak, kept + option.temp_bytes)
-        return self.state_bytes(picks) + peak
+        return self.fixed_bytes + self.state_bytes(picks) + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
         """Whether a choice stays within the budget."""
@@ -162,7 +162,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solved:
     """The outcome of a solver.
 
     Attributes:
@@ -176,9 +176,9 @@ class Solution:
     memory_bytes: int
 
 
-def solution(problem: Problem, picks: Sequence[int]) -> Solution:
+def solution(problem: Problem, picks: Sequence[int]) -> Solved:
     """A solution with its costs."""
-    return Solution(
+    return Solved(
         picks=tuple(picks),
         cost_ms=problem.cost_ms(picks),
         memory_bytes=problem.memory_bytes(picks),

@@ -99,7 +99,7 @@ class TransitionCosts:
         return found
 
 
-def handover_ms(
+def reshard_ms(
     moves: TransitionCosts, maker: Layout, reader: Layout, values: Sequence[int]
 ) -> float:
     """What it takes, by estimate, that one segment reads another's values."""

@@ -198,7 +198,46 @@ def open_context(
     settings = settings or PlannerSettings()
     agreement = agreement_of(mesh)
     with together(agreement.alone):
-        yield from _opened(mesh, cache_dir, budget_bytes, settings, agreement)
+        if isinstance(mesh, DescribedMesh):
+            environment = tuple(mesh.environment.items())
+        else:
+            devices = [*mesh.devices.flat]
+            environment = environment_parts(devices)
+            agreement.same(
+                {
+                    "mesh": f"{dict(mesh.shape)} of {[d.id for d in devices]}",
+                    "memory budget": str(budget_bytes),
+                    "settings": repr(replace(settings, progress=None, place=None)),
+                }
+            )
+        defaults = defaults_of(dict(environment)["platform"])
+        device_bytes = device_memory(mesh)
+        memory = None
+        if budget_bytes is not None:
+            memory = MemoryBudget(
+                budget_bytes=budget_bytes - defaults.reserve_bytes,
+                device_bytes=device_bytes,
+                limits_memory=defaults.limits_memory,
+                reserve_bytes=defaults.reserve_bytes,
+            )
+        place, path = settings.place, store_path(cache_dir)
+        with (
+            open_store(path, agreement)
+            if place is None
+            else ProfileStore(path, copy=place.keep)
+        ) as store:
+            stand_in, environment = _stand_in(mesh, store, environment)
+            yield PlanContext(
+                mesh=mesh,
+                store=store,
+                settings=settings,
+                defaults=defaults,
+                environment=environment,
+                memory=memory,
+                device_bytes=device_bytes,
+                end=time.monotonic() + settings.seconds,
+                stand_in=stand_in,
+            )
 
 
 def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
@@ -224,54 +263,6 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
                 )
             )
     return agreement
-
-
-def _opened(
-    mesh: Mesh | DescribedMesh,
-    cache_dir: str | Path | None,
-    budget_bytes: int | None,
-    settings: PlannerSettings,
-    agreement: Agreement,
-) -> Iterator[PlanContext]:
-    if isinstance(mesh, DescribedMesh):
-        environment = tuple(mesh.environment.items())
-    else:
-        environment = environment_parts(list(mesh.devices.flat))
-        agreement.same(
-            {
-                "mesh": f"{dict(mesh.shape)} of {[d.id for d in mesh.devices.flat]}",
-                "memory budget": str(budget_bytes),
-                "settings": repr(replace(settings, progress=None, place=None)),
-            }
-        )
-    defaults = defaults_of(dict(environment)["platform"])
-    device_bytes = device_memory(mesh)
-    memory = None
-    if budget_bytes is not None:
-        memory = MemoryBudget(
-            budget_bytes=budget_bytes - defaults.reserve_bytes,
-            device_bytes=device_bytes,
-            limits_memory=defaults.limits_memory,
-            reserve_bytes=defaults.reserve_bytes,
-        )
-    place, path = settings.place, store_path(cache_dir)
-    with (
-        open_store(path, agreement)
-        if place is None
-        else ProfileStore(path, copy=place.keep)
-    ) as store:
-        stand_in, environment = _stand_in(mesh, store, environment)
-        yield PlanContext(
-            mesh=mesh,
-            store=store,
-            settings=settings,
-            defaults=defaults,
-            environment=environment,
-            memory=memory,
-            device_bytes=device_bytes,
-            end=time.monotonic() + settings.seconds,
-            stand_in=stand_in,
-        )
 
 
 def _stand_in(

@@ -89,16 +89,13 @@ class PlannerSettings:
     place: Place | None = None
 
     def __post_init__(self):
-        if self.repeats is not None and self.repeats < 2:
-            raise CfpError(
-                f"Expected two repeats or more to race, got repeats={self.repeats}. "
-                "None races whole programs."
-            )
-        if self.per_kind < 1:
-            raise CfpError(
-                f"Expected one strategy or more to measure for each kind of segment, "
-                f"got per_kind={self.per_kind}."
-            )
+        for name, least, what in (
+            ("per_kind", 1, "strategies to measure for each kind of segment"),
+            ("others", 0, "strategies to measure beside the presets' parts"),
+            ("repeats", 2, "repeats to race, or None to race whole programs"),
+        ):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise CfpError(f"Expected {least} or more {what}, got {name}={value}.")
         if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
             raise CfpError(
                 "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "
@@ -108,9 +105,4 @@ class PlannerSettings:
             raise CfpError(
                 f"Expected kernels of attention among {', '.join(KERNELS)}, got "
                 f"{', '.join(unknown)}."
-            )
-        if self.others < 0:
-            raise CfpError(
-                "Expected no fewer than 0 strategies to measure beside the presets' "
-                f"parts, got others={self.others}."
             )

@@ -34,9 +34,10 @@ SAFE_ESTIMATED_MEMORY_SHARE = 0.7
 # took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
 # measured is what is likely".
 RECOMPUTE_TIME_EXPECTED = 1.25
-# The share of a step that a round of measuring must be expected to save, and to have
-# saved, for another one. docs/results/planning_h200x2.
-ROUND_IS_WORTH = 0.02
+# A smaller share of a step is not worth a round of measuring, nor told apart in two
+# races. docs/results/planning_h200x2, and building_h200x2: times of two races differ by
+# about 1 %.
+WORTH_HAVING = 0.02
 # Strategies in a round, and unmeasured ones of a kind that take part in a search at
 # once. Guess.
 ROUND_SIZE = 8
@@ -59,18 +60,17 @@ COMPILED_TO_PREDICTED = 0.85
 LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until only the leanest is tried. Guess.
 MOST_REFUSED = 8
-# The leaders of a race, that are raced with other compiler options too, and what is so
-# close to the first of them. Two: decisions.md, "A race is for those who may win it".
+# The leaders of a race, that are raced with other compiler options too. Two:
+# decisions.md, "A race is for those who may win it".
 LEADERS = 2
-CLOSE_TO_LEADER = 1.03
-ROUNDS_BEFORE_OPTIONS = 1
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
 # estimates were off by 1.4 against each other at most (see PRESET_ESTIMATE_REACH).
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
 # What is slower than this many times the fastest of a turn sits out: after the first
-# turn, and after every other. decisions.md, "A race is for those who may win it".
+# turn, and after every other, and in a race with other options, too. decisions.md, "A
+# race is for those who may win it".
 STAY_AFTER_LOOK = 1.08
 STAY_AFTER_TURN = 1.04
 # More turns until it is clear which is the fastest. Guess.
@@ -79,8 +79,6 @@ MORE_ROUNDS = 3
 # standard errors is no accident. Guess, and the usual 95 %.
 ENOUGH_SAMPLES = 4
 SURE_STANDARD_ERRORS = 2.0
-# Times of two races differ by as much. docs/results/building_h200x2: about 1 %.
-RACE_NOISE = 0.02
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
 # decisions.md, "Deep programs race abridged": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
@@ -157,7 +155,6 @@ _REACH = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
 NO_LATENCY_HIDING: Mapping[str, str] = {
     "xla_gpu_enable_latency_hiding_scheduler": "False"
 }
-_LARGE = str(2**28)
 
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
@@ -172,9 +169,8 @@ _GPU = PlatformDefaults(
     compiler_options={
         "no latency hiding": NO_LATENCY_HIDING,
         "large collectives": {
-            "xla_gpu_all_gather_combine_threshold_bytes": _LARGE,
-            "xla_gpu_all_reduce_combine_threshold_bytes": _LARGE,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": _LARGE,
+            f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
+            for kind in ("all_gather", "all_reduce", "reduce_scatter")
         },
     },
 )

@@ -303,8 +303,7 @@ def _race_winners(
 def _job(name: str, found: Found, *where: tuple[str, str]) -> Job:
     winner = found.winner
     return whole_job(
-        found.analysis.frame,
-        found.analysis.segments,
+        found.analysis,
         winner.choice,
         (*environment_parts(list(_mesh(found).devices.flat)), *where),
         f"{name}: {winner.name}",

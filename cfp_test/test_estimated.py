@@ -18,12 +18,11 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
-from cfp.search.assemble import whole_choice
-from cfp.search.candidates import estimate_kinds
+from cfp.search.candidates import estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
-from cfp.search.problem import Solution
+from cfp.search.problem import Solved
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 
@@ -103,7 +102,7 @@ def test_the_best_of_all_options_is_found(parts):
         made = whole_choice(
             analysis,
             problem,
-            Solution(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
+            Solved(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
         )
         assert made.blocks == choice.blocks
 

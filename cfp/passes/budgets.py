@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -39,7 +38,6 @@ def measure_all_budgets(
         CfpError: nothing can be measured.
     """
     end = time.monotonic() + settings.seconds
-    settings = replace(settings, measure=True)
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
         _, found, looker = look_up(context, analysis, rates, measure=True)

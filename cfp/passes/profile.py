@@ -137,8 +137,7 @@ def tuning_jobs(
     largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
     return [
         segment_job(
-            analysis.frame,
-            segments,
+            analysis,
             index,
             segment_candidate(analysis, index, choice),
             environment,

@@ -14,8 +14,9 @@ from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.assemble import best_solutions, picks_of, whole_choice
+from cfp.search.candidates import picks_of, whole_choice
 from cfp.search.costs import Costs, build_problem
+from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.wanted import Explored, measured_options
 from cfp.settings import COMPILED_TO_PREDICTED, LIMITED_MEMORY, PRESETS_BY_ESTIMATE
@@ -65,18 +66,19 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         lean = leanest_of(analysis, problem)
         found[lean.choice] = lean.predicted_ms or 0.0
     (choice, best_ms), *others = found.items()
-    around = {}
-    if context.stand_in is not None:
-        around = planned_around(analysis, problem, profiles.presets)
-        known = {*found, *named.values()}
-        around = {n: c for n, c in around.items() if c not in known}
-    rivals = tuple(
+    rivals = [
         Candidate(f"planned {number}", other, cost)
         for number, (other, cost) in enumerate(others, 2)
-    ) + tuple(
-        Candidate(name, other, predicted_ms(analysis, problem, other))
-        for name, other in around.items()
-    )
+    ]
+    if context.stand_in is not None:
+        known = {*found, *named.values()}
+        rivals += [
+            Candidate(name, other, predicted_ms(analysis, problem, other))
+            for name, other in planned_around(
+                analysis, problem, profiles.presets
+            ).items()
+            if other not in known
+        ]
     # By estimates all are options; measured, under a budget, what needs less than it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
     unraced = {
@@ -86,7 +88,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     }
     return Solution(
         Candidate("planned", choice, best_ms),
-        rivals=rivals,
+        rivals=tuple(rivals),
         presets=named,
         unraced=unraced,
         problem=problem,

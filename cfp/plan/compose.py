@@ -67,9 +67,7 @@ def compose_plan(
         arg_types=tuple(type_text(aval(program, v)) for v in program.args),
         arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
         output_specs=layout.output_specs(),
-        constraints=constraints_of(
-            frame, analysis.segments, winner.choice, winner.level
-        ),
+        constraints=constraints_of(analysis, winner.choice, winner.level),
         donated=tuple(a is not None for a in program.alias),
         winner=winner.name,
         predicted_ms=winner.predicted_ms,

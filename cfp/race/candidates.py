@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
-from cfp.search.assemble import picks_of, whole_choice
+from cfp.search.candidates import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.measure import value_bytes
-from cfp.search.problem import Problem
+from cfp.search.problem import Option, Problem
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution, predicted_ms
 
@@ -75,33 +75,12 @@ def rematerialized(
         problems: what fits, at first by the strictest reckoning.
         presets: strategies and storage, by name.
     """
-    [problem, *_] = problems
-    found = {}
-    for name, taken in _taken(analysis, problem, presets):
-        kept = [
-            [
-                place
-                for place, option in enumerate(options)
-                if option.candidate.key[:2] == options[taken[kind]].candidate.key[:2]
-            ]
-            for kind, options in enumerate(problem.options)
-        ]
-        solved = (solve_among(one, kept) for one in problems)
-        best = next((one for one in solved if one is not None), None)
-        if best is not None:
-            again = whole_choice(analysis, problem, best)
-            if again.remat:
-                found[f"{name}, recomputed"] = again
-    return found
 
+    def alike(_: int, option: Option, own: Option) -> bool:
+        return option.candidate.key[:2] == own.candidate.key[:2]
 
-def _taken(
-    analysis: Analysis, problem: Problem, presets: Mapping[str, Choice]
-) -> Iterator[tuple[str, Mapping[int, int]]]:
-    """Presets of which all is an option: by name, for each kind its last segment's."""
-    for name, choice in presets.items():
-        if (picks := picks_of(analysis, problem, choice)) is not None:
-            yield name, dict(zip(problem.kinds, picks, strict=True))
+    found = _best_around(analysis, problems, presets, alike)
+    return {f"{name}, recomputed": again for name, again in found if again.remat}
 
 
 def planned_around(
@@ -118,29 +97,52 @@ def planned_around(
         presets: strategies and storage, by name.
     """
     counts = Counter(problem.kinds)
-    found = {}
     if max(counts.values(), default=0) < 2:
-        return found
-    for name, taken in _taken(analysis, problem, presets):
+        return {}
+
+    def stays(kind: int, option: Option, own: Option) -> bool:
+        return counts[kind] < 2 or option is own
+
+    found = _best_around(analysis, [problem], presets, stays)
+    return {f"{name}, rest planned": choice for name, choice in found}
+
+
+def _best_around(
+    analysis: Analysis,
+    problems: Sequence[Problem],
+    presets: Mapping[str, Choice],
+    may_take: Callable[[int, Option, Option], bool],
+) -> Iterator[tuple[str, Choice]]:
+    """By name the best with what may be taken, of a kind, in place of a preset's own.
+
+    By the first of the problems in which anything fits, of presets of which all is an
+    option. Of a kind it is the last segment's that counts.
+    """
+    problem = problems[0]
+    for name, choice in presets.items():
+        if (picks := picks_of(analysis, problem, choice)) is None:
+            continue
+        picked = zip(problem.kinds, picks, strict=True)
+        own = {kind: problem.options[kind][pick] for kind, pick in picked}
         kept = [
-            [taken[kind]] if counts[kind] > 1 else [*range(len(options))]
+            [i for i, option in enumerate(options) if may_take(kind, option, own[kind])]
             for kind, options in enumerate(problem.options)
         ]
-        if (best := solve_among(problem, kept)) is not None:
-            found[f"{name}, rest planned"] = whole_choice(analysis, problem, best)
-    return found
+        solved = (solve_among(one, kept) for one in problems)
+        if (best := next(filter(None, solved), None)) is not None:
+            yield name, whole_choice(analysis, problem, best)
 
 
 def predicted_size(
-    analysis: Analysis, problem: Problem, choice: Choice
+    analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> CompiledBytes | None:
     """What a program will need, if all of it was measured.
 
     What is there from the first op to the last is known exactly, results that take no
     argument's place included.
     """
-    picks = picks_of(analysis, problem, choice)
-    if picks is None:
+    picks = None if problem is None else picks_of(analysis, problem, choice)
+    if problem is None or picks is None:
         return None
     frame = analysis.frame
     layout, program = lay_out(frame, choice), frame.program
@@ -149,7 +151,6 @@ def predicted_size(
         for place, value in enumerate(program.outputs)
         if place not in program.alias
     )
-    options = [problem.options[k][p] for k, p in zip(problem.kinds, picks, strict=True)]
-    state = problem.fixed_bytes + sum(option.state_bytes for option in options)
+    state = problem.fixed_bytes + problem.state_bytes(picks)
     rest = problem.memory_bytes(picks) - state
     return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)

@@ -94,7 +94,11 @@ def build_each(
     names: dict[str, list[str]] = defaultdict(list)
     for one in programs:
         names[one.job.key.digest].append(one.name)
-    there = {digest for digest in jobs if built.keys() & {*names[digest]}}
+
+    def known(digest: str) -> Built | None:
+        return next((built[name] for name in names[digest] if name in built), None)
+
+    there = {digest for digest in jobs if known(digest)}
     agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
     place = place_for(platform, options.place)
     environment = replace(
@@ -110,9 +114,8 @@ def build_each(
         if agreement.alone and done and time.monotonic() > builder.end:
             return None
         job = jobs[digest]
-        known = next((built[name] for name in names[digest] if name in built), None)
-        if known is not None:
-            outcome = replace(known, key=job.key)
+        if (ready := known(digest)) is not None:
+            outcome = replace(ready, key=job.key)
         else:
             with marks.doing(job.key, job.label, "build"):
                 outcome = build(*places[digest], job, environment)
@@ -135,7 +138,7 @@ def build_each(
             if isinstance(outcome, Built) and not ready:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
-            if isinstance(outcome, Built) and not fits(outcome, builder.budget_bytes):
+            elif isinstance(outcome, Built) and not fits(outcome, builder.budget_bytes):
                 reason = f"needs {outcome.peak_bytes} bytes of {builder.budget_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
             found[digest] = outcome

@@ -82,10 +82,10 @@ def limit_options(
 Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 
 
-def expected_ms(candidate: Candidate) -> float | None:
-    """What a candidate should take, the memory limit reckoned with."""
+def expected_ms(candidate: Candidate) -> float:
+    """What a candidate should take, the memory limit reckoned with; else infinity."""
     if candidate.predicted_ms is None:
-        return None
+        return float("inf")
     limited = MEMORY_SHARE in candidate.options
     return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
 
@@ -94,8 +94,8 @@ def in_reach(
     candidate: Candidate, best_ms: float, reach: Mapping[ConstraintLevel, float]
 ) -> bool:
     """Whether a candidate may be faster than the best; what is unknown may be."""
-    ms = expected_ms(candidate)
-    return ms is None or ms <= reach[candidate.level] * best_ms
+    limit_ms = reach[candidate.level] * best_ms
+    return candidate.predicted_ms is None or expected_ms(candidate) <= limit_ms
 
 
 def near_among(
@@ -112,8 +112,7 @@ def near_among(
 
 def best_of(candidates: Sequence[Candidate]) -> float:
     """The least time that any of them should take; infinite if none is known."""
-    times = [ms for one in candidates if (ms := expected_ms(one)) is not None]
-    return min(times, default=float("inf"))
+    return min(map(expected_ms, candidates), default=float("inf"))
 
 
 def raced_anyway(
@@ -121,7 +120,7 @@ def raced_anyway(
 ) -> set[Any]:
     """Keys of what takes part however slow it is: the plan, and the best preset."""
     known = [one for one in candidates if one.choice in presets and one.predicted_ms]
-    best = sorted(known, key=_order)[:1]
+    best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
 
 
@@ -165,14 +164,14 @@ def enough_that_fit(
         known: keys of what was compiled before and fits: it is tried in any case.
     """
     found, queue = Admitted(), list[Candidate]()
-    limited = dict[Choice, list[Candidate]]()  # Tighter limits, to be tried next.
-    tried = set[Any]()  # Keys of what has a memory limit.
+    limited = set[Choice]()  # With fewer constraints each needs no less.
+    tighter = dict[Any, list[Candidate]]()  # Limits to be tried next, by key.
 
     def loosest(ways: list[Candidate]) -> None:
         if ways:
             queue.append(ways[0])
-            tried.add(ways[0].key)
-            limited[ways[0].choice] = ways[1:]
+            limited.add(ways[0].choice)
+            tighter[ways[0].key] = ways[1:]
 
     for place, one in enumerate(candidates):
         # The plan is compiled as it is, and what is known to fit needs no prediction.
@@ -186,14 +185,14 @@ def enough_that_fit(
             queue.append(one)
         elif not (variants := with_options([one], limit_options(memory, size))):
             queue.append(one)
-        elif one.choice in limited:  # With fewer constraints it needs no less.
+        elif one.choice in limited:
             found.too_large.append(one)
         else:
             loosest(variants)
     refused: set[Any] = set()
     anyway = {*known, *raced_anyway([*candidates[:1], *queue], presets)}
     while queue:
-        queue.sort(key=_order)
+        queue.sort(key=expected_ms)
         if len(refused) >= MOST_REFUSED:
             near = [] if found.fitting else [c for c in queue if c.key in known][:1]
         elif reach is None:
@@ -213,18 +212,15 @@ def enough_that_fit(
                 continue
             found.refused.append((one, compiled))
             refused.add((one.choice, one.level))
-            if one.choice in limited:
-                loosest(limited[one.choice] if one.key in tried else [])
-                continue
-            if memory is None or compiled.fits or MEMORY_SHARE in one.options:
-                continue
-            if may_fit(memory, compiled.record):
+            if one.key in tighter:
+                loosest(tighter[one.key])
+            elif (
+                memory is not None
+                and not (compiled.fits or one.choice in limited)
+                and MEMORY_SHARE not in one.options
+                and may_fit(memory, compiled.record)
+            ):
                 loosest(with_options([one], limit_options(memory, compiled.record)))
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
     found.far.extend(queue)
     return found
-
-
-def _order(candidate: Candidate) -> float:
-    ms = expected_ms(candidate)
-    return float("inf") if ms is None else ms

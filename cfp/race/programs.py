@@ -97,8 +97,7 @@ def programs_of(
         RaceProgram(
             name=one.name,
             job=whole_job(
-                analysis.frame,
-                analysis.segments,
+                analysis,
                 one.choice,
                 environment,
                 one.name,

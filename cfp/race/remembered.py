@@ -26,13 +26,13 @@ from cfp.context import PlanContext
 from cfp.patterns.build import name_of, split
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
-from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race.compile import was_refused
-from cfp.race.programs import programs_of
+from cfp.race.programs import RaceProgram, programs_of
 from cfp.search.problem import Problem
-from cfp.settings import LIMITED_TIME, RACE_NOISE, ConstraintLevel
+from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, predicted_ms
 
 
@@ -66,30 +66,19 @@ class Answer:
         best = min(since, key=lambda record: record.time_ms, default=None)
         if best is None or best.choice in self.known:
             return False
-        return best.time_ms < (1.0 - RACE_NOISE) * self.time_ms
+        return best.time_ms < (1.0 - WORTH_HAVING) * self.time_ms
 
 
-def question(
-    jobs: Iterable[Job],
-    options: Iterable[Mapping[str, str]],
-    budget_bytes: int,
-    environment: Parts,
-) -> ProfileKey:
-    """What the answer to a race is kept under.
-
-    Args:
-        jobs: programs that take part in any case.
-        options: of the compiler that leaders are raced with.
-        budget_bytes: memory of each device.
-        environment: what measurements depend on.
-    """
+def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
+    """What the answer to a race is kept under: programs that take part in any case."""
+    options = context.compiler_options.values()
     return ProfileKey(
         (
             ("what", "who took part in a race"),
-            ("programs", _digest(job.key.digest for job in jobs)),
+            ("programs", _digest(one.job.key.digest for one in programs)),
             ("options", repr([sorted(one.items()) for one in options])),
-            ("budget", str(budget_bytes)),
-            *environment,
+            ("budget", str(context.budget_bytes)),
+            *context.environment,
         )
     )
 
@@ -126,21 +115,12 @@ def keep_answer(
     store.put(record, replace=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """A choice that was compiled whole.
+# What was compiled whole, and what it needs on each device and, if it was timed, takes.
+Remembered = tuple[Candidate, ProfileRecord]
 
-    Attributes:
-        choice: the choice.
-        level: how much the compiler was constrained.
-        options: of the compiler.
-        record: what it needs on each device and, if it was timed, takes.
-    """
 
-    choice: Choice
-    level: ConstraintLevel
-    options: Mapping[str, str]
-    record: ProfileRecord
+def _time_ms(known: Remembered) -> float:
+    return known[1].time_ms
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
@@ -156,14 +136,14 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
     like = _apart_from_choice(job.key.parts)
     options = _strategies(analysis)
     found = [
-        Remembered(*made, record)
+        (made, record)
         for record in store.records()
         if record.choice
         and _apart_from_choice(record.parts) == like
         and (record.ok or was_refused(record))
         and (made := _read(analysis, options, record)) is not None
     ]
-    return sorted(found, key=lambda one: one.record.time_ms)
+    return sorted(found, key=_time_ms)
 
 
 def known_to_fit(
@@ -190,8 +170,8 @@ def known_to_fit(
     budget_bytes = context.memory.budget_bytes
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
-        one
-        for one in remembered(analysis, context.store, first.job)
+        (one, record)
+        for one, record in remembered(analysis, context.store, first.job)
         if _is_asked_for(context, one.choice)
     ]
     present = {one.key for one in candidates}
@@ -199,46 +179,44 @@ def known_to_fit(
     # What is too large as it is leads nothing, to be raced with other options then.
     large = {
         (one.choice, one.level)
-        for one in known
-        if not one.options and one.record.peak_bytes > budget_bytes
+        for one, record in known
+        if not one.options and record.peak_bytes > budget_bytes
     }
 
-    def is_raced_anyway(one: Remembered) -> bool:
+    def is_raced_anyway(one: Candidate) -> bool:
         leads = (one.choice, one.level) in alike - large
         return leads and one.options in context.compiler_options.values()
 
-    new: dict[object, tuple[ProfileRecord, Candidate]] = {}
-    for one in reversed(known):  # Of those that are the same the fastest stays.
-        candidate = Candidate(
-            "planned before",
-            one.choice,
-            predicted_ms(analysis, problem, one.choice),
-            level=one.level,
-            options=one.options,
-        )
-        if candidate.key not in present and not is_raced_anyway(one):
-            new[candidate.key] = one.record, candidate
-    ranked = sorted(new.values(), key=lambda pair: pair[0].time_ms)
-    fitting = [pair for pair in ranked if pair[0].peak_bytes <= budget_bytes]
-    if answer is not None and not answer.is_old(record for record, _ in fitting):
-        there = {pair[0].choice: pair for pair in ranked}
+    new = {  # Of those that are the same the fastest stays.
+        one.key: (one, record)
+        for one, record in reversed(known)
+        if one.key not in present and not is_raced_anyway(one)
+    }
+    ranked = sorted(new.values(), key=_time_ms)
+    fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]
+    if answer is not None and not answer.is_old(record for _, record in fitting):
+        there = {pair[1].choice: pair for pair in ranked}
         chosen = [there[choice] for choice in answer.known if choice in there]
     elif fitting:
-        limit_ms = LIMITED_TIME * fitting[0][0].time_ms
+        limit_ms = LIMITED_TIME * _time_ms(fitting[0])
         near = fitting[: context.plans]
-        chosen = [pair for pair in near if pair[0].time_ms <= limit_ms]
+        chosen = [pair for pair in near if _time_ms(pair) <= limit_ms]
     else:
-        chosen = sorted(new.values(), key=lambda pair: pair[0].peak_bytes)[:1]
+        chosen = sorted(new.values(), key=lambda pair: pair[1].peak_bytes)[:1]
     return [
-        replace(candidate, name=f"planned before {number}")
-        for number, (_, candidate) in enumerate(chosen, 1)
+        replace(
+            one,
+            name=f"planned before {number}",
+            predicted_ms=predicted_ms(analysis, problem, one.choice),
+        )
+        for number, (one, _) in enumerate(chosen, 1)
     ]
 
 
 def choice_of(analysis: Analysis, record: ProfileRecord) -> Choice | None:
     """The choice that a record is of; None if it does not say, or none is known."""
     found = _read(analysis, _strategies(analysis), record)
-    return found[0] if found is not None else None
+    return found and found.choice
 
 
 def _strategies(analysis: Analysis) -> list[Sequence[Strategy]]:
@@ -253,8 +231,8 @@ def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 def _read(
     analysis: Analysis, options: Sequence[Sequence[Strategy]], record: ProfileRecord
-) -> tuple[Choice, ConstraintLevel, Mapping[str, str]] | None:
-    """The choice, unless it is one that another version of cfp has made.
+) -> Candidate | None:
+    """The choice as it was compiled, unless another version of cfp has made it.
 
     Args:
         analysis: of the program.
@@ -284,7 +262,8 @@ def _read(
         and all(_is_known(name) for _, name in kernels)
         and refused_option(told) is None
     ):
-        return Choice(blocks, storage, remat, kernels), level, told
+        choice = Choice(blocks, storage, remat, kernels)
+        return Candidate("planned before", choice, level=level, options=told)
     return None
 
 

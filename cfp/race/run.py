@@ -12,7 +12,6 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import leanest_of, predicted_size, with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
@@ -36,9 +35,8 @@ from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import race_programs
 from cfp.settings import (
-    CLOSE_TO_LEADER,
     LEADERS,
-    ROUNDS_BEFORE_OPTIONS,
+    STAY_AFTER_TURN,
 )
 from cfp.solution import Candidate, Solution
 
@@ -83,7 +81,7 @@ def second_race(
     }
     if not new:
         return [], []
-    limit_ms = CLOSE_TO_LEADER * min(map(time_ms, able), default=0.0)
+    limit_ms = STAY_AFTER_TURN * min(map(time_ms, able), default=0.0)
     close = [(one, r) for one, r in ranked if r.ran and r.time_ms <= limit_ms]
     first = {one.name: one for one, r in [*able, *close, *known[:1]] if r.ran}
     return [*first.values()], [*{one.name: one for one in new.values()}.values()]
@@ -122,7 +120,7 @@ class Run:
     def rounds(self) -> int:
         """Of a race after which leaders run again, or in which times say little."""
         few = self.context.compiler_options or self.context.by_estimates
-        return ROUNDS_BEFORE_OPTIONS if few else self.context.defaults.rounds
+        return 1 if few else self.context.defaults.rounds
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
@@ -172,17 +170,11 @@ class Run:
     ) -> Admitted:
         """Compiles candidates until enough fit."""
         problem, analysis = self.solution.problem, self.analysis
-
-        def size_of(one: Candidate) -> CompiledBytes | None:
-            if problem is None:
-                return None
-            return predicted_size(analysis, problem, one.choice)
-
         return enough_that_fit(
             candidates,
             self.compile_all,
             memory=self.context.memory,
-            size_of=size_of,
+            size_of=lambda one: predicted_size(analysis, problem, one.choice),
             reach=None if one_is_enough else self.context.reach,
             presets=self.presets,
             known=known,
@@ -225,12 +217,7 @@ class Run:
         if context.memory is None or problem is None or not context.is_alone:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
-        asked = question(
-            [one.job for one in programs],
-            context.compiler_options.values(),
-            context.memory.budget_bytes,
-            context.environment,
-        )
+        asked = question(context, programs)
         answer = answer_to(asked, context.store)
         near = self.near_among(candidates)
         return known_to_fit(context, self.analysis, problem, near, answer), asked

@@ -14,7 +14,7 @@ from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
-from cfp.search.assemble import whole_choice
+from cfp.search.candidates import whole_choice
 from cfp.search.dynamic import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem
@@ -37,9 +37,7 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     """The error for a budget that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes
-    picked = zip(problem.kinds, best.picks, strict=True)
-    state = sum(problem.options[kind][pick].state_bytes for kind, pick in picked)
-    arguments = problem.fixed_bytes + state
+    arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
     use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
     budget = format_bytes(problem.budget_bytes or 0)
     first = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from statistics import median
 
 from cfp.presets.classics import CLASSICS
-from cfp.profiling.builder import Built, Job
+from cfp.profiling.builder import Built
 from cfp.profiling.marks import Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
@@ -36,11 +36,8 @@ from cfp.settings import (
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
-_LOOK_ON_CPUS = TimingOptions(
-    warmup_seconds=0.1, min_samples=2, max_samples=3, budget_seconds=0.4
-)
-_TURN_ON_CPUS = TimingOptions(
-    warmup_seconds=0.15, min_samples=2, max_samples=6, budget_seconds=0.7
+_ON_CPUS = TimingOptions(
+    warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
 # Devices at their power limit slow down as they work: on 2 H200 the same step took
 # 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
@@ -96,7 +93,7 @@ def race_programs(
         again = [one for one in programs if one.job.key.digest not in out]
         with builder.marks as marks:
             outcomes = build_each(builder, again, marks)
-            ran = _Turns(builder, again, outcomes, marks).run(rounds)
+            ran = _run_in_turn(builder, again, outcomes, marks, rounds)
         keep(list(ran.values()), store)
         records = {**out, **ran}
     if records is not raced:
@@ -105,79 +102,62 @@ def race_programs(
     return results_of(programs, records, budget_bytes, jobs if cached else ())
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """Compiled programs that are run, in turn."""
+def _run_in_turn(
+    builder: Builder,
+    programs: Sequence[RaceProgram],
+    outcomes: Mapping[str, Built | ProfileRecord],
+    marks: Marks,
+    rounds: int,
+) -> dict[str, ProfileRecord]:
+    """Runs what was built of some programs in turn; records of all, by key."""
+    by_key = {one.job.key.digest: one for one in programs}
+    records = {d: one for d, one in outcomes.items() if isinstance(one, ProfileRecord)}
+    ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
+    order = before = list(ready)
+    platform = builder.mesh.devices.flat[0].platform
+    agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
 
-    builder: Builder
-    programs: Sequence[RaceProgram]
-    outcomes: Mapping[str, Built | ProfileRecord]
-    marks: Marks
+    def time_of(digest: str) -> float:
+        return by_key[digest].ratios.time * records[digest].time_ms
 
-    def run(self, rounds: int) -> dict[str, ProfileRecord]:
-        by_key = {one.job.key.digest: one for one in self.programs}
-        jobs = {digest: one.job for digest, one in by_key.items()}
-        ratios = {digest: one.ratios.time for digest, one in by_key.items()}
-        records = {
-            d: one for d, one in self.outcomes.items() if isinstance(one, ProfileRecord)
-        }
-        ready = {d: one for d, one in self.outcomes.items() if isinstance(one, Built)}
-        order = before = list(ready)
-        mesh = self.builder.mesh
-        platform, agreement = mesh.devices.flat[0].platform, Agreement.of(mesh)
+    def samples_of(digest: str) -> list[float]:
+        return [by_key[digest].ratios.time * ms for ms in records[digest].samples_ms]
 
-        def time_of(digest: str) -> float:
-            return ratios[digest] * records[digest].time_ms
+    def timed(digest: str, timing: TimingOptions) -> ProfileRecord:
+        one, run_one = by_key[digest], builder.options.run or run
+        place = one.place or (builder.program, builder.mesh)
+        with marks.doing(one.job.key, one.job.label, "run", one.predicted_ms or 0.0):
+            return run_one(ready[digest], one.job, *place, timing=timing)
 
-        most = rounds + MORE_ROUNDS
-        for turn in range(most):
-            known = [records[d].time_ms for d in order if turn]
-            timing = _timing(platform, min(known, default=None))
-            of = f"{rounds}" if turn < rounds else f"at most {most}"
-            for place in range(len(order)):
-                digest = order[(place + turn) % len(order)]
-                told = f"timing {jobs[digest].label}, turn {turn + 1} of {of}"
-                self.builder.options.tell(told)
-                found = self._time(by_key[digest], ready[digest], timing)
-                records[digest] = _join(records.get(digest), found)
-            times = {d: time_of(d) for d in ready}
-            best = min((times[d] for d in order), default=0.0)
-            steady = min((times[d] for d in order if d in before), default=0.0)
-            if agreement.is_over(self.builder.end):
-                break
-            settled = steady == min(times.values(), default=0.0)
-            able = sorted((d for d in order if records[d].ok), key=time_of)
-            close = (
-                len(able) > 1
-                and defaults_of(platform).settles_ties
-                and _is_tie([(ratios[d], records[d]) for d in able[:2]])
-            )
-            if turn + 1 >= rounds and settled and not close:
-                break
-            stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
-            before = order
-            order = [d for d in ready if times[d] <= stay * best]
-        ended = utc_now()
-        return {
-            d: replace(r, choice=jobs[d].choice, created=ended)
-            for d, r in records.items()
-        }
-
-    def _time(
-        self, one: RaceProgram, built: Built, timing: TimingOptions
-    ) -> ProfileRecord:
-        job: Job = one.job
-        expected_ms = one.predicted_ms or 0.0
-        with self.marks.doing(job.key, job.label, "run", expected_ms):
-            how = self.builder.options.run or run
-            place = one.place or (self.builder.program, self.builder.mesh)
-            return how(built, job, *place, timing=timing)
-
-
-def _is_tie(pair: Sequence[tuple[float, ProfileRecord]]) -> bool:
-    """Whether more turns may tell which of the two fastest is faster."""
-    one, two = ([ratio * ms for ms in record.samples_ms] for ratio, record in pair)
-    return is_tie(one, two)
+    most = rounds + MORE_ROUNDS
+    for turn in range(most):
+        known = [records[d].time_ms for d in order if turn]
+        timing = _timing(platform, min(known, default=None))
+        of = f"{rounds}" if turn < rounds else f"at most {most}"
+        for place in range(len(order)):
+            digest = order[(place + turn) % len(order)]
+            label = by_key[digest].job.label
+            builder.options.tell(f"timing {label}, turn {turn + 1} of {of}")
+            records[digest] = _join(records.get(digest), timed(digest, timing))
+        times = {d: time_of(d) for d in ready}
+        best = min((times[d] for d in order), default=0.0)
+        steady = min((times[d] for d in order if d in before), default=0.0)
+        if agreement.is_over(builder.end):
+            break
+        settled = steady == min(times.values(), default=0.0)
+        able = sorted((d for d in order if records[d].ok), key=time_of)
+        may_tie = defaults.settles_ties and len(able) > 1
+        close = may_tie and is_tie(*map(samples_of, able[:2]))
+        if turn + 1 >= rounds and settled and not close:
+            break
+        stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
+        before = order
+        order = [d for d in ready if times[d] <= stay * best]
+    ended = utc_now()
+    return {
+        d: replace(record, choice=by_key[d].job.choice, created=ended)
+        for d, record in records.items()
+    }
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
@@ -188,7 +168,7 @@ def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
         fastest_ms: the fastest step of those in it, or None for a look.
     """
     if platform == "cpu":
-        return _LOOK_ON_CPUS if fastest_ms is None else _TURN_ON_CPUS
+        return _ON_CPUS
     if fastest_ms is None:
         return _LOOK_ELSEWHERE
     steps = max(3, math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3)))

@@ -10,7 +10,7 @@ from cfp.plan.text import STORAGE_WORDS, merged_name
 from cfp.presets.classics import presets
 from cfp.printable import distinct_ends
 from cfp.search.candidates import segment_candidate
-from cfp.search.problem import Candidate, Option
+from cfp.search.problem import Option, SegmentChoice
 
 _RECOMPUTED = "recomputed"
 
@@ -60,7 +60,10 @@ def kind_title(analysis: Analysis, kind: int) -> str:
 
 
 def candidate_words(
-    analysis: Analysis, kind: int, candidate: Candidate, base: Candidate | None = None
+    analysis: Analysis,
+    kind: int,
+    candidate: SegmentChoice,
+    base: SegmentChoice | None = None,
 ) -> str:
     """A choice in words: what it shards, and how parameters are kept.
 

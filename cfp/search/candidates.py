@@ -1,4 +1,6 @@
-"""Which choices are worth measuring: the best by estimate, and the presets' parts.
+"""Choices of segments: parts of whole choices, and which are worth measuring.
+
+These are the best by estimate, and the presets' parts.
 
 Each axis of a mesh may play each role, which makes dozens of presets on three axes.
 Those in which all axes play one role stay, and of the mixed ones the best by estimate;
@@ -8,20 +10,21 @@ unless they are estimated to take far longer than the best of all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import Strategy
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.problem import Candidate
+from cfp.search.problem import Problem, SegmentChoice, Solved
 from cfp.settings import MIXED_PRESETS
 
 
-def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candidate:
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
     """The part of a whole program's choice that concerns one segment."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
@@ -29,18 +32,54 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Candida
     strategies = tuple(choice.blocks[b] for b in segment.blocks)
     kernel = dict(choice.kernels).get(index, "")
     remat = index in choice.remat
-    return Candidate(strategies, storage, remat=remat, kernel=kernel)
+    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
+
+
+def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
+    """The whole program's choice that a solution stands for."""
+    frame = analysis.frame
+    strategies: dict[int, Strategy] = {}
+    storage = [Storage.USED] * len(frame.groups)
+    remat, kernels = [], []
+    for segment, pick in zip(analysis.segments, found.picks, strict=True):
+        candidate = problem.options[segment.kind][pick].candidate
+        for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
+            strategies[block] = strategy
+        for group in segment.groups:
+            storage[group] = candidate.storage
+        if candidate.remat:
+            remat.append(segment.index)
+        if candidate.kernel:
+            kernels.append((segment.index, candidate.kernel))
+    return Choice(
+        tuple(strategies[block.index] for block in frame.blocks),
+        tuple(storage),
+        tuple(remat),
+        tuple(kernels),
+    )
+
+
+def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
+    """A whole program's choice as options of a problem; None if it has not all."""
+    picks = []
+    for segment in analysis.segments:
+        wanted = segment_candidate(analysis, segment.index, choice).key
+        keys = [option.candidate.key for option in problem.options[segment.kind]]
+        if wanted not in keys:
+            return None
+        picks.append(keys.index(wanted))
+    return picks
 
 
 def preset_parts(
     analysis: Analysis, choices: Iterable[Choice]
-) -> list[dict[tuple, Candidate]]:
+) -> list[dict[tuple, SegmentChoice]]:
     """For each kind of segment the parts of choices that concern it, by key.
 
     Equal segments may differ in a preset: the last layer hands over to something else
     than to a layer.
     """
-    found: list[dict[tuple, Candidate]] = [{} for _ in analysis.representatives]
+    found: list[dict[tuple, SegmentChoice]] = [{} for _ in analysis.representatives]
     for choice in choices:
         for segment in analysis.segments:
             member = segment_candidate(analysis, segment.index, choice)
@@ -48,17 +87,12 @@ def preset_parts(
     return found
 
 
-def storage_modes(estimate: SegmentEstimate) -> list[Storage]:
-    """The ways to store a segment's parameters; one if it has none."""
-    return list(Storage) if estimate.segment.groups else [Storage.USED]
-
-
 def best_candidates(
     estimate: SegmentEstimate,
     storage: Storage,
     count: int,
     beam_width: int = 256,
-) -> list[Candidate]:
+) -> list[SegmentChoice]:
     """The ``count`` cheapest choices of a segment by estimate, cheapest first.
 
     A beam search over the blocks in order: exact where the beam holds every partial
@@ -77,7 +111,7 @@ def best_candidates(
         costs = grown[rows, strategies]
         picks = np.concatenate([picks[rows], strategies[:, None]], axis=1)
     return [
-        Candidate(
+        SegmentChoice(
             tuple(estimate.strategies[b][s] for b, s in enumerate(row)),
             storage,
             float(cost),
@@ -86,22 +120,32 @@ def best_candidates(
     ]
 
 
+def ranked_by_mode(estimate: SegmentEstimate, count: int) -> list[list[SegmentChoice]]:
+    """The cheapest choices of a segment for each way to store its parameters."""
+    modes = list(Storage) if estimate.segment.groups else [Storage.USED]
+    return [best_candidates(estimate, mode, count) for mode in modes]
+
+
+def cheapest_first(
+    ranked: Iterable[Iterable[SegmentChoice]],
+) -> Iterator[SegmentChoice]:
+    """Candidates of all modes, by estimate."""
+    return heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+
+
 def choose_candidates(
     estimate: SegmentEstimate,
-    required: Sequence[Candidate],
+    required: Sequence[SegmentChoice],
     count: int,
-) -> list[Candidate]:
+) -> list[SegmentChoice]:
     """What to measure of a segment: the required ones, and the best by estimate.
 
     The best of every storage mode take turns, so that each mode is represented.
     """
     found = {c.key: c for c in required}
-    ranked = [
-        best_candidates(estimate, mode, count) for mode in storage_modes(estimate)
-    ]
-    merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+    ranked = ranked_by_mode(estimate, count)
     leaders = [mode[0] for mode in ranked if mode]
-    for candidate in (*leaders, *merged):
+    for candidate in (*leaders, *cheapest_first(ranked)):
         if len(found) >= max(count, len(required)):
             break
         found.setdefault(candidate.key, candidate)

@@ -24,10 +24,10 @@ from cfp.search.measure import (
     segment_bytes,
     segment_layout,
 )
-from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.problem import Option, Problem, SegmentChoice
 from cfp.search.temporaries import Course, bytes_in_memory, course_of
 from cfp.search.terms import Terms
-from cfp.search.transitions import TransitionCosts, between, handover_ms
+from cfp.search.transitions import reshard_ms
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
@@ -41,48 +41,37 @@ class Costs:
 
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
-        self._moves = TransitionCosts(rates, analysis.frame.mesh)
         self._terms = Terms(analysis.frame, rates)
         self._layouts: dict[tuple, Layout] = {}
         self._least: dict[tuple, SegmentBytes] = {}
-        self._handovers: dict[tuple[int, int, int, int], float] = {}
+        self._reshardings_ms: dict[tuple[int, int, int, int], float] = {}
         self._numbers: dict[tuple, int] = {}
         self._courses: dict[int, Course] = {}
+        self._recomputable: dict[int, bool] = {}
 
     @cached_property
     def fixed_bytes(self) -> int:
         """What arguments that are no state take on each device."""
         return fixed_bytes(self.analysis, self.analysis.frame.program.args)
 
-    @cached_property
-    def _recomputable(self) -> set[int]:
-        """Kinds of segments that can compute their forward pass again."""
-        frame, segments = self.analysis.frame, self.analysis.segments
-        return {
-            kind
-            for kind, index in enumerate(self.analysis.representatives)
-            if can_recompute(frame, segments[index])
-        }
-
     def can_rematerialize(self, kind: int) -> bool:
         """Whether segments of a kind can compute their forward pass again."""
-        return kind in self._recomputable
+        if kind not in self._recomputable:
+            segment = self.analysis.segments[self.analysis.representatives[kind]]
+            self._recomputable[kind] = can_recompute(self.analysis.frame, segment)
+        return self._recomputable[kind]
 
-    def least_bytes(self, kind: int, candidate: Candidate) -> SegmentBytes:
+    def least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
         key = (kind, *candidate.key)
         if key not in self._least:
             index = self.analysis.representatives[kind]
-            self._least[key] = segment_bytes(
-                self.analysis.frame,
-                self.analysis.segments[index],
-                self._layout(index, candidate),
-                candidate.remat,
-                candidate.kernel,
-            )
+            layout, segment = self._layout(index, candidate), self.analysis.segments
+            how = candidate.remat, candidate.kernel
+            self._least[key] = segment_bytes(segment[index], layout, *how)
         return self._least[key]
 
-    def temp_bytes(self, kind: int, candidate: Candidate) -> int:
+    def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """What a segment needs while it runs, besides what it keeps: an estimate."""
         frame = self.analysis.frame
         index = self.analysis.representatives[kind]
@@ -99,7 +88,7 @@ class Costs:
         plain = replace(candidate, remat=False)
         return max(0, needed - self.least_bytes(kind, plain).residual_bytes)
 
-    def saved_by_kernel_ms(self, kind: int, candidate: Candidate) -> float:
+    def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """What a candidate's kernel should save, less what it takes.
 
         Over parts of the vocabulary a cross-entropy makes its logits twice.
@@ -146,37 +135,37 @@ class Costs:
             kept += again.residual_bytes
         return state + round(LIMITED_MEMORY_AT_LEAST * peak)
 
-    def handovers(
+    def reshardings_ms(
         self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]
     ) -> list[list[float]]:
         """``[option][option]`` milliseconds between two segments, there and back."""
         rows = [(self._number(a.candidate), a.candidate) for a in before]
         columns = [(self._number(b.candidate), b.candidate) for b in after]
-        known = self._handovers
+        known = self._reshardings_ms
         for m, a in rows:
             for n, b in columns:
                 if (left, right, m, n) not in known:
-                    known[left, right, m, n] = self.handover_ms(left, right, a, b)
+                    known[left, right, m, n] = self.reshard_ms(left, right, a, b)
         return [[known[left, right, m, n] for n, _ in columns] for m, _ in rows]
 
-    def handover_ms(self, left: int, right: int, a: Candidate, b: Candidate) -> float:
+    def reshard_ms(
+        self, left: int, right: int, a: SegmentChoice, b: SegmentChoice
+    ) -> float:
         """What moves between two segments, there and back, takes by estimate."""
         here, there = self._layout(left, a), self._layout(right, b)
-        out = between(self.analysis, left, right)
-        ahead_ms = handover_ms(self._moves, here, there, out)
-        back = between(self.analysis, right, left)
-        return ahead_ms + handover_ms(self._moves, there, here, back)
+        moves, passing = self._terms.moves, self.analysis.passing
+        ahead_ms = reshard_ms(moves, here, there, passing.get((left, right), ()))
+        back = passing.get((right, left), ())
+        return ahead_ms + reshard_ms(moves, there, here, back)
 
-    def _number(self, candidate: Candidate) -> int:
+    def _number(self, candidate: SegmentChoice) -> int:
         """The same for candidates that are laid out alike."""
         return self._numbers.setdefault(candidate.key[:2], len(self._numbers))
 
-    def _layout(self, index: int, candidate: Candidate) -> Layout:
+    def _layout(self, index: int, candidate: SegmentChoice) -> Layout:
         key = (index, *candidate.key[:2])
         if key not in self._layouts:
-            self._layouts[key] = segment_layout(
-                self.analysis.frame, self.analysis.segments, index, candidate
-            )
+            self._layouts[key] = segment_layout(self.analysis, index, candidate)
         return self._layouts[key]
 
     @cached_property
@@ -218,30 +207,22 @@ def build_problem(
         budget_bytes: memory of one device, or None.
     """
     analysis = costs.analysis
-    segments = analysis.segments
+    segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for left, right in pairwise(segments):
         pairs.setdefault((left.kind, right.kind), (left.index, right.index))
+    far = {
+        (a, b): costs.reshardings_ms(a, b, options[kinds[a]], options[kinds[b]])
+        for a, b in costs.distant
+    }
     return Problem(
-        kinds=tuple(s.kind for s in segments),
+        kinds=tuple(kinds),
         options=tuple(map(tuple, options)),
         edge_ms={
-            (a, b): costs.handovers(*pair, options[a], options[b])
+            (a, b): costs.reshardings_ms(*pair, options[a], options[b])
             for (a, b), pair in pairs.items()
         },
-        far_ms=_far_ms(costs, options),
+        far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )
-
-
-def _far_ms(
-    costs: Costs, options: Sequence[Sequence[Option]]
-) -> dict[tuple[int, int], list[list[float]]]:
-    """What passes further than to the next segment, where that may take time."""
-    kinds = [segment.kind for segment in costs.analysis.segments]
-    found = {
-        (a, b): costs.handovers(a, b, options[kinds[a]], options[kinds[b]])
-        for a, b in costs.distant
-    }
-    return {pair: rows for pair, rows in found.items() if any(map(any, rows))}

@@ -5,14 +5,14 @@ ones is the last pick (for the resharding behind it), the cost so far, and under
 budget the memory kept so far and the peak so far. Of partial choices with the
 same last pick those stay that no other beats in all of these (arXiv 2504.00598 keeps
 the cost alone, and has no budget). Where something passes further than to the next
-segment, partial choices are told apart by that as well (:mod:`cfp.search.distant`).
+segment, partial choices are told apart by that as well (:mod:`cfp.search.bounds`).
 Exact, but for the rare program with more than `MOST_STATES` of them, where the most
 promising stay, and if none of these fits, what passes further is left out of account.
 Without a budget the time is linear in the number of segments.
 
 With a budget the partial choices that stay would grow too many. So those are left out
 that cannot end below a cost, by a bound on what is still to come
-(:mod:`cfp.search.priced`). That cost is first little more than the bound for the whole
+(:mod:`cfp.search.bounds`). That cost is first little more than the bound for the whole
 program, and is raised until something ends below it.
 """
 
@@ -24,16 +24,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cfp.search.distant import MOST_STATES, Distant, states
-from cfp.search.priced import (
+from cfp.search.bounds import (
+    MOST_STATES,
+    Distant,
     at_price,
     costs_to_go,
     holding_least,
     least_cost_ms,
     memory_price,
+    resharding_ms,
+    states,
+    times_ms,
     unlimited,
 )
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 # How far above the bound to look first, of the bound; and how to go on.
 _FIRST_SLACK = 2.5e-4
@@ -44,7 +48,7 @@ _FIRST_ROWS = 64
 _ROUNDING = 1e-12
 
 
-def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | None:
+def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solved | None:
     """The cheapest choice that fits, or None if none does.
 
     Args:
@@ -72,7 +76,7 @@ def solve_dynamically(problem: Problem, *, lean: bool = False) -> Solution | Non
         slack = slack * _MORE_SLACK or 1.0
 
 
-def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | None:
+def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solved | None:
     """The cheapest choice that fits among some options of each kind.
 
     Args:
@@ -84,6 +88,35 @@ def solve_among(problem: Problem, kept: Sequence[Sequence[int]]) -> Solution | N
         return None
     picked = zip(problem.kinds, found.picks, strict=True)
     return solution(problem, [kept[kind][pick] for kind, pick in picked])
+
+
+def best_solutions(problem: Problem, count: int) -> list[Solved]:
+    """The best solution, and others that differ from it where it matters.
+
+    Each next one may not use what the one before chose for the kind of segment that
+    takes most of the time.
+    """
+    found: list[Solved] = []
+    banned: set[tuple[int, int]] = set()
+    while len(found) < count:
+        kept = [
+            [i for i in range(len(options)) if (kind, i) not in banned]
+            for kind, options in enumerate(problem.options)
+        ]
+        if not all(kept):
+            break
+        best = solve_among(problem, kept)
+        if best is None:
+            break
+        found.append(best)
+        spent: dict[tuple[int, int], float] = {}
+        for kind, pick in zip(problem.kinds, best.picks, strict=True):
+            time_ms = problem.options[kind][pick].time_ms
+            spent[kind, pick] = spent.get((kind, pick), 0.0) + time_ms
+        if not spent:  # a program without segments leaves nothing to choose
+            break
+        banned.add(max(spent, key=lambda choice: spent[choice]))
+    return found
 
 
 def can_fit(problem: Problem) -> bool:
@@ -101,7 +134,7 @@ def smallest_budget(problem: Problem) -> int:
     return leanest(problem).memory_bytes
 
 
-def leanest(problem: Problem) -> Solution:
+def leanest(problem: Problem) -> Solved:
     """The choice that needs the least memory, whatever the budget and the time."""
     timeless = tuple(
         tuple(replace(o, time_ms=0.0) for o in options) for options in problem.options
@@ -197,17 +230,14 @@ class _Chain:
     def _grow(self, place: int, now: _Partials) -> _Partials:
         """All partial choices with every option of one segment more."""
         problem = self._problem
-        kind = problem.kinds[place]
-        options = problem.options[kind]
-        time = np.array([o.time_ms for o in options])
+        options = problem.options[problem.kinds[place]]
         state = np.array([o.state_bytes for o in options], np.int64)
         residual = np.array([o.residual_bytes for o in options], np.int64)
         temp = np.array([o.temp_bytes for o in options], np.int64)
-        cost = now.cost_ms[:, None] + time + self._distant.cost_ms(place, now.open)
+        distant_ms = self._distant.cost_ms(place, now.open)
+        cost = now.cost_ms[:, None] + times_ms(problem, place) + distant_ms
         if place:
-            matrix = problem.edge_ms.get((problem.kinds[place - 1], kind))
-            if matrix is not None:
-                cost = cost + np.asarray(matrix, float)[now.pick]
+            cost = cost + resharding_ms(problem, place)[now.pick]
         kept = now.kept[:, None] + state + residual
         peak = np.maximum(now.peak[:, None] + state, kept + temp)
         rows, picks = (index.ravel() for index in np.indices(cost.shape))
@@ -226,14 +256,10 @@ def _alike(problem: Problem, place: int) -> np.ndarray:
 
     Those that differ in storage, or in what is kept, often hand on alike.
     """
-    kinds = problem.kinds
-    none = np.zeros(len(problem.options[kinds[place]]), int)
-    if place + 1 == len(kinds):
-        return none
-    matrix = problem.edge_ms.get((kinds[place], kinds[place + 1]))
-    if matrix is None:
-        return none
-    return np.unique(np.asarray(matrix, float), axis=0, return_inverse=True)[1].ravel()
+    if place + 1 == len(problem.kinds):
+        return np.zeros(len(problem.options[problem.kinds[place]]), int)
+    matrix = resharding_ms(problem, place + 1)
+    return np.unique(matrix, axis=0, return_inverse=True)[1].ravel()
 
 
 def _unbeaten_of_all(grown: _Partials, alike: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from cfp.analysis.layout import Frame, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.profiling.collectives import Rates
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 from cfp.search.terms import BlockTerms, Made, Terms
 
 
@@ -34,7 +34,6 @@ class SegmentEstimate:
             behind the second) a matrix over their strategies. Pairs of a block with
             itself hold what moves between a block and its twin in the next segment.
         own_edge_ms: the same without what moves between the segment and its twin.
-        node_bytes: like ``node_ms``, bytes of state on each device.
         numbers: for each of its blocks the number in ``strategies`` of every strategy
             of the block; those that shard all ops alike share one.
     """
@@ -44,10 +43,9 @@ class SegmentEstimate:
     node_ms: Mapping[Storage, Sequence[np.ndarray]]
     edge_ms: Mapping[tuple[int, int], np.ndarray]
     own_edge_ms: Mapping[tuple[int, int], np.ndarray]
-    node_bytes: Mapping[Storage, Sequence[np.ndarray]]
     numbers: tuple[Mapping[Strategy, int], ...]
 
-    def total_ms(self, candidate: Candidate) -> float:
+    def total_ms(self, candidate: SegmentChoice) -> float:
         """The estimated time of one candidate."""
         picks = self._picks(candidate)
         nodes = self.node_ms[candidate.storage]
@@ -58,20 +56,7 @@ class SegmentEstimate:
         """The estimate of the segment by itself, whatever follows it."""
         return replace(self, edge_ms=self.own_edge_ms)
 
-    def at_price(self, price: float) -> SegmentEstimate:
-        """The estimate with state at a price, in ms for a byte."""
-        return replace(
-            self,
-            node_ms={
-                mode: [
-                    ms + price * size
-                    for ms, size in zip(times, self.node_bytes[mode], strict=True)
-                ]
-                for mode, times in self.node_ms.items()
-            },
-        )
-
-    def _picks(self, candidate: Candidate) -> list[int]:
+    def _picks(self, candidate: SegmentChoice) -> list[int]:
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         return [numbers[strategy] for numbers, strategy in pairs]
 
@@ -104,17 +89,18 @@ class Estimator:
         ]
         owned = self.terms.owned_groups(segment.groups, [row[0] for row in terms])
         inside = [[self.terms.inside_ms(t) for t in options] for options in terms]
-        node_ms, node_bytes = {}, {}
+        node_ms = {}
         for mode in Storage:
-            node_ms[mode], node_bytes[mode] = [], []
+            node_ms[mode] = []
             for place, options in enumerate(terms):
-                state = [self.terms.state(owned[place], t, mode) for t in options]
+                state = [self.terms.state_ms(owned[place], t, mode) for t in options]
                 times = [
-                    t.matmul_ms + t.memory_ms + s.memory_ms + moved + s.moves_ms
-                    for t, s, moved in zip(options, state, inside[place], strict=True)
+                    t.matmul_ms + t.memory_ms + update_ms + moved_ms + gather_ms
+                    for t, (update_ms, gather_ms), moved_ms in zip(
+                        options, state, inside[place], strict=True
+                    )
                 ]
                 node_ms[mode].append(np.array(times))
-                node_bytes[mode].append(np.array([s.held_bytes for s in state]))
         edges = own_edges = self._edges(terms)
         if twin is not None:
             edges = dict(own_edges)
@@ -125,7 +111,6 @@ class Estimator:
             node_ms,
             edges,
             own_edges,
-            node_bytes,
             tuple(numbers),
         )
 

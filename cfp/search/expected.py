@@ -18,7 +18,7 @@ from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.problem import Candidate, Option
+from cfp.search.problem import Option, SegmentChoice
 from cfp.search.wanted import Explored
 from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
@@ -62,7 +62,7 @@ class Outlook:
         # The backward pass needs as much, if not from the forward pass on.
         self._needed = _middle((size / whole for size, whole in sizes if whole), 1.0)
 
-    def expect(self, candidate: Candidate) -> Option:
+    def expect(self, candidate: SegmentChoice) -> Option:
         """What a candidate will probably cost."""
         option = self._plain.get(_without(candidate).key) or self._unmeasured(candidate)
         if not candidate.remat:
@@ -78,7 +78,7 @@ class Outlook:
             temp_bytes=needed - kept,
         )
 
-    def _unmeasured(self, candidate: Candidate) -> Option:
+    def _unmeasured(self, candidate: SegmentChoice) -> Option:
         plain = _without(candidate)
         least = self._costs.least_bytes(self._kind, plain)
         total_ms = self._estimate.total_ms(plain)
@@ -88,13 +88,10 @@ class Outlook:
             time_ms=max(0.0, self._slower * (total_ms - saved_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(0, round(least.residual_bytes + self._kept)),
-            temp_bytes=self._temporaries(plain),
+            temp_bytes=self._costs.temp_bytes(self._kind, plain)
+            if self._temp is None
+            else self._temp,
         )
-
-    def _temporaries(self, candidate: Candidate) -> int:
-        """As for what was measured, or else by the program."""
-        known = self._temp
-        return self._costs.temp_bytes(self._kind, candidate) if known is None else known
 
     def _beyond(self, option: Option) -> int:
         """What an option keeps beyond the least that it must."""
@@ -106,7 +103,7 @@ def _needed(option: Option) -> int:
     return option.residual_bytes + option.temp_bytes
 
 
-def _without(candidate: Candidate) -> Candidate:
+def _without(candidate: SegmentChoice) -> SegmentChoice:
     return replace(candidate, remat=False)
 
 
@@ -135,13 +132,16 @@ def estimate_options(
         kernels: what may compute attentions.
     """
     required = preset_parts(costs.analysis, presets.values())
+    outlooks = [
+        Outlook(costs, kind, (), estimate.without_twin())
+        for kind, estimate in enumerate(estimates)
+    ]
     options = []
     for kind, estimate in enumerate(estimates):
         own = list(required[kind].values())
-        expected = Outlook(costs, kind, (), estimate.without_twin())
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
         candidates = with_kernels(kernels, kind, candidates)
-        options.append([expected.expect(candidate) for candidate in candidates])
+        options.append([*map(outlooks[kind].expect, candidates)])
     problem = build_problem(costs, options, None)
     fastest = solve_dynamically(problem)
     assert fastest is not None, "without a budget everything fits"
@@ -151,8 +151,6 @@ def estimate_options(
     if tight:
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
-                estimate = estimates[kind].without_twin()
-                expected = Outlook(costs, kind, (), estimate)
                 again = [replace(o.candidate, remat=True) for o in found]
-                found.extend(expected.expect(candidate) for candidate in again)
+                found += map(outlooks[kind].expect, again)
     return Explored(records={}, tight=tight, estimated=tuple(map(tuple, options)))

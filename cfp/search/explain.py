@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cfp.search.bounds import least_cost_ms, memory_price, unlimited
 from cfp.search.dynamic import can_fit, smallest_budget, solve_dynamically
-from cfp.search.priced import least_cost_ms, memory_price, unlimited
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 GIB = 2**30
-# Less than this is a difference in how sums were rounded, in ms.
-_SAME_MS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +75,10 @@ class MemoryExplanation:
     budget_bytes: int | None
     peak_bytes: int
     binds: bool
-    unlimited: Solution
+    unlimited: Solved
     step_bytes: int
-    more: Solution
-    less: Solution | None
+    more: Solved
+    less: Solved | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +92,8 @@ class Explanation:
         memory: what memory has to do with the best choice.
     """
 
-    plan: Solution | None
-    best: Solution
+    plan: Solved | None
+    best: Solved
     kinds: tuple[KindExplanation, ...]
     memory: MemoryExplanation
 
@@ -179,7 +177,7 @@ def _alternative(problem: Problem, kind: int, option: int, taken: int) -> Altern
     )
 
 
-def _within(problem: Problem, budget_bytes: int | None) -> Solution | None:
+def _within(problem: Problem, budget_bytes: int | None) -> Solved | None:
     """The cheapest choice that fits in a budget, or None if none does."""
     limited = replace(problem, budget_bytes=budget_bytes)
     return solve_dynamically(limited)
@@ -200,7 +198,7 @@ def _forced(problem: Problem, kind: int, option: int) -> Problem:
 
 
 def _explain_memory(
-    problem: Problem, best: Solution, step_bytes: int
+    problem: Problem, best: Solved, step_bytes: int
 ) -> MemoryExplanation:
     budget, peak = problem.budget_bytes, best.memory_bytes
     free = unlimited(problem)
@@ -213,7 +211,7 @@ def _explain_memory(
     return MemoryExplanation(
         budget_bytes=budget,
         peak_bytes=peak,
-        binds=free.cost_ms < best.cost_ms - _SAME_MS,
+        binds=not problem.fits(free.picks) and free.cost_ms < best.cost_ms,
         unlimited=free,
         step_bytes=step_bytes,
         more=more,

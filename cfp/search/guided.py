@@ -11,7 +11,6 @@ when enough was measured.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,19 +20,17 @@ from itertools import islice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import best_candidates, storage_modes
+from cfp.search.candidates import cheapest_first, ranked_by_mode
 from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
-from cfp.search.estimate import SegmentEstimate
 from cfp.search.expected import Outlook
 from cfp.search.kernels import with_kernels
-from cfp.search.priced import memory_price
-from cfp.search.problem import Candidate, Option, Problem, scale_memory
+from cfp.search.problem import Option, Problem, SegmentChoice, scale_memory
 from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
 from cfp.settings import (
-    ROUND_IS_WORTH,
     ROUND_SIZE,
     SAFE_MEMORY_SHARE,
+    WORTH_HAVING,
 )
 
 
@@ -76,7 +73,7 @@ def explore(
     while all(job.key.digest in records for job in _jobs(asked)):
         view = _View(maker, per_kind, budget_bytes, wanted, records)
         tight = tight or view.is_tight
-        stays = before is not None and view.gained_on(before) <= ROUND_IS_WORTH
+        stays = before is not None and view.gained_on(before) <= WORTH_HAVING
         if not view.is_cramped or stays:
             break
         asked = view.ask(left)
@@ -133,7 +130,7 @@ class _View:
         self.is_tight = budget_bytes is not None and (
             fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
         )
-        self.is_cramped = self.best_ms > (1.0 + ROUND_IS_WORTH) * fastest.cost_ms
+        self.is_cramped = self.best_ms > (1.0 + WORTH_HAVING) * fastest.cost_ms
 
     @cached_property
     def _leanest(self) -> Sequence[int]:
@@ -157,12 +154,11 @@ class _View:
         if nothing would then, the leanest, computed again.
         """
         kinds = range(len(self._measured))
-        price = memory_price(self._problem)
-        likely = [self._likely(kind, price) for kind in kinds]
+        likely = [self._likely(kind) for kind in kinds]
         for share in dict.fromkeys((1.0, left)):
             best = solve_dynamically(scale_memory(self._problem, share))
             best_ms = best.cost_ms if best else float("inf")
-            found = self._proposed(likely, (1.0 - ROUND_IS_WORTH) * best_ms, share)
+            found = self._proposed(likely, (1.0 - WORTH_HAVING) * best_ms, share)
             if found or best:
                 return found
         return self._leaner()
@@ -170,13 +166,7 @@ class _View:
     def _proposed(
         self, likely: Sequence[Sequence[Option]], goal_ms: float, share: float
     ) -> list[Wanted]:
-        """What the search picks of unmeasured options, over and over.
-
-        Args:
-            likely: for each kind what the unmeasured ones will probably cost.
-            goal_ms: what a choice must take less than.
-            share: of memory that is no state that will be enough.
-        """
+        """What the search picks of what is likely, over and over, to beat a time."""
         found: list[Wanted] = []
         rest = [[*options] for options in likely]
         while len(found) < ROUND_SIZE:
@@ -226,7 +216,7 @@ class _View:
         return {w.candidate.key for w in told}
 
     def _may_ask(
-        self, kind: int, candidate: Candidate, found: Sequence[Wanted]
+        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
     ) -> bool:
         """Whether a candidate is new, and there is room for it."""
         asked = self._asked(kind, found)
@@ -242,7 +232,7 @@ class _View:
         return again < self._per_kind and (has_base or room)
 
     def _made(
-        self, kind: int, candidate: Candidate, found: Sequence[Wanted]
+        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
     ) -> list[Wanted]:
         """What tells the cost of a candidate: itself, and what it is based on."""
         plain = replace(candidate, remat=False)
@@ -260,15 +250,11 @@ class _View:
             made.append(self._maker.again(base, base.has_failed(self._records)))
         return made
 
-    def _likely(self, kind: int, price: float) -> list[Option]:
+    def _likely(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
         estimate, asked = self._maker.estimates[kind], self._asked(kind, ())
-        # What is slower may need less memory.
-        fresh = [
-            *_first_unasked(estimate, asked),
-            *_first_unasked(estimate.at_price(price), asked),
-        ]
-        found = list({candidate.key: candidate for candidate in fresh}.values())
+        ranked = cheapest_first(ranked_by_mode(estimate, ROUND_SIZE + len(asked)))
+        found = list(islice((c for c in ranked if c.key not in asked), ROUND_SIZE))
         if self._maker.costs.can_rematerialize(kind):
             ran_out = (
                 w.candidate
@@ -286,13 +272,3 @@ class _View:
 
     def _with(self, options: Sequence[Sequence[Option]]) -> Problem:
         return build_problem(self._maker.costs, options, self._budget_bytes)
-
-
-def _first_unasked(estimate: SegmentEstimate, asked: set[tuple]) -> list[Candidate]:
-    """The best by an estimate of what was not asked for yet."""
-    ranked = [
-        best_candidates(estimate, mode, ROUND_SIZE + len(asked))
-        for mode in storage_modes(estimate)
-    ]
-    merged = heapq.merge(*ranked, key=lambda c: c.estimate_ms)
-    return list(islice((c for c in merged if c.key not in asked), ROUND_SIZE))

@@ -17,7 +17,7 @@ from cfp.patterns.build import joined, name_of
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
 from cfp.search.measure import segment_layout
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Kernels:
     parts: int = 0
     platform: str = "cpu"
 
-    def variants(self, kind: int, candidate: Candidate) -> list[Candidate]:
+    def variants(self, kind: int, candidate: SegmentChoice) -> list[SegmentChoice]:
         """A candidate with kernels in place, in each way that is worth a look."""
         if candidate.kernel:
             return []
@@ -49,7 +49,7 @@ class Kernels:
         losses = patterns_among(program, ops) if self.parts else []
         if not matches and not losses:
             return []
-        layout = segment_layout(analysis.frame, analysis.segments, index, candidate)
+        layout = segment_layout(analysis, index, candidate)
         name = name_of(self.parts)
         parts = [name] if losses and in_parts(layout, ops, name) else []
         kernels = []
@@ -76,8 +76,8 @@ class Kernels:
 
 
 def with_kernels(
-    kernels: Kernels | None, kind: int, candidates: Sequence[Candidate]
-) -> list[Candidate]:
+    kernels: Kernels | None, kind: int, candidates: Sequence[SegmentChoice]
+) -> list[SegmentChoice]:
     """Candidates, and those with kernels."""
     if kernels is None:
         return [*candidates]

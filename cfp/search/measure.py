@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from cfp.analysis.abridge import Abridged
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
-from cfp.analysis.strategies import Spec
+from cfp.analysis.strategies import Spec, Strategy
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import among, replacements, way_of
@@ -27,50 +28,43 @@ from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
 from cfp.search.kept import kept_values, unmade
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 from cfp.settings import ConstraintLevel
 
 
-def limit(told: Constraints, level: ConstraintLevel) -> Constraints:
-    """Constraints reduced to a level."""
-    return (
-        told
-        if level is ConstraintLevel.EVERYTHING
-        else replace(told, values={}, uses={})
-    )
-
-
 def constraints_of(
-    frame: Frame,
-    segments: Sequence[Segment],
-    choice: Choice,
-    level: ConstraintLevel,
-    layout: Layout | None = None,
+    analysis: Analysis, choice: Choice, level: ConstraintLevel
 ) -> Constraints:
     """What the compiler is told of a whole program's choice.
 
     Args:
-        frame, segments: of the program.
+        analysis: of the program.
         choice: for all of it.
         level: how much the compiler is constrained.
-        layout: the choice's, if it is there already.
     """
-    layout = layout or lay_out(frame, choice)
-    return _changed(
-        limit(constraints(layout), level),
-        _recomputed(frame, segments, choice.remat),
-        _replaced(layout, segments, dict(choice.kernels)),
-    )
+    layout = lay_out(analysis.frame, choice)
+    return _constrain(analysis, layout, choice.remat, dict(choice.kernels), level)
 
 
-def _changed(
-    told: Constraints, again: Sequence[Recompute], replaced: Sequence[Replacement]
+def _constrain(
+    analysis: Analysis,
+    layout: Layout,
+    remat: Iterable[int],
+    kernels: Mapping[int, str],
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+    part: Part | None = None,
 ) -> Constraints:
-    """Constraints with what is rematerialized, and what is replaced.
+    """The constraints of a program, or of a part, reduced to a level.
 
-    What a kernel of attention reads it has sharded as it wants it: keys that are to go
-    round in a ring must not be gathered before.
+    With what is rematerialized and replaced of some segments, by their indices. What a
+    kernel of attention reads it has sharded as it wants it: keys that are to go round
+    in a ring must not be gathered before.
     """
+    program = layout.frame.program
+    told = constraints(layout, None if part is None else program.with_bodies(part.ops))
+    if level is not ConstraintLevel.EVERYTHING:
+        told = replace(told, values={}, uses={})
+    replaced = _replaced(analysis, layout, kernels)
     own = {
         use
         for one in replaced
@@ -79,34 +73,34 @@ def _changed(
         for use in stage.reads
     }
     uses = {use: spec for use, spec in told.uses.items() if use not in own}
-    return replace(told, uses=uses, recompute=tuple(again), replaced=tuple(replaced))
+    again = _recomputed(analysis, remat, part)
+    return replace(told, uses=uses, recompute=again, replaced=replaced)
 
 
 def _replaced(
-    layout: Layout, segments: Sequence[Segment], kernels: Mapping[int, str]
+    analysis: Analysis, layout: Layout, kernels: Mapping[int, str]
 ) -> tuple[Replacement, ...]:
     """Kernels in the place of attentions of segments, and parts of vocabularies."""
     program = layout.frame.program
     found: list[Replacement] = []
     for index, kernel in kernels.items():
         attention, parts = split(kernel)
-        for match in among(program, segments[index].ops) if attention else ():
+        ops = analysis.segments[index].ops
+        for match in among(program, ops) if attention else ():
             way = way_of(program, match, attention, layout.axes)
             if isinstance(way, Way):
                 found += replacements(program, match, way)
-        found += in_parts(layout, segments[index].ops, parts)
+        found += in_parts(layout, ops, parts)
     return tuple(found)
 
 
 def _recomputed(
-    frame: Frame,
-    segments: Sequence[Segment],
-    indices: Iterable[int],
-    part: Part | None = None,
+    analysis: Analysis, indices: Iterable[int], part: Part | None
 ) -> tuple[Recompute, ...]:
     """What is computed again of some segments, or of what a part has of them."""
+    frame = analysis.frame
     turn = turning_point(frame)
-    owned = [set(segments[i].ops) for i in indices]
+    owned = [set(analysis.segments[i].ops) for i in indices]
     within = None if part is None else set(part.ops)
     if within is not None:
         owned = [ops & within for ops in owned]
@@ -119,86 +113,81 @@ def can_recompute(frame: Frame, segment: Segment) -> bool:
     return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
 
 
-def segment_layout(
-    frame: Frame, segments: Sequence[Segment], index: int, candidate: Candidate
-) -> Layout:
+def segment_layout(analysis: Analysis, index: int, candidate: SegmentChoice) -> Layout:
     """The layout of one segment under a candidate.
 
     Segments of the same kind right before and behind are laid out alike, so that
     what crosses into them is handed over as they would read it.
     """
-    segment = segments[index]
-    strategies = {}
-    for near in (index - 1, index + 1, index):
-        if 0 <= near < len(segments) and segments[near].kind == segment.kind:
-            strategies.update(
-                zip(segments[near].blocks, candidate.strategies, strict=True)
-            )
-    storage = dict.fromkeys(segment.groups, candidate.storage)
-    return Layout(frame, strategies, storage)
-
-
-def _constraints_of_part(
-    layout: Layout,
-    segments: Sequence[Segment],
-    part: Part,
-    remat: Iterable[int],
-    kernels: Mapping[int, str],
-    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
-) -> Constraints:
-    """The constraints of a part, with its segments given by their indices."""
-    frame = layout.frame
-    told = constraints(layout, frame.program.with_bodies(part.ops))
-    return _changed(
-        limit(told, level),
-        _recomputed(frame, segments, remat, part),
-        _replaced(layout, segments, kernels),
+    segments, kind = analysis.segments, analysis.segments[index].kind
+    near = (i for i in (index - 1, index + 1) if 0 <= i < len(segments))
+    alike = [i for i in near if segments[i].kind == kind]
+    strategies = _strategies(
+        analysis, {**dict.fromkeys(alike, candidate), index: candidate}
     )
+    storage = dict.fromkeys(segments[index].groups, candidate.storage)
+    return Layout(analysis.frame, strategies, storage)
+
+
+def _strategies(
+    analysis: Analysis, candidates: Mapping[int, SegmentChoice]
+) -> dict[int, Strategy]:
+    """The strategies of the blocks of some segments."""
+    return {
+        block: strategy
+        for index, candidate in candidates.items()
+        for block, strategy in zip(
+            analysis.segments[index].blocks, candidate.strategies, strict=True
+        )
+    }
 
 
 def segment_job(
-    frame: Frame,
-    segments: Sequence[Segment],
+    analysis: Analysis,
     index: int,
-    candidate: Candidate,
+    candidate: SegmentChoice,
     environment: Parts,
     label: str,
 ) -> Job:
     """The job that measures one segment under a candidate."""
-    layout = segment_layout(frame, segments, index, candidate)
-    part = cut_part(frame.program, segments[index].ops)
-    again, kernels = [index] * candidate.remat, {index: candidate.kernel}
-    told = _constraints_of_part(layout, segments, part, again, kernels)
-    job = make_job(frame, layout, part, told, environment, label)
-    return replace(job, expected_ms=candidate.estimate_ms)
+    layout = segment_layout(analysis, index, candidate)
+    return _part_job(analysis, layout, {index: candidate}, environment, label)
 
 
 def pair_job(
-    frame: Frame,
-    segments: Sequence[Segment],
-    candidates: Mapping[int, Candidate],
+    analysis: Analysis,
+    candidates: Mapping[int, SegmentChoice],
     environment: Parts,
     label: str,
 ) -> Job:
     """The job that measures neighbouring segments together."""
-    strategies, storage = {}, {}
+    storage = {
+        group: candidate.storage
+        for index, candidate in candidates.items()
+        for group in analysis.segments[index].groups
+    }
+    layout = Layout(analysis.frame, _strategies(analysis, candidates), storage)
+    return _part_job(analysis, layout, candidates, environment, label)
+
+
+def _part_job(
+    analysis: Analysis,
+    layout: Layout,
+    candidates: Mapping[int, SegmentChoice],
+    environment: Parts,
+    label: str,
+) -> Job:
+    ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
+    part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
-    for index, candidate in candidates.items():
-        blocks = segments[index].blocks
-        strategies.update(zip(blocks, candidate.strategies, strict=True))
-        storage.update(dict.fromkeys(segments[index].groups, candidate.storage))
-    ops = sorted(op for index in candidates for op in segments[index].ops)
-    layout = Layout(frame, strategies, storage)
-    part = cut_part(frame.program, ops)
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = _constraints_of_part(layout, segments, part, again, kernels)
-    job = make_job(frame, layout, part, told, environment, label)
+    told = _constrain(analysis, layout, again, kernels, part=part)
+    job = _job(layout, part, told, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
 def whole_job(
-    frame: Frame,
-    segments: Sequence[Segment],
+    analysis: Analysis,
     choice: Choice,
     environment: Parts,
     label: str,
@@ -209,7 +198,7 @@ def whole_job(
     """The job that measures a whole program under a choice, with compiler options.
 
     Args:
-        frame, segments: of the program.
+        analysis: of the program.
         choice: for all of it.
         environment: what measurements depend on.
         label: what progress calls it.
@@ -221,32 +210,27 @@ def whole_job(
     environment = (*environment, ("what", f"{what}, raced"))
     if options:
         environment = (*environment, ("options", repr(sorted(options.items()))))
-    layout = lay_out(frame, choice)
+    layout, program = lay_out(analysis.frame, choice), analysis.frame.program
+    again, kernels = choice.remat, dict(choice.kernels)
     if abridged:
         part, chosen = abridged.part, ""
-        again = [index for index in choice.remat if index in abridged.segments]
-        kernels = {i: k for i, k in choice.kernels if i in abridged.segments}
-        told = _constraints_of_part(layout, segments, part, again, kernels, level)
+        again = [index for index in again if index in abridged.segments]
+        kernels = {i: kernels[i] for i in abridged.segments if i in kernels}
+        told = _constrain(analysis, layout, again, kernels, level, part)
     else:
-        top = [op.id for op in frame.program.ops if op.parent < 0]
-        part = cut_part(frame.program, top)
-        told = constraints_of(frame, segments, choice, level, layout)
+        part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
+        told = _constrain(analysis, layout, again, kernels, level)
         kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
         chosen = json.dumps(kept)
-    job = make_job(frame, layout, part, told, environment, label)
+    job = _job(layout, part, told, environment, label)
     return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
 
 
-def make_job(
-    frame: Frame,
-    layout: Layout,
-    part: Part,
-    told: Constraints,
-    environment: Parts,
-    label: str,
+def _job(
+    layout: Layout, part: Part, told: Constraints, environment: Parts, label: str
 ) -> Job:
     """The job that measures a part of a program under a layout."""
-    program = frame.program
+    frame, program = layout.frame, layout.frame.program
     position = {v: i for i, v in enumerate(program.args)}
     in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
@@ -341,17 +325,14 @@ class SegmentBytes:
 
 
 def segment_bytes(
-    frame: Frame,
-    segment: Segment,
-    layout: Layout,
-    remat: bool = False,
-    kernel: str = "",
+    segment: Segment, layout: Layout, remat: bool = False, kernel: str = ""
 ) -> SegmentBytes:
     """State, and values that live from the forward to the backward pass.
 
     Of a segment that is computed again only what others read is kept, and of what a
     kernel computes what it returns.
     """
+    frame = layout.frame
     groups = (frame.groups[index] for index in segment.groups)
     state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
     held = held_values(frame, segment, remat) - unmade(layout, segment, kernel)

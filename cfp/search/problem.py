@@ -10,7 +10,7 @@ from cfp.analysis.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SegmentChoice:
     """A choice for a segment: one strategy per block, one storage mode for all.
 
     Attributes:
@@ -45,11 +45,16 @@ class Option:
         temp_bytes: the most that the segment needs besides, while it runs.
     """
 
-    candidate: Candidate
+    candidate: SegmentChoice
     time_ms: float
     state_bytes: int
     residual_bytes: int
     temp_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """State, and what the forward pass keeps."""
+        return self.state_bytes + self.residual_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +81,14 @@ class Problem:
     fixed_bytes: int = 0
     budget_bytes: int | None = None
 
+    def picked(self, picks: Sequence[int]) -> list[Option]:
+        """The options that one index per segment stands for."""
+        pairs = zip(self.kinds, picks, strict=True)
+        return [self.options[kind][pick] for kind, pick in pairs]
+
     def cost_ms(self, picks: Sequence[int]) -> float:
         """The predicted time of one option index per segment."""
-        total = sum(
-            self.options[kind][pick].time_ms
-            for kind, pick in zip(self.kinds, picks, strict=True)
-        )
+        total = sum(option.time_ms for option in self.picked(picks))
         for i in range(len(picks) - 1):
             matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
             if matrix is not None:
@@ -89,6 +96,10 @@ class Problem:
         for (i, j), matrix in self.far_ms.items():
             total += matrix[picks[i]][picks[j]]
         return total
+
+    def state_bytes(self, picks: Sequence[int]) -> int:
+        """What parameters and optimizer state take."""
+        return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
         """The predicted peak.
@@ -98,13 +109,11 @@ class Problem:
         begins: while a segment runs, those of all segments before it and its own are
         in memory.
         """
-        state = kept = peak = 0
-        for kind, pick in zip(self.kinds, picks, strict=True):
-            option = self.options[kind][pick]
-            state += option.state_bytes
+        kept = peak = 0
+        for option in self.picked(picks):
             kept += option.residual_bytes
             peak = max(peak, kept + option.temp_bytes)
-        return self.fixed_bytes + state + peak
+        return self.fixed_bytes + self.state_bytes(picks) + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
         """Whether a choice stays within the budget."""
@@ -153,7 +162,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solved:
     """The outcome of a solver.
 
     Attributes:
@@ -167,9 +176,9 @@ class Solution:
     memory_bytes: int
 
 
-def solution(problem: Problem, picks: Sequence[int]) -> Solution:
+def solution(problem: Problem, picks: Sequence[int]) -> Solved:
     """A solution with its costs."""
-    return Solution(
+    return Solved(
         picks=tuple(picks),
         cost_ms=problem.cost_ms(picks),
         memory_bytes=problem.memory_bytes(picks),

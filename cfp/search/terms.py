@@ -48,21 +48,6 @@ class BlockTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class StateTerms:
-    """Parameters and optimizer state under a strategy and a storage mode.
-
-    Attributes:
-        memory_ms: of the update.
-        moves_ms: of gathering parameters and scattering gradients.
-        held_bytes: on each device.
-    """
-
-    memory_ms: float
-    moves_ms: float
-    held_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class _OpTerms:
     """One op under one sharding."""
 
@@ -179,12 +164,12 @@ class Terms:
             owned[next(readers, next(makers, 0))].append(index)
         return owned
 
-    def state(
+    def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
-    ) -> StateTerms:
-        """What storing, gathering and updating some groups takes."""
+    ) -> tuple[float, float]:
+        """What updating some groups takes, and gathering them and their gradients."""
         frame, program = self.frame, self.frame.program
-        moves = memory = held = 0.0
+        moves = memory = 0.0
         for index in groups:
             group = frame.groups[index]
             main = program.args[group.args[0]]
@@ -196,7 +181,6 @@ class Terms:
             if mode is not Storage.USED:
                 wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
             size = program.values[main].size_bytes
-            stored = wide if mode is Storage.SHARDED else used
             if mode is Storage.SHARDED:
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
@@ -210,9 +194,7 @@ class Terms:
                     moves += self.moves.cost_ms(grad_bytes, *made, wide)
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
-            held += size / spec_ways(stored, frame.mesh)
-            held += (state - size) / spec_ways(wide, frame.mesh)
-        return StateTerms(memory, moves, held)
+        return memory, moves
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cfp.search.bounds import unlimited
 from cfp.search.dynamic import smallest_budget, solve_dynamically
-from cfp.search.priced import unlimited
-from cfp.search.problem import Problem, Solution
+from cfp.search.problem import Problem, Solved
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.
 _GRAIN_BYTES = 1024
@@ -27,7 +27,7 @@ class TradeOff:
         complete: whether these are known to be all.
     """
 
-    points: tuple[Solution, ...]
+    points: tuple[Solved, ...]
     complete: bool
 
 
@@ -45,7 +45,7 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
     points = {low.memory_bytes: low, high.memory_bytes: high}
     gaps: list[_Gap] = []
 
-    def add(low: Solution, high: Solution, empty_bytes: int, closing: bool) -> None:
+    def add(low: Solved, high: Solved, empty_bytes: int, closing: bool) -> None:
         if high.memory_bytes - empty_bytes > _GRAIN_BYTES:
             gap = _Gap(low=low, high=high, empty_bytes=empty_bytes, closing=closing)
             gaps.append(gap)
@@ -78,8 +78,8 @@ class _Gap:
             most gaps are empty, which is known after that.
     """
 
-    low: Solution
-    high: Solution
+    low: Solved
+    high: Solved
     empty_bytes: int
     closing: bool
 
@@ -91,7 +91,7 @@ class _Gap:
         return (self.empty_bytes + self.high.memory_bytes) // 2
 
 
-def _point(problem: Problem, budget_bytes: int) -> Solution:
+def _point(problem: Problem, budget_bytes: int) -> Solved:
     """The fastest choice within a budget, and the leanest of those."""
     found = solve_dynamically(replace(problem, budget_bytes=budget_bytes), lean=True)
     assert found is not None, "the leanest choice fits"

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Layout
 from cfp.analysis.strategies import Mesh, Spec
 from cfp.profiling.collectives import Rates
@@ -100,12 +99,7 @@ class TransitionCosts:
         return found
 
 
-def between(analysis: Analysis, maker: int, reader: int) -> Sequence[int]:
-    """Values that one segment makes or stores, and another reads."""
-    return analysis.passing.get((maker, reader), ())
-
-
-def handover_ms(
+def reshard_ms(
     moves: TransitionCosts, maker: Layout, reader: Layout, values: Sequence[int]
 ) -> float:
     """What it takes, by estimate, that one segment reads another's values."""

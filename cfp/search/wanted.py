@@ -21,7 +21,7 @@ from cfp.search.costs import Costs
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
 from cfp.search.measure import pair_job, segment_job
-from cfp.search.problem import Candidate, Option
+from cfp.search.problem import Option, SegmentChoice
 from cfp.settings import LEAST_ADDED_SHARE
 
 
@@ -31,15 +31,15 @@ class Wanted:
 
     A segment alone is not what it costs inside a model: its first and last
     collectives have nothing to hide behind. So it is also measured together with a
-    neighbour, its *carrier*, and what the neighbour takes alone is subtracted.
+    neighbour, and what that takes alone is subtracted.
 
     Attributes:
         kind, candidate: the choice.
         job: the segment alone.
-        carrier_job: the neighbour alone, or None where there is no neighbour.
+        neighbour_job: the neighbour alone, or None where there is no neighbour.
         pair_job: both.
-        handover_ms: what the two take to hand over, which the search adds by itself.
-        carrier: the neighbour's place and choice, or None.
+        reshard_ms: what resharding between the two takes, which the search adds itself.
+        neighbour: the neighbour's place and choice, or None.
         base: for a candidate that is computed again the same without that, whose
             time in context it shares but for what computing again adds; or None. It
             is measured beside the neighbour alone, if there is one: ``job`` is the
@@ -47,18 +47,18 @@ class Wanted:
     """
 
     kind: int
-    candidate: Candidate
+    candidate: SegmentChoice
     job: Job
-    carrier_job: Job | None = None
+    neighbour_job: Job | None = None
     pair_job: Job | None = None
-    handover_ms: float = 0.0
-    carrier: tuple[int, Candidate] | None = None
+    reshard_ms: float = 0.0
+    neighbour: tuple[int, SegmentChoice] | None = None
     base: Wanted | None = None
 
     @property
     def jobs(self) -> list[Job]:
         """All its jobs."""
-        found = (self.job, self.carrier_job, self.pair_job)
+        found = (self.job, self.neighbour_job, self.pair_job)
         return [job for job in found if job is not None]
 
     @property
@@ -105,8 +105,8 @@ class Wanted:
         context = self._context(records)
         if context is None:
             return alone.time_ms
-        carrier, pair = context
-        added = pair.time_ms - carrier.time_ms - self.handover_ms
+        neighbour, pair = context
+        added = pair.time_ms - neighbour.time_ms - self.reshard_ms
         # The noise of two large numbers can make a small segment look free.
         return max(added, LEAST_ADDED_SHARE * alone.time_ms)
 
@@ -121,34 +121,34 @@ class Wanted:
         context = self._context(records)
         if context is None:
             return min(least, alone)
-        carrier, pair = context
+        neighbour, pair = context
         # More than it needs alone would be the neighbour's.
-        return max(least, min(alone, pair.temp_bytes - carrier.temp_bytes))
+        return max(least, min(alone, pair.temp_bytes - neighbour.temp_bytes))
 
     def _again_ms(self, records: Mapping[str, ProfileRecord]) -> float:
         """What computing again adds beside the neighbour; 0 where that is unknown."""
         context = self._context(records)
         if self.base is None or context is None:
             return 0.0
-        carrier, pair = context
+        neighbour, pair = context
         plain = self.base._context(records)
         if plain is not None:
             return max(0.0, pair.time_ms - plain[1].time_ms)
         alone_ms = records[self.base.job.key.digest].time_ms
-        beside_ms = carrier.time_ms + alone_ms + self.handover_ms
+        beside_ms = neighbour.time_ms + alone_ms + self.reshard_ms
         return max(0.0, pair.time_ms - beside_ms)
 
     def _context(
         self, records: Mapping[str, ProfileRecord]
     ) -> tuple[ProfileRecord, ProfileRecord] | None:
         """The neighbour alone and with the segment, if both could be measured."""
-        if self.carrier_job is None or self.pair_job is None:
+        if self.neighbour_job is None or self.pair_job is None:
             return None
-        carrier = records.get(self.carrier_job.key.digest)
+        neighbour = records.get(self.neighbour_job.key.digest)
         pair = records.get(self.pair_job.key.digest)
-        if carrier is None or pair is None or not (carrier.ok and pair.ok):
+        if neighbour is None or pair is None or not (neighbour.ok and pair.ok):
             return None
-        return carrier, pair
+        return neighbour, pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ class WantedMaker:
                 found.append(self.make(kind, candidate))
         return found
 
-    def make(self, kind: int, candidate: Candidate) -> Wanted:
+    def make(self, kind: int, candidate: SegmentChoice) -> Wanted:
         """What tells the cost of a candidate that computes nothing again."""
         analysis = self._analysis
         index = analysis.representatives[kind]
@@ -234,13 +234,12 @@ class WantedMaker:
         near = _neighbour(analysis, index) if self._in_context else None
         if near is None:
             return Wanted(kind, candidate, job)
-        carrier, between_ms = self._carrier(index, candidate, near)
-        carrier_index = analysis.representatives[analysis.segments[near].kind]
-        alone = self._alone(carrier_index, carrier, label)
+        neighbour, between_ms = self._neighbour_choice(index, candidate, near)
+        neighbour_index = analysis.representatives[analysis.segments[near].kind]
+        alone = self._alone(neighbour_index, neighbour, label)
         together = pair_job(
-            analysis.frame,
-            analysis.segments,
-            {index: candidate, near: carrier},
+            analysis,
+            {index: candidate, near: neighbour},
             self._environment,
             f"{label}, in context",
         )
@@ -248,7 +247,7 @@ class WantedMaker:
             together, after=frozenset((job.key.digest, alone.key.digest))
         )
         return Wanted(
-            kind, candidate, job, alone, together, between_ms, (near, carrier)
+            kind, candidate, job, alone, together, between_ms, (near, neighbour)
         )
 
     def again(self, base: Wanted, alone: bool = False) -> Wanted:
@@ -265,18 +264,17 @@ class WantedMaker:
         self._made[kind] += 1
         return f"segment {kind}: {self._made[kind]}"
 
-    def _alone(self, index: int, candidate: Candidate, label: str) -> Job:
+    def _alone(self, index: int, candidate: SegmentChoice, label: str) -> Job:
         key = (index, candidate.key)
         if key not in self._jobs:
-            where = (self._analysis.frame, self._analysis.segments)
-            how = (self._environment, label)
-            self._jobs[key] = segment_job(*where, index, candidate, *how)
+            how = (candidate, self._environment, label)
+            self._jobs[key] = segment_job(self._analysis, index, *how)
         return self._jobs[key]
 
-    def _carrier(
-        self, index: int, candidate: Candidate, near: int
-    ) -> tuple[Candidate, float]:
-        """The neighbour's choice that goes best with a candidate, and the handover.
+    def _neighbour_choice(
+        self, index: int, candidate: SegmentChoice, near: int
+    ) -> tuple[SegmentChoice, float]:
+        """The neighbour's choice that goes best with a candidate, and the resharding.
 
         A twin chooses alike. The neighbour of a classic's part is the same classic's,
         and any other's the part of the classic that goes best with it.
@@ -290,7 +288,7 @@ class WantedMaker:
         elif relative is not None:
             options = [segment_candidate(analysis, near, self._classics[relative])]
         ways = [
-            (option, self.costs.handover_ms(index, near, candidate, option))
+            (option, self.costs.reshard_ms(index, near, candidate, option))
             for option in options
         ]
         return min(ways, key=lambda way: way[1])
@@ -310,15 +308,14 @@ def computed_again(
     the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
     neighbour, or where the base failed with or without it, it is measured alone.
     """
-    frame, segments = analysis.frame, analysis.segments
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
-    if base.carrier is None or alone:
-        job = segment_job(frame, segments, index, candidate, environment, label)
+    if base.neighbour is None or alone:
+        job = segment_job(analysis, index, candidate, environment, label)
         return Wanted(base.kind, candidate, job, base=base)
-    near, carrier = base.carrier
-    picks = {index: candidate, near: carrier}
-    together = pair_job(frame, segments, picks, environment, f"{label}, in context")
+    near, neighbour = base.neighbour
+    picks = {index: candidate, near: neighbour}
+    together = pair_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.job.key.digest,)))
     return replace(base, candidate=candidate, pair_job=together, base=base)

@@ -294,7 +294,7 @@ def check_like(make, layers, weight, choose, mesh, level=ConstraintLevel.EVERYTH
     assert 0 < left < layers - 4
     short = make(left)
     jobs = [
-        whole_job(a.frame, a.segments, choice, (), "", level, abridged=what)
+        whole_job(a, choice, (), "", level, abridged=what)
         for a, choice, what in ((short, choose(short), None), (long, chosen, abridged))
     ]
     (expected, whole), (found, less) = (
@@ -394,8 +394,7 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make
 
     def job(analysis, abridged):
         choice = presets(analysis.frame)["fully_sharded"]
-        how = (analysis.segments, choice, (), "")
-        return whole_job(analysis.frame, *how, abridged=abridged)
+        return whole_job(analysis, choice, (), "", abridged=abridged)
 
     long = analysed(*make(13), mesh)
     abridged = abridge(long, by_kind(long), KEPT)

@@ -77,8 +77,8 @@ def test_the_same_is_sent(analysis, name):
     frame = analysis.frame
     choice = presets(frame)[name]
     layout = lay_out(frame, choice)
-    job = whole_job(frame, analysis.segments, choice, (), name)
-    told = constraints_of(frame, analysis.segments, choice, ConstraintLevel.EVERYTHING)
+    job = whole_job(analysis, choice, (), name)
+    told = constraints_of(analysis, choice, ConstraintLevel.EVERYTHING)
     before = {
         product: layout.value_spec[product] for product, _ in transposed(frame.program)
     }

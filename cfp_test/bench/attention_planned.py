@@ -301,8 +301,7 @@ class Maker:
         analysis, here = analyzed.analysis, self.mesh.stand_in
         program = analysis.frame.program
         options = {} if self.tiny else dict(mock.OPTIONS)
-        where = (analysis.frame, analysis.segments, choice)
-        job = whole_job(*where, (), "by hand", options=options)
+        job = whole_job(analysis, choice, (), "by hand", options=options)
         started = time.perf_counter()
         built = build(program, here, job, BuildEnvironment())
         found: dict[str, Any] = {

@@ -78,11 +78,11 @@ class Made:
 
 def job_of(case: Case, session: Session, options: dict[str, str]) -> Job:
     """The whole program of a case, as races build it."""
-    frame, segments = session.analysis.frame, session.analysis.segments
+    frame = session.analysis.frame
     known = presets(frame)
     saved = case.preset.endswith(".json")
     choice = known["data_parallel" if saved else case.preset]
-    job = whole_job(frame, segments, choice, (), case.name, case.level, options)
+    job = whole_job(session.analysis, choice, (), case.name, case.level, options)
     if not saved:
         return job
     plan = json.loads((_RESULTS / case.preset).read_text())

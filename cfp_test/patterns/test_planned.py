@@ -94,10 +94,10 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     held = {}
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
-        layout = segment_layout(frame, segments, index, plain)
+        layout = segment_layout(analysis, index, plain)
         own = {
             one.kernel: segment_bytes(
-                frame, segments[index], layout, kernel=one.kernel
+                segments[index], layout, kernel=one.kernel
             ).residual_bytes
             for one in (plain, *kernels.variants(kind, plain))
         }

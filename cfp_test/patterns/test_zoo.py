@@ -43,7 +43,7 @@ def planned(case, kernel):
     kernels = tuple((segment.index, kernel) for segment in analysis.segments)
     choice = dataclasses.replace(choice, kernels=kernels)
     everything = ConstraintLevel.EVERYTHING
-    told = constraints_of(analysis.frame, analysis.segments, choice, everything)
+    told = constraints_of(analysis, choice, everything)
     return told, lay_out(analysis.frame, choice)
 
 

@@ -193,8 +193,7 @@ def test_records_know_the_values_that_decide(mesh):
         program, _ = trace(flatten_step(skipping, args), mesh)
         analysis = analyze(program, sizes)
         choice = presets(analysis.frame)["data_parallel"]
-        where = (analysis.frame, analysis.segments)
-        return whole_job(*where, choice, (), "a").key.digest
+        return whole_job(analysis, choice, (), "a").key.digest
 
     known = key(False, 12, 0.25)
     assert key(False, 12, 0.5) == known

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.mlir import ir
 
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.presets.classics import presets
@@ -281,12 +282,12 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
 
 
 def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeypatch):
-    segments = find_segments(case.frame)
+    analysis = Analysis(case.frame, tuple(find_segments(case.frame)))
     plain = presets(case.frame)["data_parallel"]
     again = dataclasses.replace(plain, remat=(1,))
 
     def keys():
-        made = [whole_job(case.frame, segments, c, (), "") for c in (plain, again)]
+        made = [whole_job(analysis, c, (), "") for c in (plain, again)]
         return [job.key for job in made]
 
     before = keys()

@@ -115,8 +115,8 @@ def known(analysis, tmp_path):
 
     def keep(name, peak_bytes, time_ms, created=FIRST, options=None):
         race = () if created == FIRST else (("race", "of the leaders"),)
-        choice, parts = classics[name], (analysis.frame, analysis.segments)
-        job = whole_job(*parts, choice, race, name, options=options)
+        choice = classics[name]
+        job = whole_job(analysis, choice, race, name, options=options)
         record = ProfileRecord(
             key=job.key.digest,
             parts=job.key.parts,

@@ -43,8 +43,7 @@ def known(analysis, tmp_path):
 
     def job(name, *how):
         choice = replace(classics[name], remat=(1,))
-        frame, segments = analysis.frame, analysis.segments
-        return whole_job(frame, segments, choice, HERE, name, *how)
+        return whole_job(analysis, choice, HERE, name, *how)
 
     def keep(one, peak, ms, **changes):
         record = ProfileRecord(
@@ -70,12 +69,12 @@ def test_what_was_compiled_comes_back(analysis, known):
     keep(job("fully_sharded"), 10, 0.0, **refused)
     classics = presets(analysis.frame)
     again = {name: replace(choice, remat=(1,)) for name, choice in classics.items()}
-    assert [(r.choice, r.level, r.record.peak_bytes) for r in found()] == [
+    assert [(c.choice, c.level, r.peak_bytes) for c, r in found()] == [
         (again["data_parallel"], ConstraintLevel.EVERYTHING, 20),
         (again["tensor_parallel"], ConstraintLevel.ARGUMENTS, 30),
         (again["fully_sharded"], ConstraintLevel.EVERYTHING, 10),
     ]
-    assert all(r.options == {} for r in found())
+    assert all(c.options == {} for c, _ in found())
 
 
 def test_options_of_the_compiler_come_back_too(known):
@@ -85,7 +84,7 @@ def test_options_of_the_compiler_come_back_too(known):
     # A record may come from elsewhere: options that may do harm are not followed.
     harmful = {"xla_dump_to": "/tmp/anywhere"}
     keep(job("tensor_parallel", ConstraintLevel.EVERYTHING, harmful), 10, 1.0)
-    assert [(r.options, r.record.peak_bytes) for r in found()] == [(options, 10)]
+    assert [(c.options, r.peak_bytes) for c, r in found()] == [(options, 10)]
 
 
 def test_what_is_of_no_use_is_left_out(known):
@@ -131,7 +130,7 @@ def test_what_cannot_be_read_is_left_out(known, change):
     one = job("data_parallel")
     whole = json.loads(one.choice)
     keep(one, 10, 1.0, choice=json.dumps(whole | change) if change else "{}")
-    assert [r.record.key for r in found()] == [job("zero1").key.digest]
+    assert [r.key for _, r in found()] == [job("zero1").key.digest]
 
 
 def test_more_memory_is_no_worse(mesh, tmp_path):

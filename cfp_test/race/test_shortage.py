@@ -92,7 +92,7 @@ def analysis() -> Analysis:
 
 
 def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
-    job = whole_job(analysis.frame, analysis.segments, choice, (), "plan")
+    job = whole_job(analysis, choice, (), "plan")
     record = ProfileRecord(
         key=job.key.digest,
         parts=job.key.parts,

@@ -398,4 +398,3 @@ def test_on_gpus_everybody_executes_as_often_in_a_turn(step_ms):
     look = replace(room._timing("gpu", None), min_sample_ms=60.0, min_repeat=3)
     assert executions(look) == [1, 1, 3]
     assert executions(room._timing("gpu", 100.0)) == [1, 1, 5]
-    assert room._timing("cpu", None) != room._timing("cpu", 100.0)

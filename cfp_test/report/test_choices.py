@@ -21,7 +21,7 @@ from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.words import candidate_words, option_names
 from cfp.search.candidates import segment_candidate
 from cfp.search.explain import explain
-from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.problem import Option, Problem, SegmentChoice
 from cfp.search.tradeoff import trade_off
 from cfp_test.checking import make_mesh
 
@@ -61,11 +61,11 @@ def problem(analysis):
     def options(index):
         data = segment_candidate(analysis, index, classics["data_parallel"])
         full = segment_candidate(analysis, index, classics["fully_sharded"])
-        odd = Candidate(
+        odd = SegmentChoice(
             segment_candidate(analysis, index, classics["tensor_parallel"]).strategies,
             Storage.SHARDED,
         )
-        again = Candidate(data.strategies, data.storage, remat=True)
+        again = SegmentChoice(data.strategies, data.storage, remat=True)
         return tuple(
             Option(
                 candidate=candidate,

@@ -167,9 +167,7 @@ def _measured(
     if kernel:
         every = tuple((s.index, kernel) for s in analysis.segments)
         choice = replace(choice, kernels=every)
-    job = whole_job(
-        analysis.frame, analysis.segments, choice, (), target, options=common
-    )
+    job = whole_job(analysis, choice, (), target, options=common)
     started = time.perf_counter()
     built = build(program, session.mesh, job, BuildEnvironment())
     row: dict[str, Any] = {

@@ -71,7 +71,7 @@ def main() -> None:
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(frame, segments, choice, (), name, options=_UNTUNED | told)
+            job = whole_job(analysis, choice, (), name, options=_UNTUNED | told)
             found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):

@@ -28,8 +28,7 @@ from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
-from cfp.search.assemble import whole_choice
-from cfp.search.candidates import best_candidates, estimate_kinds
+from cfp.search.candidates import best_candidates, estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
@@ -104,9 +103,7 @@ def main() -> None:
                 "strategies": len(wanted),
                 "predicted_ms": best.cost_ms,
             }
-            job = whole_job(
-                analysis.frame, analysis.segments, choice, context.environment, name
-            )
+            job = whole_job(analysis, choice, context.environment, name)
             programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
         program = analysis.frame.program
         builder = Builder(program=program, mesh=mesh, store=context.store)

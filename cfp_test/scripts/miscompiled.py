@@ -205,9 +205,7 @@ def played(rows: Rows, until: float, described: Path | None) -> None:
 
     def look(preset: str, options: Mapping[str, str]) -> Row:
         choice = replace(known[preset], remat=again)
-        job = whole_job(
-            analysis.frame, analysis.segments, choice, (), preset, options=options
-        )
+        job = whole_job(analysis, choice, (), preset, options=options)
         lowered = lower_part(
             program,
             job.part,

@@ -157,7 +157,7 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     if row["kernel"]:
         every = tuple((segment.index, row["kernel"]) for segment in segments)
         choice = replace(choice, kernels=every)
-    job = whole_job(frame, segments, choice, (), target, options=common)
+    job = whole_job(analysis, choice, (), target, options=common)
     built = build(frame.program, session.mesh, job, BuildEnvironment())
     if not isinstance(built, Built):
         return {"failure": f"{built.status}: {built.reason}"[:1500]}
@@ -206,7 +206,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     with open_context(analyzed.mesh, store, None, PlannerSettings()) as context:
         common = dict(context.stand_in.compiler_options) if context.stand_in else {}
         job = whole_job(
-            frame, segments, choice, context.environment, target, options=common
+            analyzed.analysis, choice, context.environment, target, options=common
         )
         built = build(frame.program, context.devices, job, BuildEnvironment())
     if not isinstance(built, Built):

@@ -33,7 +33,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads
-from cfp.search.assemble import picks_of, whole_choice
+from cfp.search.candidates import picks_of, whole_choice
 from cfp.search.measure import whole_job
 from cfp.search.problem import Problem, solution
 
@@ -98,8 +98,8 @@ def main() -> None:
     )
     session = analyse(target, mesh)
     settings = PlannerSettings(per_kind=options.per_kind)
-    frame, segments = session.analysis.frame, session.analysis.segments
     analysis = session.analysis
+    frame = analysis.frame
     with open_context(mesh, options.workdir, None, settings) as context:
         begun = time.perf_counter()
         profiles = profile(context, analysis)
@@ -120,7 +120,7 @@ def main() -> None:
         for name, picks in chosen:
             predicted = solution(problem, picks)
             choice = whole_choice(session.analysis, problem, predicted)
-            job = whole_job(frame, segments, choice, context.environment, name)
+            job = whole_job(analysis, choice, context.environment, name)
             whole.append((name, picks, predicted, job))
         with ThreadPoolExecutor(default_threads(mesh.devices.flat[0].platform)) as pool:
             built = list(

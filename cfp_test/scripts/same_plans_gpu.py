@@ -1,7 +1,7 @@
 """Plans of one GPU that plays four, by two versions of cfp: are they the same?
 
     python cfp_test/scripts/same_plans_gpu.py OUT.json before=FOLDER after=FOLDER
-        [--seconds 400] [--platform cpu --tiny]
+        [--models MoE,GPT] [--seconds 400] [--platform cpu --tiny]
 
 Each FOLDER has a package `cfp`. GPT and MoE are planned for four devices of the GPU's
 kind, without a budget and within 60 % of what the first of these plans needs, by each
@@ -138,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("sides", nargs="*", help="NAME=FOLDER")
+    parser.add_argument("--models", default=",".join(MODELS), help="in this order")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -153,8 +154,9 @@ def main() -> None:
     data = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
     data["device"] = "virtual CPU devices" if on_cpu else cluster()
     work = options.out.with_suffix(".stores")
-    for model, target in (TINY_MODELS if options.tiny else MODELS).items():
-        store = work / model
+    targets = TINY_MODELS if options.tiny else MODELS
+    for model in options.models.split(","):
+        target, store = targets[model], work / model
         for name, folder in sides:
             if any((r["model"], r["side"]) == (model, name) for r in data["rows"]):
                 continue

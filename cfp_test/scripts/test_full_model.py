@@ -146,7 +146,7 @@ def test_a_first_state_is_spread_over_all_devices(shape, spec):
 def test_what_was_raced_is_trained_on_new_data_every_step(name):
     target = model_target("gpt", TINY)
     session = analyse(target, make_mesh((("x", 2),)))
-    frame, segments = session.analysis.frame, session.analysis.segments
+    frame = session.analysis.frame
     program = frame.program
     choice = presets(frame)[name]
     outcome = RaceOutcome(winner=Candidate(name, choice))
@@ -154,7 +154,7 @@ def test_what_was_raced_is_trained_on_new_data_every_step(name):
     plan = plan.bound_to(session.step, session.lowering.out_tree)
 
     job = training_job(program, plan)
-    raced = whole_job(frame, segments, choice, (), name)
+    raced = whole_job(session.analysis, choice, (), name)
     for what in ("part", "constraints", "in_specs", "out_specs", "feedback", "options"):
         assert getattr(job, what) == getattr(raced, what), what
 

@@ -3,14 +3,14 @@
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
-from cfp.search.problem import Candidate, Option, Problem
+from cfp.search.problem import Option, Problem, SegmentChoice
 
 MIB = 2**20
 
 
 def option(time_ms, state, residual, temp):
     return Option(
-        candidate=Candidate((), Storage.USED),
+        candidate=SegmentChoice((), Storage.USED),
         time_ms=time_ms,
         state_bytes=state * MIB,
         residual_bytes=residual * MIB,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 
-def solve_exhaustively(problem: Problem) -> Solution | None:
+def solve_exhaustively(problem: Problem) -> Solved | None:
     """The cheapest choice that fits, or None if none does."""
-    best: Solution | None = None
+    best: Solved | None = None
     ranges = [range(len(problem.options[kind])) for kind in problem.kinds]
     for picks in product(*ranges):
         if problem.fits(picks):

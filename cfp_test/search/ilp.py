@@ -25,12 +25,12 @@ from itertools import pairwise
 import pulp
 
 from alpa_test.cost_model.quiet import quiet_solver
-from cfp.search.problem import Problem, Solution, solution
+from cfp.search.problem import Problem, Solved, solution
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
 
-def solve_ilp(problem: Problem) -> Solution | None:
+def solve_ilp(problem: Problem) -> Solved | None:
     """The cheapest choice that fits, or None if none does."""
     model = pulp.LpProblem("segments", pulp.LpMinimize)
     cost: list = []
@@ -55,7 +55,7 @@ def solve_ilp(problem: Problem) -> Solution | None:
     return solution(problem, picks)
 
 
-def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
+def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solved:
     """The choice that needs the least memory, whatever the budget.
 
     Raises:

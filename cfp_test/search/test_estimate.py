@@ -10,7 +10,7 @@ from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
 from cfp.search.candidates import best_candidates, leading_classics, segment_candidate
 from cfp.search.estimate import Estimator
-from cfp.search.problem import Candidate
+from cfp.search.problem import SegmentChoice
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -27,7 +27,7 @@ def test_beam_search_finds_the_cheapest(small, mode):
     _, estimates = small
     for estimate in estimates:
         every = [
-            estimate.total_ms(Candidate(picks, mode))
+            estimate.total_ms(SegmentChoice(picks, mode))
             for picks in itertools.product(*estimate.strategies)
         ]
         found = best_candidates(estimate, mode, 5, beam_width=len(every))

@@ -16,7 +16,7 @@ from cfp.search.candidates import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
-from cfp.search.problem import Candidate, Option
+from cfp.search.problem import Option, SegmentChoice
 from cfp.search.wanted import WantedMaker, measured_options
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
@@ -122,7 +122,7 @@ class Devices(WantedMaker):
             every = itertools.product(*estimate.strategies)
             options.append(
                 [
-                    self._option(kind, Candidate(picks, mode, remat=again))
+                    self._option(kind, SegmentChoice(picks, mode, remat=again))
                     for picks in every
                     for mode in Storage
                     for again in remat
@@ -333,19 +333,22 @@ class Neighbours(Devices):
     def make(self, kind, candidate):
         made = super().make(kind, candidate)
         if made.pair_job:
-            near, carrier = made.carrier
+            near, neighbour = made.neighbour
             other = self.analysis.segments[near].kind
-            self._of[made.carrier_job.key.digest] = other, carrier
-            self._pairs[made.pair_job.key.digest] = (kind, candidate), (other, carrier)
+            self._of[made.neighbour_job.key.digest] = other, neighbour
+            self._pairs[made.pair_job.key.digest] = (
+                (kind, candidate),
+                (other, neighbour),
+            )
         return made
 
     def again(self, base, alone=False):
         made = WantedMaker.again(self, base, alone)
         if made.pair_job:
-            near, carrier = made.carrier
+            near, neighbour = made.neighbour
             both = (
                 (made.kind, made.candidate),
-                (self.analysis.segments[near].kind, carrier),
+                (self.analysis.segments[near].kind, neighbour),
             )
             self._pairs[made.pair_job.key.digest] = both
         else:

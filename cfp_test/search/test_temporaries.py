@@ -61,7 +61,7 @@ def kept_and_needed(remat, name):
         [option] = [o for o in options if o.candidate.key == key]
         kept += option.residual_bytes
         needed = max(needed, kept + option.temp_bytes)
-    job = whole_job(analysis.frame, analysis.segments, choice, (), name)
+    job = whole_job(analysis, choice, (), name)
     built = build(analysis.frame.program, mesh, job, BuildEnvironment())
     assert isinstance(built, Built)
     return kept, needed, built.temp_bytes

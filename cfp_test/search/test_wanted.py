@@ -20,8 +20,8 @@ from cfp.search.measure import can_recompute, whole_job
 from cfp.search.wanted import WantedMaker, computed_again
 from cfp_test.program.stacks import stack_step
 
-MS = {"alone": 10.0, "carrier": 9.0, "pair": 17.0}
-BYTES = {"alone": 400, "carrier": 300, "pair": 700}
+MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}
+BYTES = {"alone": 400, "neighbour": 300, "pair": 700}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def records_of(base, again, pair_again):
     """Made-up times and memory of all their jobs."""
     jobs = {
         "alone": base.job,
-        "carrier": base.carrier_job,
+        "neighbour": base.neighbour_job,
         "pair": base.pair_job,
         "pair again": again.pair_job,
     }
@@ -74,7 +74,7 @@ def records_of(base, again, pair_again):
 def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
     base, again = made
     assert again.candidate == replace(base.candidate, remat=True)
-    assert again.carrier_job == base.carrier_job and again.job == base.job
+    assert again.neighbour_job == base.neighbour_job and again.job == base.job
     assert base.pair_job.constraints.recompute == ()
     assert len(again.pair_job.constraints.recompute) == 1
     new = {job.key.digest for job in again.jobs} - {j.key.digest for j in base.jobs}
@@ -93,7 +93,7 @@ def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
 )
 def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
     base, again = made
-    if base.carrier_job.key == base.job.key:
+    if base.neighbour_job.key == base.job.key:
         pytest.fail("a neighbour of another kind is needed for these figures")
     records = records_of(base, again, (20.0, size))
     assert again.kept_bytes(records, least=20) == kept
@@ -120,7 +120,7 @@ def test_without_the_pair_nothing_is_known_of_it(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
     assert again.failure(records) is None
-    for job in (again.pair_job, again.carrier_job, base.job):
+    for job in (again.pair_job, again.neighbour_job, base.job):
         failed = without(records, job)
         assert again.failure(failed) == failed[job.key.digest]
     assert base.failure(without(records, again.pair_job)) is None
@@ -129,9 +129,9 @@ def test_without_the_pair_nothing_is_known_of_it(made):
 def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     base, again = made
     records = without(records_of(base, again, (25.0, 0)), base.pair_job)
-    moved_ms = again.handover_ms
+    moved_ms = again.reshard_ms
     assert again.failure(records) is None
-    assert again.time_ms(records) == pytest.approx(25.0 - MS["carrier"] - moved_ms)
+    assert again.time_ms(records) == pytest.approx(25.0 - MS["neighbour"] - moved_ms)
 
 
 def test_a_failure_of_any_of_its_programs_is_known(made):
@@ -157,7 +157,7 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
     least = {}
     for name, choice in presets(analysis.frame).items():
         lean = replace(choice, remat=again)
-        job = whole_job(analysis.frame, segments, lean, (), name)
+        job = whole_job(analysis, lean, (), name)
         built = build(analysis.frame.program, mesh, job)
         assert isinstance(built, Built), built.reason
         least[name] = costs.least_peak_bytes(choice)
@@ -170,20 +170,20 @@ def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, 
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
-    items = [item for item in maker.first(100, 4) if item.handover_ms]
+    items = [item for item in maker.first(100, 4) if item.reshard_ms]
     assert items
     for item in items:
-        alone, carrier, pair = (job.key.digest for job in item.jobs)
+        alone, neighbour, pair = (job.key.digest for job in item.jobs)
         records = {
             key: ProfileRecord(key=key, parts=(), status="ok", samples_ms=(ms,))
-            for key, ms in ((carrier, 100.0), (pair, 250.0), (alone, 100.0))
+            for key, ms in ((neighbour, 100.0), (pair, 250.0), (alone, 100.0))
         }
-        wanted = max(150.0 - item.handover_ms, 40.0)
+        wanted = max(150.0 - item.reshard_ms, 40.0)
         assert item.time_ms(records) == pytest.approx(wanted)
-        near, other = item.carrier
+        near, other = item.neighbour
         index = analysis.representatives[item.kind]
         both = {index: item.candidate, near: other}
         left, right = sorted(both)
         costs = Costs(analysis, Rates.default(mesh))
-        found = costs.handover_ms(left, right, both[left], both[right])
-        assert found == pytest.approx(item.handover_ms)
+        found = costs.reshard_ms(left, right, both[left], both[right])
+        assert found == pytest.approx(item.reshard_ms)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.priced import least_cost_ms, memory_price
+from cfp.search.bounds import least_cost_ms, memory_price
 from cfp.search.problem import Problem
 from cfp_test.search.drawn import MIB, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -13,8 +13,13 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
-from cfp.race.candidates import leanest_of, predicted_size, with_options
-from cfp.race.compile import Builder, compile_programs
+from cfp.race.candidates import (
+    leanest_of,
+    predicted_size,
+    smaller_than,
+    with_options,
+)
+from cfp.race.compile import Builder, compile_programs, fits
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
@@ -38,6 +43,7 @@ from cfp.race.turns import race_programs
 from cfp.settings import (
     CLOSE_TO_LEADER,
     LEADERS,
+    MOST_REFUSED,
     ROUNDS_BEFORE_OPTIONS,
 )
 from cfp.solution import Candidate, Solution
@@ -216,6 +222,39 @@ class Run:
                 return Admitted([(one, made)], refused)
             refused.append((one, made))
         return Admitted([], refused)
+
+    def sieve(self, timed: Sequence[TimedCandidate]) -> list[TimedCandidate]:
+        """The same; what is too large, scaled to the whole program, does not fit."""
+        most = self.context.budget_bytes
+        return [
+            (one, replace(result, fits=result.fits and fits(result, most)))
+            for one, result in timed
+        ]
+
+    def smaller(
+        self, large: Sequence[TimedCandidate], others: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """What may fit where none of what was compiled does, the likeliest first.
+
+        The best if memory is as far off as theirs, the leanest by prediction, and of
+        the others what is predicted to fit, the smallest first.
+        """
+        problem, most = self.solution.problem, self.context.budget_bytes
+        if problem is None or most is None:
+            return []
+        needs = {one.choice: made.peak_bytes for one, made in large if made.peak_bytes}
+        best = smaller_than(self.analysis, problem, needs, most)
+        sizes = [
+            (size.peak_bytes, one)
+            for one in others
+            if (size := predicted_size(self.analysis, problem, one.choice))
+        ]
+        sizes.sort(key=lambda pair: pair[0])
+        fitting = [one for size, one in sizes if size <= most]
+        ways = [best, leanest_of(self.analysis, problem), *fitting]
+        found = {one.choice: one for one in reversed(ways) if one is not None}
+        new = [one for choice, one in reversed(found.items()) if choice not in needs]
+        return new[:MOST_REFUSED]
 
     def remember(
         self, candidates: Sequence[Candidate]

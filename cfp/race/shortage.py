@@ -37,9 +37,7 @@ def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
     """The error for a budget that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes
-    picked = zip(problem.kinds, best.picks, strict=True)
-    state = sum(problem.options[kind][pick].state_bytes for kind, pick in picked)
-    arguments = problem.fixed_bytes + state
+    arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
     use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
     budget = format_bytes(problem.budget_bytes or 0)
     first = (
@@ -71,7 +69,9 @@ def no_winner(
         f"{format_bytes(needed, up=True)} on each device; the budget is "
         f"{format_bytes((budget_bytes or 0) + reserve_bytes)}."
     )
-    use = {**compiled_use(best.record), RESERVE: reserve_bytes}
+    scale = best.ratios.memory
+    use = {name: round(scale * n) for name, n in compiled_use(best.record).items()}
+    use[RESERVE] = reserve_bytes
     return _error(analysis, first, needed, use, choice_of(analysis, best.record))
 
 

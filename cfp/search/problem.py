@@ -90,6 +90,11 @@ class Problem:
             total += matrix[picks[i]][picks[j]]
         return total
 
+    def state_bytes(self, picks: Sequence[int]) -> int:
+        """What parameters and optimizer state take."""
+        picked = zip(self.kinds, picks, strict=True)
+        return sum(self.options[kind][pick].state_bytes for kind, pick in picked)
+
     def memory_bytes(self, picks: Sequence[int]) -> int:
         """The predicted peak.
 

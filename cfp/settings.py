@@ -58,7 +58,8 @@ COMPILED_TO_PREDICTED = 0.85
 # How many times as long a step takes with the memory limit: 1.05 to 1.12 in
 # docs/results/budgets_h200x2.
 LIMITED_TIME = 1.1
-# Candidates that are compiled and do not fit, until only the leanest is tried. Guess.
+# Candidates that are compiled and do not fit, until only the leanest is tried, or,
+# where time is over, no other. Guess.
 MOST_REFUSED = 8
 # The leaders of a race, that are raced with other compiler options too. Two:
 # decisions.md, "A race is for those who may win it".

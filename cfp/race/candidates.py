@@ -13,7 +13,7 @@ from cfp.profiling.record import CompiledBytes
 from cfp.search.candidates import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.measure import value_bytes
-from cfp.search.problem import Option, Problem
+from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution, predicted_ms
 
@@ -63,6 +63,38 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     within = replace(problem, budget_bytes=least.memory_bytes)
     best = solve_dynamically(within) or least
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
+
+
+def smaller_than(
+    analysis: Analysis,
+    problem: Problem,
+    compiled: Mapping[Choice, int],
+    most_bytes: int,
+) -> Candidate | None:
+    """The fastest choice that fits if its memory is as far off as that of others.
+
+    Args:
+        analysis: of the program.
+        problem: what the profiles say.
+        compiled: choices, and what each needs on a device, as compiled.
+        most_bytes: memory that there is.
+
+    Returns:
+        None where nothing fits then.
+    """
+    factor, results = 1.0, 0
+    for choice, needed_bytes in compiled.items():
+        size = predicted_size(analysis, problem, choice)
+        if size is not None and size.temp_bytes:
+            rest = needed_bytes - size.argument_bytes - size.output_bytes
+            factor = max(factor, rest / size.temp_bytes)
+            results = max(results, size.output_bytes)
+    within = replace(problem, budget_bytes=most_bytes - results)
+    best = solve_dynamically(scale_memory(within, factor))
+    if best is None:
+        return None
+    choice = whole_choice(analysis, problem, best)
+    return Candidate("planned, less memory", choice, best.cost_ms)
 
 
 def rematerialized(

@@ -21,6 +21,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.race.programs import RaceProgram, RaceResult
+from cfp.settings import MOST_REFUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Builder:
         store: where records are kept.
         budget_bytes: what a program may need on each device, or None.
         end: from this moment on (`time.monotonic`) nothing else is compiled, once one
-            program is, and none is timed again.
+            program is that fits, and none is timed again.
         options: how to build and to time.
         built: compiled programs by name: used, and added to.
     """
@@ -83,7 +84,8 @@ def build_each(
 ) -> dict[str, Built | ProfileRecord]:
     """Programs that fit, and records of why others do not, by key.
 
-    They are built side by side, each once; what there was no time for is left out.
+    They are built side by side, each once. Where time is over what fits is enough, of
+    truncated programs by the scaled memory; the others are left out.
     """
     mesh, built, options = builder.mesh, builder.built, builder.options
     here = builder.program, mesh
@@ -107,11 +109,15 @@ def build_each(
         place=place,
     )
     most = default_threads(platform) if place is None else place.at_once
+    scales = {one.job.key.digest: one.ratios.memory for one in programs}
+    most_bytes = builder.budget_bytes
     done: list[str] = []
+    too_large: list[str] = []
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         # Several processes have clocks of their own.
-        if agreement.alone and done and time.monotonic() > builder.end:
+        enough = done or len(too_large) >= MOST_REFUSED
+        if agreement.alone and enough and time.monotonic() > builder.end:
             return None
         job = jobs[digest]
         if (ready := known(digest)) is not None:
@@ -121,7 +127,9 @@ def build_each(
                 outcome = build(*places[digest], job, environment)
         if isinstance(outcome, Built):
             built.update(dict.fromkeys(names[digest], outcome))
-            done.append(digest)
+            needed = scales[digest] * outcome.peak_bytes
+            large = most_bytes is not None and needed > most_bytes
+            (too_large if large else done).append(digest)
         return outcome
 
     found: dict[str, Built | ProfileRecord] = {}
@@ -138,8 +146,8 @@ def build_each(
             if isinstance(outcome, Built) and not ready:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
-            elif isinstance(outcome, Built) and not fits(outcome, builder.budget_bytes):
-                reason = f"needs {outcome.peak_bytes} bytes of {builder.budget_bytes}"
+            elif isinstance(outcome, Built) and not fits(outcome, most_bytes):
+                reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
             found[digest] = outcome
     return found

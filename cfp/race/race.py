@@ -170,14 +170,11 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
     again, others = run.leaders_again(
         run.time(near, run.rounds, truncated=short), short
     )
-    able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
-    if not able:
+    best = _best_that_ran(again, others)
+    if best is None:
         return None
-    fastest = min(able, key=time_ms)
-    best = min(tied_with(fastest[1], able), key=complexity, default=fastest)
     if context.stand_in is not None and time.monotonic() > context.end:
-        # A prediction anyway: the whole program's follows from the truncated one's.
-        return run.outcome(best, [race_row(result) for _, result in (*again, *others)])
+        return _late_answer(run, again, others, left)
     ranked = sorted((*again, *others), key=time_ms)
     timed = time.perf_counter()
     won, refused = _first_whole(run, [best, *ranked], most_bytes)
@@ -195,6 +192,48 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
         "winner_seconds": time.perf_counter() - timed,
     }
     return run.outcome(won, rows, built=run.built.get(won[0].name), counts=counts)
+
+
+def _best_that_ran(
+    again: Sequence[TimedCandidate], others: Sequence[TimedCandidate]
+) -> TimedCandidate | None:
+    """The simplest of the fastest, of the leaders if any of them ran."""
+    able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
+    if not able:
+        return None
+    fastest = min(able, key=time_ms)
+    return min(tied_with(fastest[1], able), key=complexity, default=fastest)
+
+
+def _late_answer(
+    run: Run,
+    again: Sequence[TimedCandidate],
+    others: Sequence[TimedCandidate],
+    candidates: Sequence[Candidate],
+) -> RaceOutcome:
+    """The best of truncated programs whose whole one fits, by its scaled memory.
+
+    There is no time to compile that one, and its time is a prediction anyway. Where
+    none fits, smaller ones are compiled until one does.
+
+    Raises:
+        MemoryBudgetError: these do not fit either.
+    """
+    problem, kept = run.solution.problem, run.context.settings.repeats
+    assert problem is not None and kept is not None, "programs were truncated"
+    again, others = map(run.sieve, (again, others))
+    best = _best_that_ran(again, others)
+    results = {one.name: result for one, result in (*again, *others)}
+    for one in () if best else run.smaller([*again, *others], candidates):
+        short = truncate(run.analysis, problem, [one.choice], kept)
+        [made] = run.sieve(run.time([one], run.rounds, truncated=short))
+        results[one.name] = made[1]
+        if made[1].ran:
+            best = made
+            break
+    if best is None:
+        raise run.nothing_fits([*results.values()])
+    return run.outcome(best, [race_row(result) for result in results.values()])
 
 
 # What did not run whole, by choice and level: with other options it is as large.

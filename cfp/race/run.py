@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -12,7 +12,12 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.race.candidates import leanest_of, predicted_size, with_options
+from cfp.race.candidates import (
+    leanest_of,
+    predicted_size,
+    smaller_than,
+    with_options,
+)
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
@@ -36,6 +41,7 @@ from cfp.race.truncated import Truncated
 from cfp.race.turns import race_programs
 from cfp.settings import (
     LEADERS,
+    MOST_REFUSED,
     STAY_AFTER_TURN,
 )
 from cfp.solution import Candidate, Solution
@@ -208,6 +214,40 @@ class Run:
                 return Admitted([(one, made)], refused)
             refused.append((one, made))
         return Admitted([], refused)
+
+    def sieve(self, timed: Sequence[TimedCandidate]) -> list[TimedCandidate]:
+        """The same; what is too large, scaled to the whole program, does not fit."""
+        if (most := self.context.budget_bytes) is None:
+            return [*timed]
+        return [
+            (one, replace(result, fits=result.fits and result.peak_bytes <= most))
+            for one, result in timed
+        ]
+
+    def smaller(
+        self, large: Sequence[TimedCandidate], others: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """What may fit where none of what was compiled does, the likeliest first.
+
+        The best if memory is as far off as theirs, the leanest by prediction, and of
+        the others what is predicted to fit, the smallest first.
+        """
+        problem, most = self.solution.problem, self.context.budget_bytes
+        if problem is None or most is None:
+            return []
+        needs = {one.choice: made.peak_bytes for one, made in large if made.peak_bytes}
+        best = smaller_than(self.analysis, problem, needs, most)
+        sizes = [
+            (size.peak_bytes, one)
+            for one in others
+            if (size := predicted_size(self.analysis, problem, one.choice))
+        ]
+        sizes.sort(key=lambda pair: pair[0])
+        fitting = [one for size, one in sizes if size <= most]
+        ways = [best, leanest_of(self.analysis, problem), *fitting]
+        found = {one.choice: one for one in reversed(ways) if one is not None}
+        new = [one for choice, one in reversed(found.items()) if choice not in needs]
+        return new[:MOST_REFUSED]
 
     def remember(
         self, candidates: Sequence[Candidate]

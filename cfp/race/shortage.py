@@ -69,7 +69,9 @@ def no_winner(
         f"{format_bytes(needed, up=True)} on each device; the budget is "
         f"{format_bytes((budget_bytes or 0) + reserve_bytes)}."
     )
-    use = {**compiled_use(best.record), RESERVE: reserve_bytes}
+    scale = best.ratios.memory
+    use = {name: round(scale * n) for name, n in compiled_use(best.record).items()}
+    use[RESERVE] = reserve_bytes
     return _error(analysis, first, needed, use, choice_of(analysis, best.record))
 
 

@@ -45,7 +45,7 @@ _SIZES = {8: "8xh200", 64: "8x8xh200", 1024: "128x8xh200"}
 # predicted from truncated programs.
 _ROW_SECONDS = 150
 _LADDER_ROW_SECONDS = 90
-_LARGE_ROW_SECONDS = 130
+_LARGE_ROW_SECONDS = 200
 _CHOSEN_SECONDS = 60
 _LADDER_SECONDS = 20
 # How far behind the best by estimate a program of the ladder may be, to be compiled:
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--estimated", action="store_true", help="nothing compiles")
     parser.add_argument("--sizes", help="of the ladder, such as 64,1024")
+    parser.add_argument("--models", help="of the ladder, such as 70B,GPT")
     parser.add_argument("--known", type=Path, help="JSON of a page with rows")
     parser.add_argument("--compiled", action="store_true", help="without a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -303,6 +304,8 @@ def main() -> None:
     if options.sizes:
         sizes = set(map(int, options.sizes.split(",")))
         wanted = [one for one in wanted if one.devices in sizes]
+    if options.models:
+        wanted = [one for one in wanted if one.name in options.models.split(",")]
     while wanted and time.time() < end:
         other = (i for i, c in enumerate(wanted) if c.devices != wanted[0].devices)
         now = wanted[: next(other, len(wanted))]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import cfp
@@ -26,36 +25,7 @@ from cfp.report.tables import plan_text
 from cfp.search.costs import Costs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
-
-LAYERS, WIDTH, BATCH = 12, 16, 8
-ADAM = optax.adam(1e-3)
-
-
-def step(state, x):
-    def loss(params):
-        made = x
-        for layer in params["layers"]:
-            made = made + jnp.tanh(made @ layer["up"]) @ layer["down"]
-        return jnp.mean((made @ params["head"]) ** 2)
-
-    params, memory = state
-    value, gradients = jax.value_and_grad(loss)(params)
-    updates, memory = ADAM.update(gradients, memory)
-    return (optax.apply_updates(params, updates), memory), value
-
-
-def arguments():
-    keys = iter(jax.random.split(jax.random.key(0), 99))
-
-    def normal(*shape):
-        return 0.1 * jax.random.normal(next(keys), shape)
-
-    layers = [
-        {"up": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH)}
-        for _ in range(LAYERS)
-    ]
-    params = {"layers": layers, "head": normal(WIDTH, WIDTH)}
-    return (params, ADAM.init(params)), normal(BATCH, WIDTH)
+from cfp_test.race.deep import LAYERS, arguments, step
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,56 @@
+"""Races for which there was no time are answered by truncated programs that fit."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+import cfp
+from cfp.errors import MemoryBudgetError
+from cfp.program.trace import planning_mesh
+from cfp.settings import MOST_REFUSED
+from cfp_test.race.deep import arguments, step
+
+
+@pytest.fixture
+def late(tmp_path):
+    """A plan by a program that is compiled for devices with so much memory each."""
+
+    def make(memory_bytes):
+        text = tmp_path / "small.toml"
+        gib = memory_bytes / 2**30 / 0.75  # Of it programs may use three quarters.
+        text.write_text(f'kind = "h200"\ndevices_per_host = 2\nmemory_gib = {gib!r}\n')
+        mesh = cfp.described(str(text))
+        devices = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        mesh = replace(mesh, stand_in=planning_mesh(devices))
+        settings = cfp.PlannerSettings(seconds=0.0)
+        how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
+        return cfp.plan(step, *arguments(), **how)
+
+    return make
+
+
+def test_plenty_of_memory_leaves_the_fastest(late):
+    plan = late(2**30)
+    assert plan.winner == "planned"
+    assert plan.search.get("segments_raced") is None
+
+
+@pytest.mark.parametrize("memory_bytes", [250_000, 165_000])
+def test_what_is_answered_fits_whole(late, memory_bytes):
+    """The best fits with four of twelve layers, and not with all of them."""
+    plan = late(memory_bytes)
+    assert plan.rung != "measured"
+    assert 0 < plan.predicted_bytes <= memory_bytes
+    [best] = (row for row in plan.race if row.name == "planned")
+    assert best.note == "over the memory budget"
+    assert best.peak_bytes > memory_bytes
+    [won] = (row for row in plan.race if row.name == plan.winner)
+    assert (won.note, won.peak_bytes) == ("", plan.predicted_bytes)
+    assert len(plan.race) <= MOST_REFUSED + 4
+
+
+def test_where_nothing_fits_the_error_says_so(late):
+    with pytest.raises(MemoryBudgetError, match="compiled plans the smallest") as told:
+        late(100_000)
+    assert told.value.smallest_feasible_bytes > 100_000

@@ -8,9 +8,10 @@ there is a resharding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.flow import passes
@@ -18,7 +19,6 @@ from cfp.analysis.specs import even_spec, extend_spec
 from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import StorageGroup
 from cfp.analysis.strategies import (
-    AxisChoice,
     BlockSharding,
     FactorAxes,
     Mesh,
@@ -81,8 +81,8 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
-    # What roles make of an axis of a size (`cfp.presets.roles`), as far as it is known.
-    walks: dict[tuple[str, int], Sequence[AxisChoice]] = field(
+    # What roles make of axes (`cfp.presets.roles`), as far as it is known.
+    walks: dict[str, list[Any]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 

@@ -23,6 +23,7 @@ from cfp.devices import mock
 from cfp.devices.device_kind import (
     DeviceKind,
     Number,
+    check_names,
     compiler_target,
     count_of,
     kind,
@@ -325,6 +326,7 @@ def _from_file(path: Path) -> Cluster:
             )
         ) from error
     where = str(path)
+    check_names(data, where)
     if "kind" in data:
         found = kind(str(data["kind"]))
         own = {

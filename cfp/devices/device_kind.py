@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -28,7 +29,11 @@ _REQUIRED = (
     "link_gb_per_s",
 )
 _OPTIONAL = ("network_gb_per_s", "network_latency_us")
+# What else a file may say; `hosts` and `kind` of a cluster.
+_OTHERS = ("aliases", "curves", "device_kind", "devices_per_host", "measured")
+_OF_CLUSTERS = ("hosts", "kind")
 _RATES = ("bfloat16_tflop_per_s", "float32_tflop_per_s", "memory_gb_per_s")
+_MOST_DEVICES = 1 << 20
 _MOST = 1e7  # More than this of any unit above no device has.
 # The kind whose measurements say what share of a specification programs reach.
 _MEASURED_KIND = "h200"
@@ -207,6 +212,26 @@ def kind_from(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     )
 
 
+def check_names(data: Mapping[str, Any], where: str) -> None:
+    """Refuses names that mean nothing, such as misspelt ones: they would not count.
+
+    Raises:
+        TargetError: there are some.
+    """
+    known = sorted((*_REQUIRED, *_OPTIONAL, *_OTHERS, *_OF_CLUSTERS))
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        near = get_close_matches(unknown[0], known, 1, 0.0)
+        raise TargetError(
+            compose(
+                f"{where} has a name that means nothing.",
+                expected=f"some of {', '.join(known)}",
+                got=", ".join(unknown),
+                attempt=f"{near[0]} in place of {unknown[0]}",
+            )
+        )
+
+
 def number_of(data: Any, name: str, where: str) -> Number:
     """A number, by itself or with its basis and source.
 
@@ -237,13 +262,18 @@ def count_of(data: Any, where: str) -> int:
     Raises:
         TargetError: it is none.
     """
-    if isinstance(data, bool) or not isinstance(data, int) or not 0 < data <= 1 << 20:
+    if (
+        isinstance(data, bool)
+        or not isinstance(data, int)
+        or not 0 < data <= _MOST_DEVICES
+    ):
         raise TargetError(
             compose(
                 f"{where} has an impossible count.",
-                expected="a whole number of hosts or devices, 1 or more",
+                expected="a whole number of hosts or devices, from 1 to "
+                f"{_MOST_DEVICES}",
                 got=repr(data),
-                attempt="devices_per_host = 8",
+                attempt="hosts = 2 or devices_per_host = 8, for instance",
             )
         )
     return data

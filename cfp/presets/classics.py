@@ -58,11 +58,8 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
         roles: one of :data:`cfp.presets.roles.ROLES` for each mesh axis.
         storage: how every storage group is kept.
     """
-    columns = []
-    for (_, size), role in zip(frame.mesh, roles, strict=True):
-        if (role, size) not in frame.walks:
-            frame.walks[role, size] = axis_walk(frame, role, size)
-        columns.append(frame.walks[role, size])
+    axes = zip(frame.mesh, roles, strict=True)
+    columns = [axis_walk(frame, role, size) for (_, size), role in axes]
     strategies = tuple(
         _compatible(frame, block, tuple(column[block.index] for column in columns))
         for block in frame.blocks

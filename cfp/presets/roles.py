@@ -27,13 +27,15 @@ takes down which dims it has sharded so far:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
-from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
+from cfp.analysis.strategies import NONE, AxisChoice
 from cfp.presets.batch import data_arguments, made_of_parameters
+from cfp.presets.wishes import Wishes
 from cfp.program.graph import Op
 from cfp.program.rules import Rule
 
@@ -45,13 +47,32 @@ Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 
 
-def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
-    """What an axis of that size does in each block when it plays a role."""
+def axis_walk(frame: Frame, role: str, axis_size: int) -> Sequence[AxisChoice]:
+    """What an axis of that size does in each block when it plays a role.
+
+    It is kept in `frame.walks`, for this size and for all that come to the same.
+    """
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    if role in ("tensor", "sequence"):
-        return _Walk(frame, role, axis_size, {}).choices
-    program = frame.program
+    if role == "expert" and not _has_experts(frame):
+        role = "data"
+    known = frame.walks.setdefault(role, [])
+    for wishes, choices in known:
+        if wishes.come_true(axis_size):
+            return choices
+    wishes = Wishes(axis_size)
+    values = enumerate(frame.program.values)
+    origins = {v: value.origin for v, value in values if value.origin >= 0}
+    weight, computed = made_of_parameters(frame), _computed(frame)
+    choices = _walked(_Common(frame, role, wishes, weight, computed, origins))
+    known.append((wishes, choices))
+    return choices
+
+
+def _walked(common: _Common) -> list[AxisChoice]:
+    if common.role in ("tensor", "sequence"):
+        return _Walk(common, {}).choices
+    frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
     shapes = {p: program.values[program.args[p]].shape for p in ranks}
     first = dict.fromkeys(ranks, 0)
@@ -59,10 +80,7 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
     most_flops = -1
     while True:
         walk = _settled(
-            frame,
-            role,
-            axis_size,
-            {program.args[p]: {first[p]: rank} for p, rank in ranks.items()},
+            common, {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
         )
         # A loop that takes rows of the batch may be all of the step, or little of it.
         if (flops := walk.shared_flops()) > most_flops:
@@ -77,18 +95,39 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
         first |= taken
 
 
-def _settled(
-    frame: Frame, role: str, axis_size: int, marks: Mapping[int, Ranks]
-) -> _Walk:
+def _settled(common: _Common, marks: Mapping[int, Ranks]) -> _Walk:
     """The walk that knows what an iteration hands to the next, and what joins later."""
     known: Mapping[int, Ranks] = {}
     while True:
-        walk = _Walk(frame, role, axis_size, _together(marks, known))
+        walk = _Walk(common, _together(marks, known))
         found = _together(known, walk.entering(), walk.joining())
         # Marks are only added, and ranks only fall: there is an end.
         if found == known:
             return walk
         known = found
+
+
+def _in_result(rule: Rule) -> list[int]:
+    return [f for f in map(rule.major, rule.results[0]) if f is not None]
+
+
+def _own_factors(rule: Rule) -> list[set[int | None]]:
+    """Of each operand the factors that its dims may be sharded by."""
+    return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
+
+
+def _shared(rule: Rule) -> list[int]:
+    """Factors of the result that both operands have: one matrix for each of them."""
+    own = _own_factors(rule)[:2]
+    return [f for f in _in_result(rule) if all(f in factors for factors in own)]
+
+
+def _has_experts(frame: Frame) -> bool:
+    """Whether any block multiplies by a weight of which there is one for each index."""
+    weight, ops = made_of_parameters(frame), frame.program.ops
+    anchors = [ops[block.anchor] for block in frame.blocks]
+    rules = [op.rule for op in anchors if any(weight[v] for v in op.operands)]
+    return any(rule is not None and _shared(rule) for rule in rules)
 
 
 def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
@@ -102,6 +141,40 @@ def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
     return dict(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the walks of one axis in one role have in common.
+
+    Attributes:
+        frame: the program.
+        role: of the axis.
+        wishes: what it chooses, added to.
+        weight: for each value whether it is made of parameters alone.
+        computed: values that blocks' anchors make, and what follows from them.
+        origins: of values in a region those that they are outside.
+    """
+
+    frame: Frame
+    role: str
+    wishes: Wishes
+    weight: list[bool]
+    computed: set[int]
+    origins: Mapping[int, int]
+
+
+def _computed(frame: Frame) -> set[int]:
+    """Values that blocks' anchors make, and what follows from them."""
+    anchors = {block.anchor for block in frame.blocks}
+    values = frame.program.values
+    found: set[int] = set()
+    for op in frame.program.ops:
+        reads = {*op.operands, *op.yields}
+        reads |= {values[v].origin for v in reads}
+        if op.id in anchors or found & reads:
+            found.update(op.results)
+    return found
+
+
 class _Walk:
     """One axis's way through a program: which dims it has sharded so far.
 
@@ -112,21 +185,12 @@ class _Walk:
             nothing that is marked stays.
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        role: str,
-        axis_size: int,
-        marks: Mapping[int, Ranks],
-    ) -> None:
-        self.frame = frame
-        self.program = frame.program
-        self.role = role
-        self.follows_batch = role in ("data", "expert")
-        self.size = axis_size
+    def __init__(self, common: _Common, marks: Mapping[int, Ranks]) -> None:
+        self.common, self.frame = common, common.frame
+        self.program, self.role = common.frame.program, common.role
+        self.follows_batch = common.role in ("data", "expert")
         self.marked: dict[int, Ranks] = {**marks}
         self.taken: set[int] = set()
-        self.weight = made_of_parameters(frame)
         self.choices = self._run()
 
     def shared_flops(self) -> int:
@@ -142,9 +206,11 @@ class _Walk:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
         anchors = {b.anchor: b.index for b in self.frame.blocks}
+        origins = self.common.origins
         for op in program.ops:
-            for v in (*op.entries, *op.operands):
-                self._follow_entry(v)
+            for v in (*op.entries, *op.operands) if origins else ():
+                if v in origins and v not in self.marked:
+                    self.marked[v] = self._marks(origins[v])
             if op.id in anchors:
                 choice = self._choose(op)
                 choices[anchors[op.id]] = choice
@@ -153,7 +219,8 @@ class _Walk:
                 for result, value in zip(op.results, op.yields, strict=False):
                     self.marked[result] = self._marks(value)
             elif op.rule is not None:
-                self._mark(op, op.rule, self._carried(op, op.rule))
+                if any(map(self.marked.get, op.operands)):
+                    self._mark(op, op.rule, self._carried(op, op.rule))
             elif self.follows_batch:
                 self._mark_by_place(op)
         return choices
@@ -176,16 +243,18 @@ class _Walk:
     def joining(self) -> dict[int, Ranks]:
         """What blocks compute without the batch, and ops combine with rows of it."""
         program = self.program
-        computed = self._computed()
+        computed = self.common.computed
         found: dict[int, Ranks] = {}
         for op in reversed(program.ops):
             results = [found.get(r) or self._marks(r) for r in op.results]
+            if not any(results):
+                continue
             if op.has_regions:
                 for index, value in enumerate(op.yields):
                     marks = results[index % len(results)]
                     if value in computed and marks and not self._marks(value):
                         found[value] = marks
-            if op.rule is None or not computed.intersection(op.results):
+            if op.rule is None or computed.isdisjoint(op.results):
                 continue
             rows = {
                 op.rule.major(dims[d])
@@ -201,25 +270,8 @@ class _Walk:
                     v = program.values[v].origin
         return found
 
-    def _computed(self) -> set[int]:
-        """Values that blocks' anchors make, and what follows from them."""
-        anchors = {block.anchor for block in self.frame.blocks}
-        values = self.program.values
-        found: set[int] = set()
-        for op in self.program.ops:
-            reads = {*op.operands, *op.yields}
-            reads |= {values[v].origin for v in reads}
-            if op.id in anchors or found & reads:
-                found.update(op.results)
-        return found
-
     def _marks(self, value: int) -> Ranks:
         return self.marked.get(value, _NOTHING)
-
-    def _follow_entry(self, value: int) -> None:
-        origin = self.program.values[value].origin
-        if origin >= 0 and value not in self.marked:
-            self.marked[value] = self._marks(origin)
 
     def _carried(self, op: Op, rule: Rule) -> Ranks:
         """The factors that an op's results can have of its marked operands."""
@@ -301,26 +353,15 @@ class _Walk:
     def _choose(self, op: Op) -> AxisChoice:
         rule = op.rule
         assert rule is not None
-        allowed = axis_choices(rule, self.size)
-        wish = self._wish(op, rule)
-        return next((c for c in wish if c in allowed), AxisChoice())
+        return self.common.wishes.choose(rule, self._wish(op, rule))
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
         """What the role would have this block do, best first."""
-        in_result = [f for f in map(rule.major, rule.results[0]) if f is not None]
-        weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
-        own = {
-            i: {rule.major(dim) for dim in dims} - {None}
-            for i, dims in enumerate(rule.operands)
-        }
-        if self.role == "expert":
-            shared = [
-                f
-                for f in in_result
-                if weights and all(f in own[i] for i in range(min(2, len(own))))
-            ]
-            if shared:
-                return [AxisChoice(f) for f in shared]
+        in_result = _in_result(rule)
+        weights = [i for i, v in enumerate(op.operands) if self.common.weight[v]]
+        own = _own_factors(rule)
+        if self.role == "expert" and weights and (shared := _shared(rule)):
+            return [AxisChoice(f) for f in shared]
         if self.follows_batch:
             carried = self._carried(op, rule)
             found = {f: carried[f] for f in in_result if f in carried}
@@ -340,7 +381,9 @@ class _Walk:
         if op.kind == "gather":
             table = [f for f in sorted(rule.reduction) if f in own[0]]
             return [c for f in table for c in self._reduced(rule, f, in_result)]
-        others = set().union(*(own[i] for i in own if i not in weights))
+        others = set[int | None]().union(
+            *(factors for i, factors in enumerate(own) if i not in weights)
+        )
         columns = [f for f in in_result if f not in others]
         return [AxisChoice(f) for f in columns]
 

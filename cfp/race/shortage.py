@@ -14,6 +14,7 @@ from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
+from cfp.race.truncated import WHOLE
 from cfp.search.candidates import whole_choice
 from cfp.search.dynamic import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
@@ -69,9 +70,10 @@ def no_winner(
         f"{format_bytes(needed, up=True)} on each device; the budget is "
         f"{format_bytes((budget_bytes or 0) + reserve_bytes)}."
     )
-    scale = best.ratios.memory
-    use = {name: round(scale * n) for name, n in compiled_use(best.record).items()}
-    use[RESERVE] = reserve_bytes
+    # A truncated program does not say what the whole one's memory is for.
+    use = {}
+    if best.ratios == WHOLE:
+        use = {**compiled_use(best.record), RESERVE: reserve_bytes}
     return _error(analysis, first, needed, use, choice_of(analysis, best.record))
 
 

@@ -297,7 +297,7 @@ def main() -> None:
     known = rows(options.out)
     if options.known:
         page = json.loads(options.known.read_text())["rows"]
-        known += [row for row in page if row["rung"] == "one device"]
+        known += [row for row in page if row.get("rung") == "one device"]
     done = {(row["target"], row["cluster"], row.get("hosts", 0)) for row in known}
     wanted = cells(options.parts.split(","), options.tiny)
     wanted = [one for one in wanted if (one.target, one.cluster, one.hosts) not in done]

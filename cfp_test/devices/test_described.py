@@ -154,6 +154,8 @@ def test_bad_descriptions_have_one_clear_message(text, axes, error, told):
         ('kind = "h200"\ndevices_per_host = 2.5\n', "impossible count"),
         ('kind = "h200"\n[curves]\nall-gather = [[1, 0.0]]\n', "curves"),
         ("kind = \n", "cannot be read"),
+        ('kind = "h200"\nmemory_gb = 40\n', "memory_gib in place of memory_gb"),
+        ('kind = "h200"\nhosts = 10000000\n', "from 1 to 1048576"),
     ],
 )
 def test_bad_files_have_one_clear_message(tmp_path, content, told):

@@ -45,8 +45,18 @@ Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 
 
-def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
-    """What an axis of that size does in each block when it plays a role."""
+def axis_walk(
+    frame: Frame, role: str, axis_size: int, dim: int = 0
+) -> list[AxisChoice]:
+    """What an axis of that size does in each block when it plays a role.
+
+    Args:
+        frame: the program.
+        role: one of `ROLES`.
+        axis_size: devices along the axis.
+        dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
+            first: 1 spreads the tokens of sequences.
+    """
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role in ("tensor", "sequence"):
@@ -54,7 +64,7 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> list[AxisChoice]:
     program = frame.program
     ranks = data_arguments(frame)
     shapes = {p: program.values[program.args[p]].shape for p in ranks}
-    first = dict.fromkeys(ranks, 0)
+    first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
     best: list[AxisChoice] = []
     most_flops = -1
     while True:

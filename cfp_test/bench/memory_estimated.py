@@ -1,18 +1,19 @@
 """What memory is estimated at, of all strategies of which is recorded what they need.
 
-    python -m cfp_test.bench.memory_estimated [--only WORD] [--out FILE.json]
+    python -m cfp_test.bench.memory_estimated --out FILE.json [--only WORD]
 
 No GPU is used: programs of ``docs/results`` that were compiled for GPUs, presets and
-strategies by hand, are estimated as plans are that are chosen without measuring.
+strategies by hand, are estimated as plans are that are chosen without measuring. With
+``--only`` the rows of some pages or targets take the place of those in FILE.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,11 @@ def choice_of(analysis: Analysis, one: Recorded) -> Choice | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="of a page or target")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir(), "m"))
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     analyses: dict[tuple[str, int], Any] = {}
-    made = []
+    made = [r for r in known if options.only not in f"{r['page']} {r['target']}"]
     for one in recorded():
         if options.only not in f"{one.page} {one.target}":
             continue
@@ -153,14 +155,14 @@ def main() -> None:
         if choice is None:
             continue
         needs = estimated(analyses[key], choice, mesh.rates)["estimated_bytes"]
-        share = needs / one.peak_bytes
-        made.append({"share": share, "estimated_bytes": needs, **vars(one)})
+        made.append({**asdict(one), "estimated_bytes": needs})
         print(
-            f"{share:5.0%} {needs / 1e9:6.1f} of {one.peak_bytes / 1e9:6.1f} GB "
+            f"{needs / one.peak_bytes:5.0%} of {one.peak_bytes / 1e9:6.1f} GB "
             f"{one.strategy:24} {','.join(one.kernels) or '-':13} {one.target[:70]}",
             flush=True,
         )
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    page = {"date": time.strftime("%Y-%m-%d"), "rows": made}
+    options.out.write_text(json.dumps(page, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Frame:
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
     # What roles make of axes (`cfp.presets.roles`), as far as it is known.
-    walks: dict[str, list[Any]] = field(
+    walks: dict[tuple[str, int], list[Any]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 

@@ -41,6 +41,12 @@ MOST_ALLOWED = 0.5
 # off by this many times what the last bit of the arguments does to it.
 ROUNDING_MARGIN = 10.0
 
+# Kernels that compute in bfloat16 round by this, and a leaf may be off by so many times
+# what it does to the arguments: one sign may turn in some tries and not in others.
+# decisions.md, "What kernels in bfloat16 may do".
+NARROW_BIT = float(jnp.finfo(jnp.bfloat16).eps)
+NARROW_MARGIN = 2.0
+
 # What is nothing but rounding may be larger or smaller by as much: the gradient of a
 # bias before a normalization, which is zero, was 11 times as large on four devices.
 SIZE_MARGIN = 100.0
@@ -88,15 +94,18 @@ class Comparison:
     Attributes:
         differences: of what the plan returns, the furthest first.
         rounding: of what one device returns if the last bits of its arguments are
-            others, as a root mean square of several tries, by path.
+            others, as a root mean square of several tries, by path; those of bfloat16
+            where a kernel computes in it.
         changes: of the state before the step, by path; 0 for what is no state.
         sizes: of the leaves, by path.
+        margin: how many times what rounding does is allowed.
     """
 
     differences: tuple[Difference, ...] = ()
     rounding: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
+    margin: float = ROUNDING_MARGIN
 
     def allowed(self, path: str, tolerance: float) -> float:
         """How far off a leaf may be, which is less than a leaf of zeros is.
@@ -129,7 +138,7 @@ class Comparison:
 
     def _noise(self, path: str) -> float:
         noise = self.rounding.get(path, 0.0)
-        return ROUNDING_MARGIN * noise if isfinite(noise) else 0.0
+        return self.margin * noise if isfinite(noise) else 0.0
 
     def _is_noise(self, path: str) -> bool:
         sizes = self.sizes.get(path)
@@ -168,6 +177,9 @@ class Check:
         self._feedback = feedback
         self._static = {key for key, _ in alone.step.static}
         self._args: list[Any] = []
+        self._bit, self._margin = (
+            (NARROW_BIT, NARROW_MARGIN) if planned.narrow else (0.0, ROUNDING_MARGIN)
+        )
         self.tolerance = (
             LOW_TOLERANCE
             if planned.narrow
@@ -197,11 +209,11 @@ class Check:
         found = self._here(self.planned(*self._each(fresh)))
         before = self._before(expected)
         sides = (compare(found, expected), norms(found), compare(before, expected))
-        made = _comparison(alone, *sides)
+        made = _comparison(alone, *sides, self._margin)
         if made.failures(self.tolerance):
             more = range(NUDGES, NUDGES + MORE_NUDGES)
             alone += [self._nudged(expected, seed) for seed in more]
-            made = _comparison(alone, *sides)
+            made = _comparison(alone, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made
 
@@ -217,7 +229,8 @@ class Check:
 
     def _nudged(self, expected: Any, seed: int) -> _Alone:
         """What one device makes of arguments in the neighbourhood."""
-        moved = self._alone(*self._each(partial(nudge, seed=seed)))
+        near = partial(nudge, seed=seed, least=self._bit)
+        moved = self._alone(*self._each(near))
         return norms(moved), compare(moved, expected)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
@@ -242,6 +255,7 @@ def _comparison(
     differences: Sequence[Difference],
     found: Mapping[str, float],
     changes: Sequence[Difference],
+    margin: float,
 ) -> Comparison:
     """Compares a step with what one device makes of it.
 
@@ -250,6 +264,7 @@ def _comparison(
         differences: of what the plan returns.
         found: its leaves' sizes.
         changes: of the state, by the step.
+        margin: see `Comparison`.
     """
     squares: dict[str, float] = {}
     for _, moved in alone[1:]:
@@ -260,6 +275,7 @@ def _comparison(
         differences=tuple(differences),
         rounding={path: sqrt(square) for path, square in squares.items()},
         changes={d.path: d.relative_l2 for d in changes},
+        margin=margin,
         sizes={
             path: Sizes(
                 size,
@@ -322,8 +338,14 @@ def fresh(tree: Any) -> Any:
 
 
 @jax.jit
-def nudge(tree: Any, seed: int = 0) -> Any:
-    """Every float of some arrays one bit up or down, at random."""
+def nudge(tree: Any, seed: int = 0, least: float = 0.0) -> Any:
+    """Every float of some arrays one bit up or down, at random.
+
+    Args:
+        tree: the arrays.
+        seed: of what is drawn.
+        least: what a bit is at least, as a share of the number.
+    """
     # JAX's own generator takes many seconds to compile for hundreds of arrays.
     key = jax.random.key(seed, impl="rbg")
 
@@ -331,7 +353,8 @@ def nudge(tree: Any, seed: int = 0) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         signs = jax.random.rademacher(key, x.shape, x.dtype)
-        return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
+        bit = jnp.maximum(jnp.finfo(x.dtype).eps, least).astype(x.dtype)
+        return (x * (1 + signs * bit)).astype(x.dtype)
 
     return jax.tree.map(change, tree)
 

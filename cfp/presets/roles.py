@@ -47,16 +47,25 @@ Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 
 
-def axis_walk(frame: Frame, role: str, axis_size: int) -> Sequence[AxisChoice]:
+def axis_walk(
+    frame: Frame, role: str, axis_size: int, dim: int = 0
+) -> Sequence[AxisChoice]:
     """What an axis of that size does in each block when it plays a role.
 
     It is kept in `frame.walks`, for this size and for all that come to the same.
+
+    Args:
+        frame: the program.
+        role: one of `ROLES`.
+        axis_size: devices along the axis.
+        dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
+            first: 1 spreads the tokens of sequences.
     """
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role == "expert" and not _has_experts(frame):
         role = "data"
-    known = frame.walks.setdefault(role, [])
+    known = frame.walks.setdefault((role, dim), [])
     for wishes, choices in known:
         if wishes.come_true(axis_size):
             return choices
@@ -64,18 +73,18 @@ def axis_walk(frame: Frame, role: str, axis_size: int) -> Sequence[AxisChoice]:
     values = enumerate(frame.program.values)
     origins = {v: value.origin for v, value in values if value.origin >= 0}
     weight, computed = made_of_parameters(frame), _computed(frame)
-    choices = _walked(_Common(frame, role, wishes, weight, computed, origins))
+    choices = _walked(_Common(frame, role, wishes, weight, computed, origins), dim)
     known.append((wishes, choices))
     return choices
 
 
-def _walked(common: _Common) -> list[AxisChoice]:
+def _walked(common: _Common, dim: int) -> list[AxisChoice]:
     if common.role in ("tensor", "sequence"):
         return _Walk(common, {}).choices
     frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
     shapes = {p: program.values[program.args[p]].shape for p in ranks}
-    first = dict.fromkeys(ranks, 0)
+    first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
     best: list[AxisChoice] = []
     most_flops = -1
     while True:

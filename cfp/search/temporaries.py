@@ -17,6 +17,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.program.graph import Program
 from cfp.program.makeable import CHEAP
+from cfp.search.orders import summed_in_two_orders
 
 # Of these the reader reads what they are made of, where it lies.
 _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
@@ -74,7 +75,8 @@ def course_of(frame: Frame, segment: Segment, held: Iterable[int]) -> Course:
         held: tensors that are in memory in any case, as they are kept.
     """
     program = frame.program
-    return Course(_steps(program, segment.ops, frozenset(held)))
+    whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    return Course(_steps(program, segment.ops, frozenset(held) | whole))
 
 
 def bytes_in_memory(layout: Layout, v: int) -> int:
@@ -105,7 +107,7 @@ def _steps(
         if op_id in program.leaf_ops:
             continue
         for v in program.ops[op_id].results:
-            if v not in held and not _is_in_memory(program, v):
+            if v not in held and not is_in_memory(program, v):
                 continue
             made.setdefault(op_id, []).append(v)
             last[v] = max(_last_reader(program, v, inside), op_id)
@@ -141,14 +143,14 @@ def _last_reader(program: Program, v: int, inside: set[int]) -> int:
                 fresh = [
                     w
                     for w in op.results
-                    if w not in seen and not _is_in_memory(program, w)
+                    if w not in seen and not is_in_memory(program, w)
                 ]
                 seen.update(fresh)
                 stack += fresh
     return found
 
 
-def _is_in_memory(program: Program, v: int) -> bool:
+def is_in_memory(program: Program, v: int) -> bool:
     """Whether a tensor has memory of its own."""
     op = program.ops[program.values[v].producer]
     if op.kind in _VIEWS:

@@ -1,16 +1,17 @@
 """The same plans with cuDNN's attention and without, timed on two real devices.
 
-    python -m cfp_test.bench.attention_pair OUT.json [--seconds 190] [--tiny]
+    python -m cfp_test.bench.attention_pair OUT.json [--known PAGE.json]
+        [--seconds 190] [--tiny]
 
 GPT at 1,024 tokens and LLaMA at 4,096, data parallel and fully sharded over two
 devices: each whole step is compiled and run as it is written, and with a kernel in
 the place of every attention that the kernel may compute, from the same arguments.
 Rows hold all step times, losses, and what the compiler says of memory. Small steps with
 the same attention are checked against one device, as ``cfp run --check`` does it; and
-at the end the planner itself chooses, with the kernel allowed and not.
+the planner itself chooses, with the kernel allowed and not.
 
-OUT.json is written after each row, and rows in it already are not made again. With
-``--tiny`` virtual CPU devices run all.
+OUT.json is written after each row, and rows in it already, or in ``--known``, are not
+made again. With ``--tiny`` virtual CPU devices run all.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=190)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--known", type=Path, help="a page's JSON, to go on from")
     options = parser.parse_args()
     if options.tiny:
         from cfp import platform
@@ -58,16 +60,18 @@ def main() -> None:
     steps = TINY if options.tiny else STEPS
     checked = TINY if options.tiny else CHECKED
     kernel = "chunked" if options.tiny else "cudnn"
-    for preset in PRESETS:
-        for name, target in steps.items():
-            for one in ("", kernel):
-                pair.add("timed", name, target, preset, one)
-        for name, target in checked.items():
-            if preset == PRESETS[0]:
-                pair.add("checked", name, target, preset, kernel)
+    for name, target in checked.items():
+        pair.add("checked", name, target, PRESETS[0], kernel)
+    # What decides comes first.
     for name, target in steps.items():
         for one in ("", kernel):
+            pair.add("timed", name, target, PRESETS[0], one)
+    for one in (kernel, ""):
+        for name, target in steps.items():
             pair.add("planned", name, target, "", one)
+    for name, target in steps.items():
+        for one in ("", kernel):
+            pair.add("timed", name, target, PRESETS[1], one)
 
 
 def _run(plan: Any, target: Any) -> dict[str, Any]:
@@ -109,8 +113,9 @@ class Pair:
         mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
         self.mesh = planning_mesh(mesh)
         self.folder = Path(tempfile.mkdtemp())
-        path = options.out
-        self.page = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        files = (options.out, options.known)
+        path = next((one for one in files if one and one.exists()), None)
+        self.page = json.loads(path.read_text()) if path else {"rows": []}
         self.page |= {
             "jax": jax.__version__,
             "hardware": str(jax.devices()[0].device_kind),

@@ -8,12 +8,14 @@ the rung "one device" chooses, with attentions as they are written and with cuDN
 their place, what it computes and needs. ``hand``: LLaMA-2-7B on 8 devices at 8k to 512k
 tokens under strategies by hand, with kernels and as it is written, each compiled for
 what it needs; what is short is run, too; and from two lengths of a strategy the longest
-that fits, compiled as well. ``planned``: what is chosen by estimates for these lengths
-with all memory and within a budget.
+that fits, compiled as well. One sequence is spread by its heads, or by its tokens, as a
+ring. ``planned``: what is chosen by estimates for these lengths with all memory and
+within a budget.
 
 OUT.json is written after each row; rows in it already are not made again, nor those of
-``--known`` that did not fail; with ``--again`` those of ``planned`` are. What is not
-reached within the seconds is left out. With ``--tiny`` virtual CPU devices run all.
+``--known``, unless they failed otherwise than for memory; with ``--again`` those of
+``planned`` are. What is not reached within the seconds is left out. With ``--tiny``
+virtual CPU devices run all.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ STEPS = {
 TINY_STEPS = {"gpt tiny": f"gpt {_TINY} --seq 32 --batch 8"}
 # (tokens, sequences of a batch)
 LENGTHS = ((8192, 8), (32768, 8), (131072, 1), (524288, 1))
-TINY_LENGTHS = ((64, 8), (128, 8))
+TINY_LENGTHS = ((64, 8), (128, 8), (64, 1), (128, 1))
 _MOST_RUN = 8192  # What is longer is not run: a step takes 8 seconds and more.
-# Strategies by hand, and with one sequence those that spread it.
-_BY_HAND = ("fully_sharded", "tensor_sequence_parallel")
+# As it is written, 32k tokens and more are beyond the compiler.
+LENGTHS_AS_WRITTEN = ((8192, 8), (32768, 8), (131072, 1), (4096, 8))
+# Strategies by hand: of several sequences, and of one, which is spread.
+_OF_SEVERAL = ("fully_sharded", "tensor_sequence_parallel")
+RING = "ring, fully sharded"
+_OF_ONE = ("tensor_sequence_parallel", RING)
+_NO_MEMORY = "out_of_memory"
 PARTS_OF_VOCABULARY = 16
 BUDGET_BYTES = 40 * 10**9
 _PLAN_SECONDS = 25
@@ -54,6 +61,51 @@ def long_target(tokens: int, batch: int, tiny: bool) -> str:
     """LLaMA-2-7B, or a tiny one, rematerialized layer by layer."""
     size = _TINY if tiny else _SEVEN
     return f"llama {size} --seq {tokens} --batch {batch} --scan --remat"
+
+
+def tokens_spread(frame: Any) -> Any:
+    """Parameters fully sharded, and of each sequence the tokens: in scores, queries."""
+    from cfp.analysis.layout import Choice, Storage
+    from cfp.analysis.strategies import AxisChoice
+    from cfp.attention.matching.matches import attentions
+    from cfp.presets.roles import axis_walk
+
+    [(_, size)] = frame.mesh
+    choices = axis_walk(frame, "data", size, dim=1)
+    program = frame.program
+    queries = {}
+    for op, match in attentions(program).matches.items():
+        rule = program.ops[op].rule
+        place = match.found.scores.letters.index(match.meaning.tokens)
+        queries[op] = AxisChoice(rule.major(rule.results[0][place]))
+    strategies = [
+        (queries.get(block.anchor, one),)
+        for block, one in zip(frame.blocks, choices, strict=True)
+    ]
+    return Choice(tuple(strategies), (Storage.SHARDED,) * len(frame.groups))
+
+
+def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
+    """What a choice takes and needs by the estimates that plans are chosen by."""
+    from cfp.search.candidates import estimate_kinds
+    from cfp.search.costs import Costs, build_problem
+    from cfp.search.expected import estimate_options
+    from cfp.solution import predicted_bytes, predicted_ms
+
+    analysis = analyzed.analysis
+    costs = Costs(analysis, rates)
+    found = estimate_options(
+        estimate_kinds(analysis, rates),
+        {"by hand": choice},
+        costs,
+        per_kind=0,
+        budget_bytes=None,
+    )
+    problem = build_problem(costs, found.estimated, None)
+    return {
+        "estimated_ms": predicted_ms(analysis, problem, choice),
+        "estimated_bytes": predicted_bytes(analysis, problem, choice),
+    }
 
 
 def main() -> None:
@@ -74,7 +126,8 @@ def main() -> None:
         page["rows"] = [
             row
             for row in page["rows"]
-            if "failure" not in row and not (options.again and "budget" in row)
+            if row.get("failure", _NO_MEMORY).startswith(_NO_MEMORY)
+            and not (options.again and "budget" in row)
         ]
         options.out.write_text(json.dumps(page, indent=1) + "\n")
     parts = options.parts.split(",")
@@ -137,15 +190,16 @@ class Maker:
                     row = self._long(tokens, batch, self.kernels)
                     self._add(row | {"budget": budget})
             return
-        for kernels, some in ((self.kernels, lengths), ((), lengths[:3])):
-            for tokens, batch in some:
-                for name in _BY_HAND:
-                    if batch > 1 or name != "fully_sharded":
+        as_written = lengths if self.tiny else LENGTHS_AS_WRITTEN
+        for kernels, some in ((self.kernels, lengths), ((), as_written)):
+            for name in dict.fromkeys((*_OF_ONE, *_OF_SEVERAL)):
+                for tokens, batch in some:
+                    if not kernels and name == RING:
+                        continue
+                    if name in (_OF_SEVERAL if batch > 1 else _OF_ONE):
                         self._add(
                             self._long(tokens, batch, kernels) | {"by_hand": name}
                         )
-        for kernels in (self.kernels, ()):
-            for name in _BY_HAND:
                 self._longest(name, kernels)
 
     def _long(
@@ -268,13 +322,18 @@ class Maker:
         from cfp.presets.classics import presets
 
         analyzed = self._analysed(row["target"])
-        choice = presets(analyzed.analysis.frame)[row["by_hand"]]
+        frame = analyzed.analysis.frame
+        is_ring = row["by_hand"] == RING
+        choice = tokens_spread(frame) if is_ring else presets(frame)[row["by_hand"]]
         if row["kernels"]:
-            choice = replace(choice, kernels=self._kernels(analyzed.analysis, choice))
+            found = self._kernels(analyzed.analysis, choice, is_ring)
+            choice = replace(choice, kernels=found)
         return self._compiled(row, analyzed, choice)
 
-    def _kernels(self, analysis: Any, choice: Any) -> tuple[tuple[int, str], ...]:
-        """The first kernel that each segment can have under a choice."""
+    def _kernels(
+        self, analysis: Any, choice: Any, is_ring: bool
+    ) -> tuple[tuple[int, str], ...]:
+        """The first kernel that each segment can have under a choice, or its ring."""
         from cfp.search.candidates import segment_candidate
         from cfp.search.kernels import Kernels
 
@@ -287,7 +346,9 @@ class Maker:
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
             variants = known.variants(segment.kind, candidate)
-            found += [(segment.index, one.kernel) for one in variants[:1]]
+            rings = [one for one in variants if is_ring and "ring" in one.kernel]
+            best = rings or variants
+            found += [(segment.index, one.kernel) for one in best[:1]]
         return tuple(found)
 
     def _compiled(
@@ -318,33 +379,11 @@ class Maker:
             ],
         }
         if "by_hand" in row:
-            found["estimated_ms"] = self._estimated_ms(row, analyzed, choice)
+            found |= estimated(analyzed, choice, self.mesh.rates)
         is_short = row["tokens"] <= _MOST_RUN and "long" not in row
         if is_short and found["fits"]:
             found |= self._run(built, job, program)
         return found
-
-    def _estimated_ms(
-        self, row: Mapping[str, Any], analyzed: Any, choice: Any
-    ) -> float | None:
-        """What a choice takes by the estimates that plans are chosen by."""
-        from cfp.context import open_context
-        from cfp.passes.profile import profile
-        from cfp.passes.search import search
-        from cfp.planner_settings import PlannerSettings
-        from cfp.solution import predicted_ms
-
-        settings = PlannerSettings(
-            attention=tuple(row["kernels"]),
-            cross_entropy=PARTS_OF_VOCABULARY if row["kernels"] else 0,
-            race=False,
-        )
-        analysis = analyzed.analysis
-        # All fits: what does not is estimated, too.
-        with open_context(analyzed.mesh, self.folder, 10**15, settings) as context:
-            known = search(context, analysis, profile(context, analysis))
-            assert known.problem is not None
-            return predicted_ms(analysis, known.problem, choice)
 
     def _run(self, built: Any, job: Any, program: Any) -> dict[str, Any]:
         """What one device computes, collectives left out."""

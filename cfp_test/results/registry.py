@@ -18,6 +18,7 @@ from cfp_test.results import (
     building,
     checked,
     doctor,
+    memory,
     on_ray,
     operator_plans,
     operators,
@@ -169,6 +170,12 @@ PAGES: tuple[Page, ...] = (
         name="attention_pair_h100x2_202611",
         sources=("attention_pair_h100x2_202611.json",),
         figures=attention.pair,
+        has_text=False,
+    ),
+    Page(
+        name="memory_estimated_h200_202611",
+        sources=("memory_estimated_h200_202611.json",),
+        figures=memory.estimated,
         has_text=False,
     ),
     Page(

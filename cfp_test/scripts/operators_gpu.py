@@ -216,7 +216,10 @@ class Run:
     def read(self, file: Path) -> None:
         """Takes over what another run on the same device and versions has measured."""
         before, rows = read(file)
-        if any(before[name] != self.found[name] for name in ("device", "packages")):
+        # A library that is not here has rows of its own there.
+        here = {n: v for n, v in self.found["packages"].items() if v is not None}
+        there = {n: before["packages"].get(n) for n in here}
+        if before["device"] != self.found["device"] or here != there:
             print(f"{file}: of another device or other versions; nothing is taken over")
             return
         self.rows += [row for row in rows if row.state not in (b.NO_TIME, b.ABSENT)]

@@ -14,6 +14,8 @@ from cfp.search.candidates import estimate_kinds, segment_candidate
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.measure import whole_job
+from cfp.search.orders import summed_in_two_orders
+from cfp.search.temporaries import is_in_memory
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 
@@ -81,3 +83,33 @@ def test_a_loop_needs_its_gradients_and_one_iteration(remat, name):
     layer = (4 * ROWS * WIDE // DEVICES + 4 * HIDDEN * WIDE) * FLOAT_BYTES
     assert kept + gradients <= needed <= kept + gradients + 2 * layer
     assert needed == pytest.approx(compiled, rel=0.35)
+
+
+def scores_step(turned, params, x):
+    """A softmax over the last dim of scores that one product gives in another order."""
+
+    def loss(params):
+        spec = "qd,kd->kq" if turned else "qd,kd->qk"
+        scores = jnp.einsum(spec, x @ params["q"], x @ params["k"])
+        weights = jax.nn.softmax(scores.T if turned else scores)
+        return jnp.square(jnp.einsum("qk,kd->qd", weights, x)).mean()
+
+    grads = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_what_is_summed_and_read_in_two_orders_is_in_memory(turned):
+    """The weights' gradient times the weights, of which a softmax sums rows."""
+    rows, width = 48, 16
+    params = {"q": normal(0, width, width), "k": normal(1, width, width)}
+    args = (turned, params, normal(2, rows, width))
+    flat = flatten_step(scores_step, args, static_argnums=0, donate_argnums=1)
+    mesh = make_mesh((("x", 2),))
+    analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
+    program = analysis.frame.program
+    found = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    assert [program.values[v].shape for v in found] == [(rows, rows)] * turned
+    for v in found:
+        op = program.ops[program.values[v].producer]
+        assert op.kind == "multiply" and "transpose(" in op.scope

@@ -1,0 +1,94 @@
+"""What a sum makes a compiler keep whole: tensors that are read in two orders of dims.
+
+Elementwise work is fused into what reads it. But where it combines a tensor with one
+whose dims come in another order, as the backward pass of a softmax combines scores and
+the gradient of the weights, a fusion has to turn one of them, and cannot sum as well:
+what is summed is in memory then, all of it and in the type it is summed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from cfp.program.graph import Op, Program
+
+# How tensors are read: as they lie in memory, or turned.
+_AS_IT_LIES = frozenset({False})
+_TURNED = frozenset({True})
+_KEY = "summed in two orders"
+
+
+def summed_in_two_orders(
+    program: Program, is_fused: Callable[[int], bool]
+) -> frozenset[int]:
+    """Values that sums read and that are made of tensors read in two orders.
+
+    Args:
+        program: the program.
+        is_fused: whether a value is made where it is read.
+    """
+    known = program.looked_for
+    if _KEY not in known:
+        known[_KEY] = _find(program, is_fused)
+    return known[_KEY]
+
+
+def _find(program: Program, is_fused: Callable[[int], bool]) -> frozenset[int]:
+    orders: dict[int, frozenset[bool]] = {}
+    found = set()
+    for op in program.ops:
+        if op.id in program.leaf_ops:
+            continue
+        for v in op.results:
+            if not is_fused(v):
+                continue  # It lies in memory.
+            size = _elements(program, v)
+            # What is smaller, such as a row's sum, is no matter.
+            read = (orders.get(w, _AS_IT_LIES) for w in _as_large(program, op, size))
+            found_here = frozenset().union(*read)
+            if op.kind == "transpose" and found_here and _turns(op):
+                found_here = _TURNED
+            if len(found_here) > 1 and _is_summed(program, v, is_fused):
+                found.add(v)
+                found_here = _AS_IT_LIES
+            orders[v] = found_here
+    return frozenset(found)
+
+
+def _elements(program: Program, v: int) -> int:
+    return prod(program.values[v].shape)
+
+
+def _as_large(program: Program, op: Op, size: int) -> list[int]:
+    return [
+        w
+        for w in op.operands
+        if _elements(program, w) == size
+        and program.values[w].producer not in program.leaf_ops
+    ]
+
+
+def _turns(op: Op) -> bool:
+    """Whether a transpose moves anything, and not only dims of size 1."""
+    if op.rule is None:
+        return True
+    majors = (
+        [f for f in map(op.rule.major, dims) if f is not None]
+        for dims in (op.rule.operands[0], op.rule.results[0])
+    )
+    before, after = majors
+    return before != after
+
+
+def _is_summed(program: Program, v: int, is_fused: Callable[[int], bool]) -> bool:
+    stack, seen = [v], {v}
+    while stack:
+        for user, _ in program.users[stack.pop()]:
+            op = program.ops[user]
+            if op.kind == "reduce":
+                return True
+            fresh = [w for w in op.results if w not in seen and is_fused(w)]
+            seen.update(fresh)
+            stack += fresh
+    return False

@@ -10,7 +10,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.strategies import describe
+from cfp.analysis.strategies import AxisChoice, describe
+from cfp.plan.describe import strategy_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.batch import data_arguments
 from cfp.presets.roles import axis_walk
@@ -405,3 +406,15 @@ def test_what_is_computed_once_for_the_batch_leaves_it_sharded(kind, tmp_path):
     assert sum(c.bytes * c.count for c in reduced) < gradients + activations / 4
     gathered = [c.bytes for c in found("fully_sharded") if c.kind != "all-reduce"]
     assert gathered and max(gathered) <= largest
+
+
+def test_a_lookups_rows_are_the_dims_of_its_indices():
+    """Not columns, though the indices are its second operand."""
+    frame = frame_of(*embedded("positions"))
+    [lookup, *_] = frame.blocks
+    [choice, *_] = axis_walk(frame, "data", 4)
+    op = frame.program.ops[lookup.anchor]
+    assert strategy_text(frame, op, (choice,)) == "x: rows (dim 0 of 8)"
+    columns = next(f for (f,) in op.rule.results[0] if op.rule.sizes[f] == 32)
+    text = strategy_text(frame, op, (AxisChoice(columns),))
+    assert text == "x: columns (dim 2 of 32)"

@@ -5,6 +5,7 @@ The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ def plan(
     fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh | DescribedMesh | AbstractMesh,
+    quiet: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -63,6 +65,9 @@ def plan(
             nothing runs: the plan is by estimates, and is used later with
             ``plan.on(mesh)``. A mesh without devices names those of a Ray cluster's
             node: ``PlannerSettings(ray=...)``.
+        quiet: whether nothing is shown; by default progress is on a terminal, and
+            elsewhere a line on standard error at first, and one now and then. With
+            ``settings.progress`` nothing is shown either.
         static_argnums, static_argnames: arguments that are not arrays, by position or
             name.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
@@ -116,15 +121,18 @@ def plan(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    found = find_plan(
-        step,
-        mesh=mesh,
-        memory_budget=memory_budget,
-        pins=pins,
-        preset=preset,
-        cache_dir=cache_dir,
-        settings=settings,
-    )
+    doing = f"planning how to shard {getattr(fn, '__name__', 'a step')!r}"
+    silence = "cfp.plan(..., quiet=True) says nothing"
+    with shown(settings, doing, silence, quiet) as how:
+        found = find_plan(
+            step,
+            mesh=mesh,
+            memory_budget=memory_budget,
+            pins=pins,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=how,
+        )
     if found.interrupted:
         warnings.warn(
             "Interrupted: this plan is the best of what was measured by then, without "
@@ -162,7 +170,7 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    budget = parse_bytes(memory_budget)
+    budget, started = parse_bytes(memory_budget), time.perf_counter()
     with heeded(cache_dir), together(agreement_of(mesh).alone):
         analyzed = analyze_step(step, mesh, pins)
         if step.gives_unasked:
@@ -193,6 +201,8 @@ def find_plan(
         made = made.bound_to(step, analyzed.lowering.out_tree)
         made = replace(made, silenced=host_calls(analysis.frame.program))
         choice = outcome.winner.choice
+        seconds = time.perf_counter() - started
+        made = replace(made, search={**made.search, "planning_seconds": seconds})
         return Found(
             plan=with_figures(made, analysis, choice, solution.problem, rates),
             analysis=analysis,
@@ -201,7 +211,7 @@ def find_plan(
         )
 
 
-_OPTIONS = tuple(signature(plan).parameters)[3:-1]  # not fn, args, mesh and kwargs
+_OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
 
 
 def parallelize(
@@ -318,6 +328,6 @@ class ParallelStep:
         shows = shown(options.pop("settings", None), doing, silence, self._quiet)
         # Compiling, too: what was measured for the plan is kept.
         with heeded(options.get("cache_dir")), shows as how:
-            options["settings"] = how
+            options |= {"settings": how, "quiet": True}
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
             return _Planned(now, found, found.compile_bound())

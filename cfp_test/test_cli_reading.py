@@ -1,9 +1,14 @@
 """The commands that read plans, as their users type them."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from cfp import platform
+from cfp.cli import app
+from cfp.errors import CfpError
 from cfp.page.page import page_html
 from cfp.report.differing import diff_text
 from cfp.report.told import explain_text
@@ -72,3 +77,30 @@ def test_a_plan_without_sites_is_not_exported(done):
     assert found["export"].code == 2
     assert "does not say where in the step" in found["export"].err
     assert not (folder / "sharded.py").exists()
+
+
+class Asked(CfpError):
+    """Stands for the devices that a command asks for."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify deep.json toy.py:toy",
+        "adapt deep.json toy.py:toy",
+        "run toy.py:toy --plan deep.json",
+        "inspect toy.py:toy --plan deep.json",
+    ],
+)
+def test_the_platform_is_the_plans_if_none_is_given(words, tmp_path, monkeypatch):
+    def select(name, axes):
+        raise Asked(f"{name} {axes}")
+
+    monkeypatch.setattr(platform, "select", select)
+    monkeypatch.chdir(tmp_path)
+    on_cpu = {**DEEP.environment, "platform": "cpu"}
+    replace(DEEP, environment=on_cpu).save(tmp_path / "deep.json")
+    for more, name in (([], "cpu"), (["--platform", "cuda"], "cuda")):
+        result = CliRunner().invoke(app, [*words.split(), *more])
+        assert result.exit_code == 2
+        assert f"{name} {DEEP.mesh_axes}" in result.stderr, result.stderr

@@ -79,6 +79,15 @@ def told(off: float, rounding: float) -> str:
     return check_text(Trial(steps=(step,), tolerance=1e-5, checked=True))
 
 
+def test_a_check_says_how_near_a_result_came_to_what_it_may_be_off():
+    text = told(5.1e-6, 1e-7)
+    assert (
+        "Nearest to its limit is w: off by 5.1e-06 (relative L2), 51% of what" in text
+    )
+    assert "0.51" not in text
+    assert "Nearest" not in told(0.51, 1.0)  # Rounding alone decides that one.
+
+
 @pytest.mark.explained("Check FAILED")
 def test_a_check_that_fails():
     text = told(1e-3, 1e-7)

@@ -18,6 +18,7 @@ from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
+from cfp.settings import ConstraintLevel
 
 _SHAPES = (
     {"up": (256, 512), "down": (512, 256)},
@@ -152,6 +153,36 @@ def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified)
     }
     for words, one in by.items():
         assert words in "\n".join(verified_text(one))
+
+
+def test_what_a_race_is_said_to_have_measured(verified):
+    """Where nothing raced, nothing is said of a race."""
+    raced = replace(verified[0].best, search={"strategies_estimated": 9.0})
+    assert "only the race was measured" in plan_text(raced, width=200)
+    alone = replace(raced, race=raced.race[:1])
+    assert "only the plan's own step was measured" in plan_text(alone, width=200)
+    never = plan_text(replace(raced, race=(), measured_ms=None), width=200)
+    assert "nothing was measured" in never and "only the" not in never
+
+
+@pytest.mark.parametrize("level", ConstraintLevel)
+def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, level):
+    _, analysis, flat = verified
+    settings = cfp.PlannerSettings(race=False, extents=(level,))
+    made = cfp.plan(
+        step,
+        *arguments(),
+        mesh=mesh,
+        preset="zero1",
+        donate_argnums=0,
+        settings=settings,
+        cache_dir=folder,
+    )
+    mine = replace(cfp.Plan.from_json(json.loads(made.to_json())), winner="mine")
+    found = verify(mine, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    names = sorted(row.name for row in found.rows)
+    assert "mine" in names and "zero1" not in names and "fully_sharded" in names
+    assert len({*names}) == len(names)
 
 
 def test_only_what_ran_counts_as_timed(verified):

@@ -7,11 +7,12 @@ behind the last contraction of the iteration before.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Hashable, Set
 
 from cfp.analysis.classes import DimClasses
 from cfp.analysis.contractions import Member
 from cfp.analysis.flow import Flow, first_downstream, passes
+from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
 NONE = -1
@@ -84,6 +85,7 @@ class _Labels:
                 # gradients of what no contraction reads) follows its neighbours.
         self._fill(labels, (True, False, True))
         self._reattach(labels)
+        self._widen(labels, backward)
         return labels
 
     def _takes_part(self, op: Op) -> bool:
@@ -218,10 +220,7 @@ class _Labels:
         contraction whose result it masks.
         """
         before = list(labels)
-        ops: dict[int, list[int]] = {}
-        for op_id, label in enumerate(labels):
-            if label != NONE:
-                ops.setdefault(label, []).append(op_id)
+        ops = self._by_block(labels)
         for label, members in enumerate(self.members):
             for op_id in self._loose(ops.get(label, []), members):
                 labels[op_id] = NONE
@@ -231,6 +230,126 @@ class _Labels:
                 labels[op_id] = label
 
     def _loose(self, ops: list[int], members: list[Member]) -> list[int]:
+        """Ops of a block that share no dim with its contractions."""
+        lacking = self._lacking(ops, members, ops)
+        return [op for op, (factors, shared) in lacking.items() if not shared]
+
+    def _widen(self, labels: list[int], backward: list[bool]) -> None:
+        """Moves what a block's result is broadcast for to where the other dims are.
+
+        A sum of activations and of what was computed once for all rows of the batch,
+        such as embeddings of positions, follows the activations: the block of the
+        embeddings has no dim of the batch, and would replicate what it holds. What the
+        backward pass does to sum over the batch goes there, too.
+        """
+        ops = self._by_block(labels)
+        for label in self.by_rank:
+            mine = ops.get(label, [])
+            found = self._lacking(mine, self.members[label], mine)
+            lacking = {op: factors for op, (factors, _) in found.items() if factors}
+            grown = self._broadcast(mine, lacking)
+            if not grown:
+                continue
+            targets: dict[int, None] = {}
+            for part in self._parts([op for op in lacking if not backward[op]]):
+                if grown.intersection(part):
+                    for other in self._wider(part, lacking, labels, label):
+                        rest = [op for op in part if labels[op] == label]
+                        if self._move(rest, ops, other, labels):
+                            targets[other] = None
+            for other in targets:
+                rest = [op for op in lacking if labels[op] == label]
+                self._move(rest, ops, other, labels)
+            ops = self._by_block(labels) if targets else ops
+
+    @staticmethod
+    def _by_block(labels: list[int]) -> dict[int, list[int]]:
+        ops: dict[int, list[int]] = {}
+        for op_id, label in enumerate(labels):
+            if label != NONE:
+                ops.setdefault(label, []).append(op_id)
+        return ops
+
+    def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
+        """Ops that give dims that a block lacks to what its contractions made."""
+        made: set[int] = set()
+        found = set()
+        for op_id in ops:
+            op = self.program.ops[op_id]
+            if op_id in self.member_block or made.intersection(op.operands):
+                made.update(op.results)
+                if op.rule is not None and op_id in lacking:
+                    read = {f for dims in op.rule.operands for dim in dims for f in dim}
+                    found |= {op_id} if lacking[op_id] - read else set()
+        return found
+
+    def _parts(self, ops: list[int]) -> list[list[int]]:
+        """Ops that data connects, in program order."""
+        parts, known = UnionFind(), set(ops)
+        for op_id in ops:
+            for v in self.program.ops[op_id].results:
+                for reader, _ in self.flow.readers(v):
+                    if reader.id in known:
+                        parts.union(op_id, reader.id)
+        found: dict[Hashable, list[int]] = {}
+        for op_id in ops:
+            found.setdefault(parts.find(op_id), []).append(op_id)
+        return list(found.values())
+
+    def _wider(
+        self,
+        part: list[int],
+        lacking: dict[int, Set[int]],
+        labels: list[int],
+        label: int,
+    ) -> list[int]:
+        """Blocks that made what comes in with dims that a block lacks, latest first.
+
+        Where it comes from no block, the blocks of what reads the ops' results.
+        """
+        program, near, comes_in = self.program, set(), False
+        for op_id in part:
+            op = program.ops[op_id]
+            assert op.rule is not None
+            for v, dims in zip(op.operands, op.rule.operands, strict=False):
+                if lacking[op_id].isdisjoint(f for dim in dims for f in dim):
+                    continue
+                makers = {labels[o.id] for o in self.flow.makers(v)}
+                comes_in |= program.values[v].producer not in program.leaf_ops and (
+                    label not in makers
+                )
+                near |= makers - {label, NONE}
+        if comes_in and not near:
+            results = (v for op_id in part for v in program.ops[op_id].results)
+            readers = (o.id for v in results for o, _ in self.flow.readers(v))
+            near = {labels[op_id] for op_id in readers} - {label, NONE}
+        return sorted(near, key=lambda other: -self.rank[other])
+
+    def _move(
+        self,
+        candidates: list[int],
+        ops: dict[int, list[int]],
+        block: int,
+        labels: list[int],
+    ) -> bool:
+        """Moves ops to a block that has all their dims; whether there were any."""
+        held = [op for op in candidates if self._may_hold(op, block)]
+        joined = [*ops[block], *held]
+        lacking = self._lacking(joined, self.members[block], held)
+        moved = [op for op, (factors, _) in lacking.items() if not factors]
+        for op_id in moved:
+            labels[op_id] = block
+        ops[block] += moved
+        return bool(moved)
+
+    def _lacking(
+        self, ops: list[int], members: list[Member], asked: list[int]
+    ) -> dict[int, tuple[Set[int], bool]]:
+        """For ops of a block their factors that its contractions lack.
+
+        And whether they have any other. Without the contractions themselves, and
+        without ops that have no rule.
+        """
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -240,12 +359,12 @@ class _Labels:
             for v in (*op.operands, *op.results):
                 for dim in range(len(self.program.values[v].shape)):
                     anchored.add(classes.of_dim(v, dim))
-        found = []
-        for op_id in ops:
+        found = {}
+        for op_id in asked:
             rule = self.program.ops[op_id].rule
             if rule is None or op_id in self.member_block:
                 continue
-            factors = [f for f, size in enumerate(rule.sizes) if size > 1]
-            if not any(classes.of_factor(op_id, f) in anchored for f in factors):
-                found.append(op_id)
+            factors = {f for f, size in enumerate(rule.sizes) if size > 1}
+            shared = {f for f in factors if classes.of_factor(op_id, f) in anchored}
+            found[op_id] = factors - shared, bool(shared)
         return found

@@ -50,6 +50,8 @@ def block_names(
         scope or path or _line(op)
         for scope, path, op in zip(scopes, paths, ops, strict=True)
     ]
+    # Dims that an einsum does not name tell nothing: ...qhd,...khd->...hqk.
+    names = [name.replace("...", "") if "->" in name else name for name in names]
     for name, count in Counter(names).items():
         # One scope around several contractions: their parameters tell them apart.
         alike = [i for i, other in enumerate(names) if other == name and paths[i]]

@@ -121,6 +121,19 @@ class Comparison:
         """The leaves that are further off than they may be."""
         return [d for d in self._far(tolerance) if not self._is_noise(d.path)]
 
+    def nearest(self, tolerance: float) -> tuple[Difference, float] | None:
+        """The leaf nearest to how far off it may be, or furthest beyond, and the share.
+
+        Not of those that rounding alone decides.
+        """
+        shares = [
+            (d, d.relative_l2 / self.allowed(d.path, tolerance))
+            for d in self.differences
+            if not self._is_noise(d.path)
+            or d.relative_l2 <= self.allowed(d.path, tolerance)
+        ]
+        return max(shares, key=lambda pair: pair[1], default=None)
+
     def undecided(self, tolerance: float) -> list[Difference]:
         """Leaves of which rounding alone decides what they are, on one device, too.
 

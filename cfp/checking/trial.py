@@ -78,6 +78,13 @@ class Trial:
         return max(found, key=lambda d: d.relative_l2, default=None)
 
     @property
+    def nearest(self) -> tuple[Difference, float] | None:
+        """The leaf of all steps nearest to how far off it may be, and that share."""
+        found = [s.comparison.nearest(self.tolerance) for s in self.steps]
+        pairs = [pair for pair in found if pair is not None]
+        return max(pairs, key=lambda pair: pair[1], default=None)
+
+    @property
     def failures(self) -> list[tuple[int, Difference]]:
         """Step numbers and leaves that are further off than they may be."""
         return [
@@ -278,5 +285,5 @@ def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float
             continue
         if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[name.partition("/")[2] or f"output {name}".strip()] = float(leaf)
+            found[name.partition("/")[2] or f"result[{name}]"] = float(leaf)
     return found

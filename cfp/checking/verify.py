@@ -26,7 +26,7 @@ from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import constraints_to_json
 from cfp.plan.plan import Plan
-from cfp.plan.words import known_how
+from cfp.plan.words import basis_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, Job
@@ -44,6 +44,7 @@ from cfp.race.programs import (
     race_row,
 )
 from cfp.race.turns import race_programs
+from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, predicted_ms
 
 _ROUNDS = 2
@@ -143,10 +144,11 @@ def verify(
     environment = environment_parts(list(mesh.devices.flat))
     rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))
-    others = programs_of(analysis, rivals, where)
-    mine = RaceProgram(
-        name=_NAME, job=_job(plan, analysis, where), predicted_ms=plan.predicted_ms
-    )
+    job = _job(plan, analysis, where)
+    mine = RaceProgram(name=_NAME, job=job, predicted_ms=plan.predicted_ms)
+    programs = zip(rivals, programs_of(analysis, rivals, where), strict=True)
+    distinct = [pair for pair in programs if not _is_same(*pair, job, analysis)]
+    rivals, others = [one for one, _ in distinct], [one for _, one in distinct]
     built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
         builder = Builder(
@@ -173,7 +175,7 @@ def verify(
     own, *rest = results
     named = [replace(own, name=plan.winner), *rest]
     rows = tuple(map(race_row, named))
-    if best is own or own.samples_ms == best.samples_ms:
+    if best is own:
         made = replace(
             plan,
             measured_ms=own.time_ms,
@@ -206,7 +208,7 @@ def verify(
 def _rivals(
     plan: Plan, analysis: Analysis, cache_dir: str | Path | None
 ) -> list[Candidate]:
-    """The presets, and what the prediction that made the plan has next."""
+    """The presets, and what the prediction that made the plan has first and next."""
     described = _described(plan)
     if described is None:
         known = presets(analysis.frame)
@@ -220,12 +222,25 @@ def _rivals(
         **{choice: name for name, choice in solution.presets.items()},
         **{rival.choice: rival.name for rival in solution.rivals[:_RUNNERS_UP]},
     }
-    if plan.winner == best.name:
-        del named[best.choice]  # As the plan itself.
     return [
         Candidate(name, choice, predicted_ms(analysis, solution.problem, choice))
         for choice, name in named.items()
     ]
+
+
+def _is_same(
+    rival: Candidate, program: RaceProgram, job: Job, analysis: Analysis
+) -> bool:
+    """Whether a candidate is the plan under another name, however constrained."""
+    if _arguments(program.job) != _arguments(job):
+        return False
+    levels = [replace(rival, level=level) for level in ConstraintLevel]
+    programs = programs_of(analysis, levels, ())
+    return any(one.job.constraints == job.constraints for one in programs)
+
+
+def _arguments(job: Job) -> tuple:
+    return job.in_specs, job.out_specs, job.options
 
 
 def _described(plan: Plan) -> DescribedMesh | None:
@@ -295,12 +310,6 @@ def _row(row: RaceResult) -> dict[str, Any]:
 def verified_text(found: Verified) -> Sequence[str]:
     """What was found, in a few lines."""
     plan, off = found.plan, found.off
-    how = {"estimated": "by estimates", "measured": "by measured segments"}
-    # A plan that raced on virtual devices is measured, its prediction is not.
-    rung = known_how(plan) if plan.rung == "measured" else plan.rung
-    basis = how.get(rung, f"on {rung}")
-    if "adapted" in plan.search:
-        basis = "by the time of the plan that it was carried over from"
     lines = []
     if found.measured_ms is None:
         lines.append(f"The plan {plan.winner!r} does not run here.")
@@ -308,7 +317,8 @@ def verified_text(found: Verified) -> Sequence[str]:
         lines.append(f"The plan {plan.winner!r} takes {found.measured_ms:.3f} ms.")
     if off is not None:
         lines.append(
-            f"Predicted were {plan.predicted_ms:.3f} ms, {basis}: off by {off:+.1%}."
+            f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: off by "
+            f"{off:+.1%}."
         )
     others = sum(row.ran for row in found.rows if row.name != plan.winner)
     if found.holds and not others:

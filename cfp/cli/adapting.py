@@ -26,7 +26,7 @@ def adapt(
         Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
     ],
     target: o.TargetText,
-    platform: o.Platform = None,
+    platform: o.PlansPlatform = None,
     output: Output = None,
     as_json: o.Json = False,
     donate: o.Donate = None,
@@ -42,14 +42,14 @@ def adapt(
     values.check_writable(output)
     with o.only_json(as_json) as print_json:
         plan = Plan.load(path)
-        on_cpu = plan.environment.get("platform") == "cpu"
         found, mesh = open_target(
             target,
             ctx.args,
-            axes=plan.mesh_axes,
-            platform_name=platform or ("cpu" if on_cpu else None),
+            axes=None,
+            platform_name=platform,
             donate=donate or (),
             static=static or (),
+            plan=plan,
         )
         session = analyse(found, mesh)
         made = carry_over(

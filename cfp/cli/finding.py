@@ -146,8 +146,8 @@ def find(given: Given, place: Place | None = None) -> Fastest:
         place: where programs are compiled, and records kept besides, if not only here.
     """
     options = given.params
-    wanted, variants = variants_of(given.context)
     with Display(options["quiet"]) as display:
+        wanted, variants = variants_of(given.context)
         settings = o.settings(
             given.context,
             per_kind=options["per_kind"],

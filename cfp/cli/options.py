@@ -24,6 +24,7 @@ from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
+from cfp.report.told import wrapped
 from cfp.settings import ConstraintLevel
 
 TargetText = Annotated[
@@ -71,6 +72,15 @@ Platform = Annotated[
         metavar="NAME",
         help="cpu, with as many virtual devices as needed, or cuda; what JAX finds, "
         "if not given.",
+    ),
+]
+PlansPlatform = Annotated[
+    str | None,
+    typer.Option(
+        "--platform",
+        metavar="NAME",
+        help="cpu, with as many virtual devices as needed, or cuda; the plan's, if not "
+        "given.",
     ),
 ]
 Workdir = Annotated[
@@ -270,7 +280,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            print_error(interrupted_text(kwargs.get("workdir"), "the same command"))
+            text = interrupted_text(kwargs.get("workdir"), "the same command")
+            print_error(wrapped(text))
             raise typer.Exit(INTERRUPTED) from error
 
     return run

@@ -125,8 +125,8 @@ def profile(
     budget = parse_bytes(memory_budget)
     pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
-        session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
+            session = analyse(*target_of(ctx), pins)
             settings = o.settings(
                 ctx, per_kind=per_kind, quick=quick, progress=display.tell
             )
@@ -190,8 +190,8 @@ def search(
     pins = values.parse_pins(pin)
     values.check_writable(output)
     with o.only_json(as_json) as print_json:
-        session = analyse(*target_of(ctx), pins)
         with Display(quiet) as display:
+            session = analyse(*target_of(ctx), pins)
             settings = o.settings(
                 ctx,
                 per_kind=per_kind,

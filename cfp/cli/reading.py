@@ -182,7 +182,7 @@ def inspect(
     preset: o.Preset = None,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
-    platform: o.Platform = None,
+    platform: o.PlansPlatform = None,
     donate: o.Donate = None,
     static: o.Static = None,
     as_json: o.Json = False,
@@ -201,21 +201,21 @@ def inspect(
             text = _read(Path(target))
         else:
             saved = Plan.load(plan) if plan is not None else None
-            axes = parse_mesh(devices, mesh) or (saved.mesh_axes if saved else None)
-            on_cpu = saved is not None and saved.environment.get("platform") == "cpu"
             found, devices_mesh = open_target(
                 target,
                 ctx.args,
-                axes=axes,
-                platform_name=platform or ("cpu" if on_cpu else None),
+                axes=parse_mesh(devices, mesh),
+                platform_name=platform,
                 donate=donate or (),
                 static=static or (),
+                plan=saved,
             )
             if saved is None and preset is not None:
                 saved = api.plan(
                     found.step,
                     *found.args,
                     mesh=devices_mesh,
+                    quiet=True,
                     static_argnums=found.static,
                     donate_argnums=found.donate,
                     preset=preset,

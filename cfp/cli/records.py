@@ -16,6 +16,7 @@ from cfp.cli import options as o
 from cfp.cli import values
 from cfp.devices.exported import description_of
 from cfp.errors import CfpError
+from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
@@ -23,6 +24,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.report.console import literal_console
 from cfp.report.curves import curves_data, curves_table, plot_curves
+from cfp.report.fitted import Fitted
 from cfp.report.progress import Display
 
 
@@ -133,7 +135,7 @@ def curves(
         if as_json:
             print_json(json.dumps(curves_data(rates, link), indent=1))
         else:
-            literal_console().print(curves_table(rates, link))
+            literal_console(width=columns()).print(Fitted(curves_table(rates, link)))
 
 
 # By the words that call them: the second word after "profile" is else a target.

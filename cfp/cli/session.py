@@ -15,6 +15,7 @@ from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.passes.pipeline import Pins, analyze_step
+from cfp.plan.plan import Plan
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering
 from cfp.targets import Target, resolve
@@ -66,12 +67,23 @@ def open_target(
     platform_name: str | None,
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
+    plan: Plan | None = None,
 ) -> tuple[Target, Mesh]:
     """Finds a target and its devices.
+
+    Args:
+        text, options: the target, as on the command line.
+        axes, platform_name: of the devices, if asked for.
+        donate, static: positions of arguments.
+        plan: whose mesh and platform it is where none are asked for.
 
     Raises:
         CfpError: there is no such target, platform or number of devices.
     """
+    if plan is not None:
+        axes = axes or plan.mesh_axes
+        on_cpu = plan.environment.get("platform") == "cpu"
+        platform_name = platform_name or ("cpu" if on_cpu else None)
     platform.select(platform_name, axes)
     leave_printing_to_process_0()
     # The target first: to say that it does not exist takes no device.

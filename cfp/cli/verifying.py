@@ -39,7 +39,7 @@ def verify(
             "--other-devices", help="Time it on devices of another kind all the same."
         ),
     ] = False,
-    platform: o.Platform = None,
+    platform: o.PlansPlatform = None,
     workdir: o.Workdir = None,
     output: Output = None,
     as_json: o.Json = False,
@@ -56,18 +56,19 @@ def verify(
     values.check_writable(output)
     with o.only_json(as_json) as print_json:
         plan = Plan.load(path)
-        found, mesh = open_target(
-            target,
-            ctx.args,
-            axes=plan.mesh_axes,
-            platform_name=platform,
-            donate=donate or (),
-            static=static or (),
-        )
-        if not other_devices:
-            check_devices(plan, mesh)
-        session = analyse(found, mesh)
         with Display(quiet) as display:
+            found, mesh = open_target(
+                target,
+                ctx.args,
+                axes=None,
+                platform_name=platform,
+                donate=donate or (),
+                static=static or (),
+                plan=plan,
+            )
+            if not other_devices:
+                check_devices(plan, mesh)
+            session = analyse(found, mesh)
             told = verify_plan(
                 plan,
                 session.analysis,

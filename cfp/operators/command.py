@@ -20,6 +20,7 @@ from cfp.operators.tables import (
     print_list,
     print_results,
 )
+from cfp.printable import columns
 from cfp.report.console import literal_console
 from cfp.report.plots import check_can_draw
 
@@ -28,7 +29,6 @@ SHAPES = ("8,1024,1024,16,50257", "16,512,8192,64,50264", "4,2048,8192,64,50264"
 # What a CPU is asked for, to see the command work.
 CPU_SHAPES = ("2,128,128,4,1024",)
 INTERRUPTED = 130
-_WIDTH = 200
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     operators = matching(options.only_run)
     console = literal_console()
     if not console.is_terminal:
-        console = literal_console(width=_WIDTH)
+        console = literal_console(width=columns())
     if options.list:
         print_list(operators, console)
         return 0

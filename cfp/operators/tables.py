@@ -12,6 +12,7 @@ from rich.table import Table
 
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
 from cfp.operators.operator import Operator
+from cfp.report.fitted import Fitted
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 
@@ -28,7 +29,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
     table.add_row("commit", found["commit"] or "-")
     for name, version in found["packages"].items():
         table.add_row(name, version or "not installed")
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
@@ -43,7 +44,7 @@ def print_list(operators: Sequence[Operator], console: Console) -> None:
                 one.probe() or "yes",
                 "" if i else operator.summary,
             )
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def print_results(
@@ -89,7 +90,7 @@ def _print_pass(
                 *(text(here[one]) if one in here else "-" for one in names),
             )
         table.add_section()
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None:
@@ -106,7 +107,7 @@ def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None
     for (operator, one, why), where in groups.items():
         every = "all" if why.split(":")[0] not in STATES_OF_ONE else "; ".join(where)
         table.add_row(operator, one, every, why)
-    console.print(table)
+    console.print(Fitted(table))
     if verbose:
         for row in rest:
             if row.detail:

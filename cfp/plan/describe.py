@@ -188,7 +188,9 @@ def strategy_text(frame: Frame, op: Op, strategy: Strategy) -> str:
             if len(op.operands) < 2 or len(holders) > 1:
                 role = "batch"
             else:
-                role = "rows" if holders == [0] else "columns"
+                # What a lookup gives has the dims of its indices as rows.
+                left = holders == [int(op.kind == "gather")]
+                role = "rows" if left or _result_dim(op, factor) == 0 else "columns"
             text = f"{role} (dim {_result_dim(op, factor)} of {size})"
         parts.append(f"{axis}: {text}")
     return "; ".join(parts) or "replicated"

@@ -147,9 +147,11 @@ def remarks(plan: Plan) -> list[str]:
     if "adapted" in plan.search:
         found.append("carried over from the plan of another program" + _still(plan))
     if "strategies_estimated" in plan.search and plan.rung == "measured":
+        raced = sum(bool(row.samples_ms) for row in plan.race)
+        alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
         found.append(
             "predictions are estimates, by which choices are made on virtual devices; "
-            "only the race was measured (--measure: more)"
+            f"{'only the race' if raced > 1 else alone} was measured (--measure: more)"
         )
     ties = plan.search.get("ties", 0)
     if ties:
@@ -293,6 +295,9 @@ def _repeat_text(repeat: Repeat, prefix: str) -> str:
     ]
     for path, end, twins in zip(paths, distinct_ends(paths), columns_of, strict=True):
         module, _, inside = path.partition("/")
+        number, _, deeper = inside.partition("/")
+        if deeper and number[0].isdigit():  # A list of modules: blocks/0-3.
+            module = f"{module}/{number}"
         modules += [module] if inside else []
         way = _SIZES.sub("", twins[0].sharded)
         ways.setdefault(way, []).append(end)

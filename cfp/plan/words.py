@@ -12,12 +12,23 @@ if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
 _NAME_WIDTH = 72
+_ALL = "planning_seconds"
 _SAME_MS = 0.0005  # Less does not show.
 
 
 def known_how(plan: Plan) -> str:
     """How the times of strategies are known, in a word."""
     return "estimated" if "strategies_estimated" in plan.search else "measured"
+
+
+def basis_text(plan: Plan) -> str:
+    """What a plan's predicted time rests on: ``by estimates``."""
+    if "adapted" in plan.search:
+        return "by the time of the plan that it was carried over from"
+    how = {"estimated": "by estimates", "measured": "by measured segments"}
+    # A plan that raced on virtual devices is measured, its prediction is not.
+    rung = known_how(plan) if plan.rung == "measured" else plan.rung
+    return how.get(rung, f"on {rung}")
 
 
 def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
@@ -52,11 +63,13 @@ def summary_line(plan: Plan) -> str:
     seconds = [
         f"{name.removesuffix('_seconds')} {value:.1f} s"
         for name, value in search.items()
-        if name.endswith("_seconds")
+        if name.endswith("_seconds") and name != _ALL
     ]
     if seconds:
         cached = ", from the cache" if search.get("race_cached") else ""
         parts.append(", ".join(seconds) + cached)
+    if _ALL in search:
+        parts.append(f"{search[_ALL]:.1f} s in all, with tracing and compiling")
     return "; ".join(parts)
 
 
@@ -112,8 +125,14 @@ def surprise_text(taken: OptionFigures, runner: OptionFigures) -> str:
 
 
 def elided(name: str, width: int = _NAME_WIDTH) -> str:
-    """A name, without its middle if it is very long."""
+    """A name, without its middle if it is very long: whole components, if they fit."""
     if len(name) <= width:
         return name
     half = (width - 3) // 2
-    return f"{name[:half]}...{name[-half:]}"
+    start, end = name[:half], name[-half:]
+    # Cut at slashes, where most of what there is room for stays.
+    if (cut := start.rfind("/") + 1) > half // 2:
+        start = start[:cut]
+    if 0 <= (cut := end.find("/")) < half // 2:
+        end = end[cut:]
+    return f"{start}...{end}"

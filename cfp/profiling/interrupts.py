@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.errors import CfpError
-from cfp.profiling.store import store_path
+from cfp.profiling.store import ProfileStore, store_path
 
 # Long enough for what was interrupted to be over, and too short to be noticed.
 _AGAIN_SECONDS = 0.05
@@ -33,11 +33,14 @@ def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
     with suppress(CfpError):
         kept = store_path(cache_dir)
         if kept.exists():
-            return (
-                f"Interrupted. Everything that was measured is kept in {kept}; {again} "
-                "goes on from there."
-            )
-    return "Interrupted."
+            with ProfileStore(kept) as store:
+                count = len(store)
+            if count:
+                what = "1 measurement is" if count == 1 else f"{count} measurements are"
+                return (
+                    f"Interrupted. {what} kept in {kept}; {again} goes on from there."
+                )
+    return "Interrupted. Nothing was measured yet."
 
 
 @contextmanager

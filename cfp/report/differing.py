@@ -10,13 +10,14 @@ from typing import Any
 from cfp.analysis.strategies import Spec
 from cfp.plan.plan import Plan
 from cfp.plan.text import STORAGE_WORDS
-from cfp.plan.words import elided
+from cfp.plan.words import basis_text, elided
 from cfp.printable import merged_alike
 from cfp.report.told import wrapped
 from cfp.units import format_bytes
 
 # Versions and devices are told in full; nobody compares drivers' details by eye.
 _NOTHING = "-"
+_NAMES_SHOWN = 4
 # The size of a dim is none of how it is sharded: ``(dim 0 of 8)``, ``(of 64)``.
 _OF_SIZE = re.compile(r" \(of \d+\)|(?<=\d) of \d+(?=\))")
 
@@ -57,7 +58,8 @@ def diff_text(
     }
     for part, title in titles.items():
         if found[part]:
-            lines += ["", title, *_lines(found[part])]
+            folded = _resized(found[part]) if part == "sizes" else _lines(found[part])
+            lines += ["", title, *folded]
     if len(lines) == 1:
         lines.append("The plans do not differ.")
     return "\n".join(map(wrapped, lines)) + "\n"
@@ -69,8 +71,36 @@ def _lines(changes: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
         pair = (before or _NOTHING, after or _NOTHING)
         groups.setdefault(pair, []).append(name)
     for (before, after), members in groups.items():
-        for name in merged_alike(members):
-            yield f"  {elided(name)}: {before} -> {after}"
+        names = [elided(name) for name in merged_alike(members)]
+        for name in names[:_NAMES_SHOWN]:
+            yield f"  {name}: {before} -> {after}"
+        if len(names) > _NAMES_SHOWN:
+            more = len(names) - _NAMES_SHOWN
+            yield f"  and {more} more, also {before} -> {after} (--json lists all)"
+
+
+def _resized(changes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Arguments of which the same dims have other sizes, as with another batch."""
+    alike: dict[str, list[str]] = {}
+    for name, (before, after) in changes.items():
+        (kind, sizes), (other, others) = map(_type_parts, (before, after))
+        pairs = list(zip(sizes, others, strict=False))
+        dims = [(d, *pair) for d, pair in enumerate(pairs) if pair[0] != pair[1]]
+        what = ", ".join(f"dim {d}: {one} -> {two}" for d, one, two in dims)
+        if kind != other or len(sizes) != len(others):
+            what = f"{before} -> {after}"
+        alike.setdefault(what, []).append(name)
+    for what, names in alike.items():
+        merged = [elided(name) for name in merged_alike(names)]
+        more = len(merged) - _NAMES_SHOWN
+        rest = f" and {more} more (--json lists all)" if more > 0 else ""
+        yield f"  {what}: {', '.join(merged[:_NAMES_SHOWN])}{rest}"
+
+
+def _type_parts(text: str) -> tuple[str, list[str]]:
+    """``float32[8,16]`` as the type and its sizes."""
+    kind, _, dims = text.rstrip("]").partition("[")
+    return kind, dims.split(",") if dims else []
 
 
 def _unlike(
@@ -87,7 +117,7 @@ def _figures(plan: Plan) -> dict[str, str]:
     found = {"plan": plan.winner}
     for name, value in (
         ("measured", plan.measured_ms),
-        ("predicted", plan.predicted_ms),
+        (f"predicted {basis_text(plan)}", plan.predicted_ms),
     ):
         if value is not None:
             found[name] = f"{value:.3f} ms"

@@ -75,7 +75,7 @@ class Display:
         self._over = threading.Event()
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
-        self._event: Progress | str = "starting"
+        self._event: Progress | str = "reading the step"
         if quiet or is_follower():
             return
         if not console.is_terminal or console.is_dumb_terminal:
@@ -124,6 +124,8 @@ class Display:
         """In a thread, since what takes longest has no events."""
         assert self._lines is not None
         while not self._over.wait(_LOOK_SECONDS):
+            if is_follower():  # It may have joined others meanwhile.
+                return
             line = self._lines.due(self._event, time.monotonic() - self._started)
             if line is not None and sys.stderr is not None:
                 try:
@@ -134,6 +136,8 @@ class Display:
     def _render(self) -> Table:
         event = self._event
         line = Table.grid(padding=(0, 1))
+        if is_follower():
+            return line
         cells: list = [self._spinner]
         if isinstance(event, Progress):
             cells += [

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.analysis.naming import op_path
+from cfp.plan.words import elided
 from cfp.printable import columns, merged_alike, printable
 from cfp.profiling.hlo_sites import CollectiveSite
 from cfp.report.console import literal_console
@@ -23,6 +24,7 @@ from cfp.units import format_bytes
 
 _PATH_PARTS = 2
 _MOST_NAMES = 3
+_NAME_WIDTH = 60
 _STEP = re.compile(r"^jit\([^()]*\)/")
 _MERGED = re.compile(r"^\((.*)\)$")
 
@@ -49,7 +51,7 @@ def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableTy
             format_bytes(first.bytes),
             str(first.group_size),
             printable(short_path(first.source)) or "-",
-            printable(ops_text([site.scope for site in alike])) or "-",
+            printable(_row_text(alike)) or "-",
         )
     total = sum(site.bytes * site.count for site in sites)
     count = sum(site.count for site in sites)
@@ -61,6 +63,13 @@ def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableTy
             "of what a device gives and gets. --json lists each op."
         ),
     )
+
+
+def _row_text(alike: Sequence[CollectiveSite]) -> str:
+    """The ops of a row; how many, where the compiler combined their collectives."""
+    text = ops_text([site.scope for site in alike])
+    count = max(len(_ops(site.scope)) for site in alike)
+    return f"{count} ops combined: {text}" if count > 1 else text
 
 
 def _alike(sites: Sequence[CollectiveSite]) -> list[list[CollectiveSite]]:
@@ -104,14 +113,18 @@ def ops_text(scopes: Sequence[str]) -> str:
 
     XLA names an op that it merged of several ``jit(step)/(a:b:c)``.
     """
-    ops = []
-    for scope in scopes:
-        inside = _STEP.sub("", scope)
-        merged = _MERGED.match(inside)
-        ops += merged[1].split(":") if merged and ":" in merged[1] else [inside]
+    ops = [op for scope in scopes for op in _ops(scope)]
     names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
+    names = [elided(name, _NAME_WIDTH) for name in names]
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ops(scope: str) -> list[str]:
+    """The ops that a name stack is of: several, if XLA merged them."""
+    inside = _STEP.sub("", scope)
+    merged = _MERGED.match(inside)
+    return merged[1].split(":") if merged and ":" in merged[1] else [inside]
 
 
 def _op_text(op: str) -> str:

@@ -31,9 +31,11 @@ from cfp.plan.text import (
 )
 from cfp.plan.words import scale_text, summary_line
 from cfp.printable import columns
+from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceRow
 from cfp.report.console import literal_console
 from cfp.report.fitted import Fitted
+from cfp.settings import ENOUGH_SAMPLES
 from cfp.units import format_bytes
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
@@ -111,7 +113,7 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("plan")
-    for heading in ("predicted ms", "measured ms", "memory"):
+    for heading in ("predicted ms", "measured ms", "+-", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     if rungs - {"measured"}:
         table.add_column("from", no_wrap=True)
@@ -123,6 +125,7 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
             row.name,
             _ms(row.predicted_ms),
             _ms(row.time_ms),
+            _spread(row),
             format_bytes(row.peak_bytes) if row.peak_bytes else "-",
             *([row.rung] if rungs - {"measured"} else []),
             row.note or _same_as(plan, row),
@@ -135,6 +138,12 @@ def _same_as(plan: Plan, row: RaceRow) -> str:
     """Finalists that came out as one program were run once, and stand in one row."""
     others = other_names(plan, row)
     return f"the same program as {', '.join(others)}" if others else ""
+
+
+def _spread(row: RaceRow) -> str:
+    """Half of the samples lie as near to their median as this."""
+    few = row.time_ms is None or len(row.samples_ms) < ENOUGH_SAMPLES
+    return "-" if few else f"{interquartile_range(row.samples_ms) / 2:.2g}"
 
 
 def _ms(value: float | None) -> str:

@@ -134,10 +134,10 @@ def _overall(plan: Plan) -> Iterator[str]:
     if others:
         own = next((row.time_ms for row in ran if row.name == plan.winner), None)
         beside = "" if own is None else f", against {own:.3f} ms"
-        runner = " or ".join([others[0].name, *other_names(plan, others[0])])
+        after = " or ".join([others[0].name, *other_names(plan, others[0])])
         yield (
             f"Why: it is the fastest of {len(ran)} programs that were timed{same}. "
-            f"Runner-up: {runner}, {others[0].time_ms:.3f} ms{beside}."
+            f"Next: {after}, {others[0].time_ms:.3f} ms{beside}."
         )
     elif ran:
         yield f"Why: no other program was timed{same}."
@@ -159,12 +159,9 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     if plan.figures is None or "adapted" in plan.search:
         return
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
-    if budget is None:
-        yield "Memory: there is no limit."
-    elif peak:
-        yield f"Memory: {format_bytes(peak)} of {format_bytes(budget)} on each device."
-    else:
-        yield f"Memory: at most {format_bytes(budget)} on each device."
+    limit = "no limit" if budget is None else f"at most {format_bytes(budget)}"
+    needs = f"{format_bytes(peak)} as compiled, " if peak else ""
+    yield f"Memory: {needs}{limit} on each device."
 
 
 # ---------------------------------------------------------------------------- segments
@@ -192,12 +189,21 @@ def _segment_title(plan: Plan, members: list[int], row: PlanRow) -> str:
     word = f"Segment {members[0]}" if len(members) == 1 else ""
     title = word or f"Segments {span_text(members)} ({len(members)} alike)"
     stored = f"parameters {STORAGE_WORDS.get(row.storage, row.storage)}"
-    time = (
-        ""
-        if row.segment_ms is None
-        else f"; {row.segment_ms:.3f} ms each, {known_how(plan)}"
-    )
-    return f"{title}: {stored}{time}"
+    if row.segment_ms is None:
+        return f"{title}: {stored}"
+    time = f"{title}: {stored}; {row.segment_ms:.3f} ms each, {known_how(plan)}"
+    # The middle of a run stands for it, as for its blocks.
+    shown = members[len(members) // 2]
+    blocks = {found.block for found in plan.rows if found.segment == shown}
+    drawn = plan.figures.blocks if plan.figures else ()
+    moves = [move for one in drawn if one.block in blocks for move in one.moves]
+    alone_ms = sum(move.time_ms or 0.0 for move in moves)
+    if alone_ms > row.segment_ms:
+        time += (
+            f" (its collectives one after another {alone_ms:.3f} ms: some are combined "
+            "or run beside others)"
+        )
+    return time
 
 
 def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
@@ -244,10 +250,13 @@ def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
     runner = runner_up(kind.options, taken, figures.budget_bytes)
     why = surprise_text(taken, runner)
     if not why:
-        why = f"predicted to be the fastest of {len(kind.options)} {known_how(plan)}"
-    yield f"  why: {why}: step {taken.step_ms:.3f} ms, {taken.name}"
+        why = f"the fastest of {len(kind.options)} {known_how(plan)}"
     yield (
-        f"  runner-up: {runner.name}: step {runner.step_ms:.3f} ms "
+        f"  why: {why}: predicted step {taken.step_ms:.3f} ms, memory "
+        f"{format_bytes(taken.memory_bytes)}, {taken.name}"
+    )
+    yield (
+        f"  runner-up: {runner.name}: predicted step {runner.step_ms:.3f} ms "
         f"({_change(runner.step_ms, taken.step_ms)}), memory "
         f"{format_bytes(runner.memory_bytes)} "
         f"({_change(runner.memory_bytes, taken.memory_bytes)})"

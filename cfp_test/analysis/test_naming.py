@@ -141,3 +141,12 @@ def test_what_no_step_updates_is_named_too():
 def test_what_reads_no_parameter_is_named_by_its_line():
     (name,) = names_of(lambda x: jnp.tanh(x[0]) @ jnp.sin(x[0]).T, X)
     assert name.startswith("test_naming.py:") and name.endswith(" dot_general")
+
+
+def test_an_einsum_is_named_without_its_dots():
+    def loss(params, x):
+        with jax.named_scope("scores"):
+            return jnp.einsum("...qd,...kd->...qk", x @ params["w"], x).sum()
+
+    names = names_of(sgd(loss), {"w": jnp.ones((16, 16))}, X)
+    assert "scores/qd,kd->qk" in names and not any("..." in name for name in names)

@@ -10,7 +10,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.strategies import describe
+from cfp.analysis.strategies import AxisChoice, describe
+from cfp.plan.describe import strategy_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.batch import data_arguments
 from cfp.presets.roles import axis_walk
@@ -337,3 +338,83 @@ def test_sums_over_the_batch_are_shared():
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+# What is computed once, for all rows of a batch: embeddings of positions.
+
+
+def embedded(kind):
+    """Tokens, or what comes as vectors, with something added that has no batch."""
+    params = {
+        "tokens": normal(0, 64, 32),
+        "positions": normal(1, 16, 32),
+        "types": normal(2, 2, 32),
+        "waves": normal(3, 8, 32),
+        "bias": normal(4, 16, 2),
+        "up": normal(5, 32, 64),
+        "down": normal(6, 64, 32),
+    }
+    batch = {"text": integers(7, 64, 8, 16), "x": normal(8, 8, 16, 32)}
+    numbers = jnp.arange(16)
+
+    def hidden(p, batch):
+        x = batch["x"] if kind == "vectors" else p["tokens"][batch["text"]]
+        if kind == "waves":
+            x = x + jnp.sin(numbers[:, None] * jnp.arange(1.0, 9.0)) @ p["waves"]
+        elif kind != "bias":
+            x = x + p["positions"][numbers]
+        if kind == "types":
+            x = x + p["types"][jnp.zeros(16, int)]
+        if kind == "bias":  # of distances, added to scores
+            heads = x.reshape(8, 16, 2, 16)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", heads, heads)
+            bias = p["bias"][jnp.abs(numbers[:, None] - numbers)]
+            weights = jax.nn.softmax(scores + bias.transpose(2, 0, 1))
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, heads).reshape(x.shape)
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True))
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def train_step(p, batch):
+        loss, grads = jax.value_and_grad(lambda p: squares(hidden(p, batch)))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+    return train_step, (params, batch)
+
+
+@pytest.mark.parametrize("kind", ["positions", "types", "waves", "vectors", "bias"])
+def test_what_is_computed_once_for_the_batch_leaves_it_sharded(kind, tmp_path):
+    """Data parallel only reduces gradients and the loss; no activations travel."""
+    step, args = embedded(kind)
+
+    def found(preset):
+        plan = cfp.plan(
+            step,
+            *args,
+            mesh=make_mesh(SIZES),
+            preset=preset,
+            settings=PlannerSettings(race=False),
+            cache_dir=tmp_path,
+        )
+        return collectives_in(plan.compile(step, *args).as_text())
+
+    largest = max(4 * leaf.size for leaf in args[0].values())
+    activations = 4 * args[1]["x"].size
+    assert largest < activations
+    reduced = found("data_parallel")
+    assert {c.kind for c in reduced} == {"all-reduce"}
+    gradients = 4 * sum(leaf.size for leaf in args[0].values())
+    assert sum(c.bytes * c.count for c in reduced) < gradients + activations / 4
+    gathered = [c.bytes for c in found("fully_sharded") if c.kind != "all-reduce"]
+    assert gathered and max(gathered) <= largest
+
+
+def test_a_lookups_rows_are_the_dims_of_its_indices():
+    """Not columns, though the indices are its second operand."""
+    frame = frame_of(*embedded("positions"))
+    [lookup, *_] = frame.blocks
+    [choice, *_] = axis_walk(frame, "data", 4)
+    op = frame.program.ops[lookup.anchor]
+    assert strategy_text(frame, op, (choice,)) == "x: rows (dim 0 of 8)"
+    columns = next(f for (f,) in op.rule.results[0] if op.rule.sizes[f] == 32)
+    text = strategy_text(frame, op, (AxisChoice(columns),))
+    assert text == "x: columns (dim 2 of 32)"

@@ -122,6 +122,21 @@ def test_scopes_are_shortened(scope, short):
     assert ops_text([scope]) == short
 
 
+def test_combined_collectives_say_so_and_long_names_keep_their_ends():
+    path = "/".join(f"module_{i}" for i in range(40))
+    scope = f"jit(step)/(transpose(jvp({path}))/dot:transpose(jvp(Net))/last/add)"
+    site = CollectiveSite(
+        kind="all-reduce", bytes=8, group_size=4, count=1, scope=scope, source="a.py:1"
+    )
+    table = sites_text([site])
+    assert max(map(len, table.splitlines())) <= 100
+    cells = [line.split("|")[-2].strip() for line in table.splitlines() if "|" in line]
+    told = " ".join(cells)
+    assert "2 ops combined: module_0/module_1/" in told
+    assert "module_20" not in told and "module_39/dot (backward)" in told
+    assert "Net/last/add (backward)" in told
+
+
 class Layers(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -11,6 +11,7 @@ import pytest
 
 import cfp
 from cfp.profiling.interrupts import heeded, interrupted_text
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp_test.checking import make_mesh
 from cfp_test.waiting import GUARD_SECONDS
@@ -31,11 +32,14 @@ def answered():
     signal.signal(signal.SIGINT, before)
 
 
+ONE = ProfileRecord(key="a", parts=(), status="ok", samples_ms=(1.0,))
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Where something was measured."""
-    with ProfileStore(store_path(tmp_path)):
-        pass
+    with ProfileStore(store_path(tmp_path)) as store:
+        store.put(ONE)
     return tmp_path
 
 
@@ -128,7 +132,13 @@ def test_another_thread_changes_nothing(folder, dropped):
 
 
 def test_where_nothing_is_kept_nothing_is_promised(tmp_path):
-    assert interrupted_text(tmp_path / "none", "the same call") == "Interrupted."
+    nothing = "Interrupted. Nothing was measured yet."
+    assert interrupted_text(tmp_path / "none", "the same call") == nothing
+    with ProfileStore(store_path(tmp_path)) as store:
+        assert interrupted_text(tmp_path, "the same call") == nothing
+        store.put(ONE)
+    kept = f"1 measurement is kept in {store_path(tmp_path)}; the same call goes on"
+    assert kept in interrupted_text(tmp_path, "the same call")
 
 
 def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
@@ -152,7 +162,7 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
     main = threading.main_thread()
     settings = cfp.PlannerSettings(progress=tell, measure=True, race=False)
     how = {"mesh": make_mesh((("x", 4),)), "cache_dir": tmp_path, "settings": settings}
-    with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
+    with pytest.raises(KeyboardInterrupt, match="Nothing was measured yet"):
         cfp.plan(step, jnp.ones((16, 16)), jnp.ones((8, 16)), **how)
     assert left == [] and dropped == []
 
@@ -170,5 +180,5 @@ def test_compiling_what_was_planned_is_interrupted_as_calmly(folder, monkeypatch
         settings=cfp.PlannerSettings(race=False),
         quiet=True,
     )
-    with pytest.raises(KeyboardInterrupt, match="Everything that was measured is kept"):
+    with pytest.raises(KeyboardInterrupt, match="1 measurement is kept"):
         step(jnp.ones((8, 8)))

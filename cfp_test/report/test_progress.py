@@ -162,3 +162,20 @@ def test_a_parallelized_step_says_once_what_takes_the_time_and_how_to_silence_it
     )
     assert second == ""
     assert planned_twice(quiet=True) == ("", "")
+
+
+def test_a_plan_from_python_says_what_it_does_and_how_to_silence_it(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def odd_step(x):
+        return x + 1.0
+
+    def said(**options) -> str:
+        with redirect_stderr(io.StringIO()) as stream:
+            cfp.plan(odd_step, jnp.ones(3), mesh=mesh, cache_dir=tmp_path, **options)
+        return stream.getvalue()
+
+    silence = "cfp.plan(..., quiet=True) says nothing"
+    assert said() == f"cfp: planning how to shard 'odd_step'. {silence}\n"
+    assert said(quiet=True) == ""
+    assert said(settings=cfp.PlannerSettings(progress=lambda event: None)) == ""

@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -6,7 +7,7 @@ from rich.console import Console
 from cfp.plan.plan import Plan
 from cfp.plan.text import collapse, merged_name
 from cfp.report import picture
-from cfp.report.tables import plan_text, print_plan
+from cfp.report.tables import plan_text, print_plan, summary_line
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 
 
@@ -107,3 +108,27 @@ def test_a_picture_is_drawn_from_a_saved_plan(tmp_path, capsys):
     assert picture.main([str(drawn), str(drawn)]) == 2
     assert "Cannot read a plan" in capsys.readouterr().err
     assert picture.main([]) == 2
+
+
+def test_times_of_a_race_have_their_noise_beside_them():
+    [first, *rest] = RACE
+    noisy = replace(first, samples_ms=(11.0, 12.0, 12.5, 13.0, 20.0), time_ms=12.5)
+    table = plan_text(make_plan([row(0, 0, "Net/up")], [noisy, *rest]), width=160)
+    cells = [line.split("|") for line in table.splitlines() if "12.500" in line]
+    assert [[c.strip() for c in line[4:6]] for line in cells] == [["12.500", "0.5"]]
+    [few] = [line.split("|") for line in table.splitlines() if "10.250 |" in line]
+    assert few[5].strip() == "-"  # Two samples say nothing of it.
+
+
+def test_a_list_of_modules_is_named_with_its_numbers():
+    rows = [row(i, 0, f"blocks/{i}/{name}") for i in range(2) for name in ("q", "k")]
+    rows.append(row(2, 1, "head"))
+    assert "segment 0-1 (blocks/0-1): " in repr(make_plan(rows, RACE))
+
+
+def test_what_planning_took_ends_with_all_of_it():
+    plan = make_plan([], RACE)
+    search = {"search_seconds": 1.0, "race_seconds": 2.0, "planning_seconds": 9.5}
+    assert summary_line(replace(plan, search=search)) == (
+        "search 1.0 s, race 2.0 s; 9.5 s in all, with tracing and compiling"
+    )

@@ -16,7 +16,7 @@ from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 def test_a_plan_explains_itself():
     lines = explain_text(DEEP).splitlines()
     assert lines[4:] == [
-        "Memory: 3.00 MiB of 650.00 KiB on each device.",
+        "Memory: 3.00 MiB as compiled, at most 650.00 KiB on each device.",
         "",
         "Segments 0-95 (96 alike): parameters sharded; 1.500 ms each, measured",
         "  Net/layer_0-95/up  at net/layers.py:7",
@@ -25,13 +25,13 @@ def test_a_plan_explains_itself():
         "    collectives: 2 x all-gather over x, 3.00 KiB together, 0.125 ms, "
         "all-reduce over x,y, 1.00 KiB,",
         "      0.250 ms",
-        "  why: predicted to be the fastest of 4 measured: step 9.500 ms, zero1",
-        "  runner-up: #2: step 10.500 ms (+10.5%), memory 500.00 KiB (-16.7%); #2 in "
-        "words",
+        "  why: the fastest of 4 measured: predicted step 9.500 ms, memory 600.00 KiB, "
+        "zero1",
+        "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
+        "(-16.7%); #2 in words",
     ]
-    assert (
-        "Runner-up: data_parallel or zero1, 12.250 ms, against 10.250 ms."
-        in " ".join(" ".join(lines).split())
+    assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
+        " ".join(lines).split()
     )
 
 
@@ -39,7 +39,9 @@ def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is(
     wide = figured(["a", "b"], budget_bytes=None)
     told = " ".join(explain_text(wide).split())
     assert "it won the race, though another strategy was predicted to be faster" in told
-    assert "runner-up: fastest: step 9.000 ms (-5.3%), memory 900.00 KiB" in told
+    assert (
+        "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in told
+    )
 
 
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan(layers([0, 1, 0]), [])])
@@ -128,6 +130,41 @@ def test_another_batch_is_another_size_and_shards_nothing_otherwise():
     assert not found["blocks"] and not found["arguments"]
 
 
+def test_what_another_batch_resizes_is_one_line():
+    def of(batch: int):
+        names = tuple("abcdef")
+        types = tuple(f"float32[{batch},{8 + i}]" for i in range(6))
+        return replace(DEEP, arg_names=names, arg_types=types, arg_specs=((),) * 6)
+
+    lines = diff_text(of(8), of(16)).splitlines()
+    title = lines.index("Arguments of other types or sizes")
+    folded = "  dim 0: 8 -> 16: a, b, c, d and 2 more (--json lists all)"
+    assert lines[title + 1 :] == [folded]
+    assert len(diff_data(of(8), of(16))["sizes"]) == 6
+
+
+def test_times_are_compared_with_times_of_their_kind():
+    """A prediction from a measured time is none of those from estimates."""
+    first = replace(
+        DEEP, predicted_ms=4.354, measured_ms=None, search={"strategies_estimated": 2.0}
+    )
+    carried = replace(first, predicted_ms=60.752, search={"adapted": 1.0})
+    assert diff_data(first, carried)["figures"] == {
+        "predicted by estimates": ("4.354 ms", None),
+        "predicted by the time of the plan that it was carried over from": (
+            None,
+            "60.752 ms",
+        ),
+    }
+
+
+def test_a_segment_faster_than_its_collectives_one_by_one_says_why():
+    quick = replace(DEEP, rows=tuple(replace(r, segment_ms=0.25) for r in DEEP.rows))
+    told = " ".join(explain_text(quick).split())
+    assert "0.250 ms each, measured (its collectives one after another 0.375 ms" in told
+    assert "one after another" not in explain_text(DEEP)
+
+
 def test_collectives_are_no_difference_where_a_plan_does_not_say_them():
     silent = replace(DEEP, figures=None)
     assert not diff_data(DEEP, silent)["collectives"]
@@ -151,10 +188,10 @@ def test_one_program_under_two_names_is_no_runner_up():
     rows = [row(0, 0, "Net/up")]
     alone = explain_text(make_plan(rows, [twin, planned, RACE[-1]]))
     assert "no other program was timed; data_parallel gave the same program" in alone
-    assert "Runner-up" not in alone
+    assert "Next:" not in alone
     told = " ".join(explain_text(make_plan(rows, [twin, planned, *rest])).split())
     assert "fastest of 2 programs that were timed; data_parallel gave the same" in told
-    assert "Runner-up: zero1, 12.250 ms, against 10.250 ms" in told
+    assert "Next: zero1, 12.250 ms, against 10.250 ms" in told
     table = plan_text(make_plan(rows, [twin, planned, *rest]), width=160)
     assert [line for line in table.splitlines() if "10.250 |" in line] == [
         line

@@ -170,45 +170,66 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    budget, started = parse_bytes(memory_budget), time.perf_counter()
     with heeded(cache_dir), together(agreement_of(mesh).alone):
-        analyzed = analyze_step(step, mesh, pins)
-        if step.gives_unasked:
-            warnings.warn(
-                "The step is wrapped in a jax.jit that donates arguments, which a "
-                "planned step does not take over: give cfp donate_argnums or "
-                "donate_argnames, too.",
-                stacklevel=3,
-            )
-        analysis, interrupted = analyzed.analysis, False
-        with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
-            try:
-                program = analysis.frame.program.fingerprint[:12]
-                context.agreement.same({"program": program, "preset": str(preset)})
-                if preset is not None:
-                    solution = preset_solution(analysis, preset)
-                    rates = None
-                    if context.described is None:
-                        rates = known_rates(context.devices, context.store)
-                else:
-                    profiles = profile(context, analysis)
-                    interrupted, rates = profiles.interrupted, profiles.rates
-                    solution = search(context, analysis, profiles)
-                made, outcome = decide(context, analysis, solution)
-            except CfpError as error:
-                error.interrupted = interrupted
-                raise
-        made = made.bound_to(step, analyzed.lowering.out_tree)
-        made = replace(made, silenced=host_calls(analysis.frame.program))
-        choice = outcome.winner.choice
-        seconds = time.perf_counter() - started
-        made = replace(made, search={**made.search, "planning_seconds": seconds})
-        return Found(
-            plan=with_figures(made, analysis, choice, solution.problem, rates),
-            analysis=analysis,
-            winner=outcome.winner,
-            interrupted=interrupted,
+        return _find_plan(
+            step,
+            mesh=mesh,
+            budget=parse_bytes(memory_budget),
+            pins=pins,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=settings,
         )
+
+
+def _find_plan(
+    step: FlatStep,
+    *,
+    mesh: Mesh | DescribedMesh,
+    budget: int | None,
+    pins: Pins | None,
+    preset: str | None,
+    cache_dir: str | Path | None,
+    settings: PlannerSettings | None,
+) -> Found:
+    started = time.perf_counter()
+    analyzed = analyze_step(step, mesh, pins)
+    if step.gives_unasked:
+        warnings.warn(
+            "The step is wrapped in a jax.jit that donates arguments, which a planned "
+            "step does not take over: give cfp donate_argnums or donate_argnames, too.",
+            stacklevel=3,
+        )
+    analysis, interrupted = analyzed.analysis, False
+    with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
+        try:
+            program = analysis.frame.program.fingerprint[:12]
+            context.agreement.same({"program": program, "preset": str(preset)})
+            if preset is not None:
+                solution = preset_solution(analysis, preset)
+                is_there = context.described is None
+                rates = (
+                    known_rates(context.devices, context.store) if is_there else None
+                )
+            else:
+                profiles = profile(context, analysis)
+                interrupted, rates = profiles.interrupted, profiles.rates
+                solution = search(context, analysis, profiles)
+            made, outcome = decide(context, analysis, solution)
+        except CfpError as error:
+            error.interrupted = interrupted
+            raise
+    made = made.bound_to(step, analyzed.lowering.out_tree)
+    made = replace(made, silenced=host_calls(analysis.frame.program))
+    choice = outcome.winner.choice
+    seconds = time.perf_counter() - started
+    made = replace(made, search={**made.search, "planning_seconds": seconds})
+    return Found(
+        plan=with_figures(made, analysis, choice, solution.problem, rates),
+        analysis=analysis,
+        winner=outcome.winner,
+        interrupted=interrupted,
+    )
 
 
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs

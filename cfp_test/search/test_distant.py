@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.layout import lay_out
 from cfp.models import registry
-from cfp.search import distant, dynamic
+from cfp.search import bounds, dynamic
 from cfp.search.candidates import whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
@@ -238,14 +238,14 @@ def test_of_too_many_states_the_most_promising_stay(monkeypatch):
         },
         budget_bytes=60 * MIB,
     )
-    monkeypatch.setattr(distant, "MOST_STATES", 500)
+    monkeypatch.setattr(bounds, "MOST_STATES", 500)
     found = solve_dynamically(problem)
     assert found is not None and problem.fits(found.picks)
     exact = solve_ilp(problem)
     assert exact.cost_ms <= found.cost_ms + 1e-9 <= 1.02 * exact.cost_ms
     # Where none of those fits, what passes further is left out of account.
     tight = replace(problem, budget_bytes=smallest_budget(problem))
-    for module in (distant, dynamic):
+    for module in (bounds, dynamic):
         monkeypatch.setattr(module, "MOST_STATES", 1)
     found = solve_dynamically(tight)
     assert found is not None and tight.fits(found.picks)

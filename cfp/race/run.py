@@ -19,7 +19,7 @@ from cfp.race.candidates import (
     smaller_than,
     with_options,
 )
-from cfp.race.compile import Builder, compile_programs, fits
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
@@ -226,9 +226,11 @@ class Run:
     def sieve(self, timed: Sequence[TimedCandidate]) -> list[TimedCandidate]:
         """The same; what is too large, scaled to the whole program, does not fit."""
         most = self.context.budget_bytes
+        if most is None:
+            return [*timed]
         return [
-            (one, replace(result, fits=result.fits and fits(result, most)))
-            for one, result in timed
+            (one, replace(made, fits=made.fits and made.peak_bytes <= most))
+            for one, made in timed
         ]
 
     def smaller(

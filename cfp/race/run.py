@@ -217,11 +217,12 @@ class Run:
 
     def sieve(self, timed: Sequence[TimedCandidate]) -> list[TimedCandidate]:
         """The same; what is too large, scaled to the whole program, does not fit."""
-        if (most := self.context.budget_bytes) is None:
+        most = self.context.budget_bytes
+        if most is None:
             return [*timed]
         return [
-            (one, replace(result, fits=result.fits and result.peak_bytes <= most))
-            for one, result in timed
+            (one, replace(made, fits=made.fits and made.peak_bytes <= most))
+            for one, made in timed
         ]
 
     def smaller(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from cfp.attention.heads import HeadFit, fit_heads
 from cfp.attention.kernels import KERNELS, Kernel
@@ -94,6 +94,10 @@ def attention(
         softcap=softcap,
         scale=scale,
     )
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        # Within, shardings are the compiler's: what arrives may be sharded anyhow.
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     layout = layout_of(problem, mesh, strategy, implementation, zigzag_tokens)
     query_ids, key_ids = segments_of(segment_ids)
     return _Placed(layout=layout, mesh=mesh, converts=not zigzag_tokens).run(

@@ -37,6 +37,9 @@ def both_ways(attend, q, k, v, dout):
     return run(q, k, v, dout)
 
 
+STATIC = ("causal", "mesh", "strategy")
+
+
 def test_a_mask_shows_what_all_its_parts_allow():
     ids = packed(12, batch=2)
     mask = Mask(
@@ -376,3 +379,17 @@ def test_a_jax_that_names_cudnn_otherwise_is_said_so(cudnn_on_cpu):
     q, k, v, _ = inputs((2, 2), 8, "bfloat16")
     with pytest.raises(cfp.AttentionError, match="a form that a ring cannot use"):
         cudnn._find("another_name", q, k, v, SCORES, NO_MASK)
+
+
+def test_axes_of_a_mesh_may_be_explicit():
+    """As those of `jax.make_mesh` are in newer releases of JAX."""
+    axes = {"axis_types": (jax.sharding.AxisType.Explicit,)}
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], **axes)
+    q, k = (jnp.ones((1, 32, heads, 8)).at[:, 3:].set(0.5) for heads in (4, 2))
+    right = cfp.attention(q, k, k, causal=True)
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    for place in (lambda x: x, lambda x: jax.device_put(x, spec)):
+        args = [place(x) for x in (q, k, k)]
+        for attend in (cfp.attention, jax.jit(cfp.attention, static_argnames=STATIC)):
+            found = attend(*args, causal=True, mesh=mesh, strategy="ring")
+            assert jnp.allclose(found, right, atol=1e-6)

@@ -282,9 +282,9 @@ def pair(data: Mapping[str, Any]) -> Figures:
         "",
         "## Small steps, checked",
         "",
-        "Two steps of a GPT, cuDNN's attention in bfloat16 and the rest in float32, beside one "
-        "device that computes all in float32, as `cfp run --check` does it. Named are "
-        "the leaves that were further off than was allowed then.",
+        "Two steps of a GPT, cuDNN's attention in bfloat16 and the rest in float32, "
+        "beside one device that computes all in float32, as `cfp run --check` does it. "
+        "Named are the leaves that were further off than was allowed then.",
         "",
         *(line for row in checked for line in _checked(row)),
         "What the check allowed was the last bit of float32. In a bias that begins at "

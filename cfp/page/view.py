@@ -371,7 +371,7 @@ def _off(plan: Plan) -> float | None:
 def _costs(plan: Plan) -> tuple[tuple[str, float, float], ...]:
     """(pass, seconds, percent of the longest)."""
     seconds = {
-        name.removesuffix("_seconds"): value
+        "in all" if name == "planning_seconds" else name.removesuffix("_seconds"): value
         for name, value in plan.search.items()
         if name.endswith("_seconds")
     }

@@ -114,6 +114,14 @@ def test_numbers_are_those_of_the_plan():
     assert "-7.3% of the measured" in " ".join(page.text.split())
 
 
+def test_memory_that_nothing_compiled_says_is_predicted():
+    known = " ".join(Page(page_html(DEEP)).text.split())
+    assert "Memory, each device3.00 MiB" in known
+    estimated = replace(DEEP, peak_bytes=None, predicted_bytes=2 * 2**20)
+    text = " ".join(Page(page_html(estimated)).text.split())
+    assert "Memory, each device2.00 MiB predicted" in text
+
+
 def test_the_runner_up_and_what_it_would_cost():
     text = " ".join(Page(page_html(DEEP)).text.split())
     assert (

@@ -35,6 +35,7 @@ from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.analysis.strategies import NONE, AxisChoice
 from cfp.presets.batch import data_arguments, made_of_parameters
+from cfp.presets.factors import in_result, own_factors, shared_factors
 from cfp.presets.wishes import Wishes
 from cfp.program.graph import Op
 from cfp.program.rules import Rule
@@ -116,27 +117,12 @@ def _settled(common: _Common, marks: Mapping[int, Ranks]) -> _Walk:
         known = found
 
 
-def _in_result(rule: Rule) -> list[int]:
-    return [f for f in map(rule.major, rule.results[0]) if f is not None]
-
-
-def _own_factors(rule: Rule) -> list[set[int | None]]:
-    """Of each operand the factors that its dims may be sharded by."""
-    return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
-
-
-def _shared(rule: Rule) -> list[int]:
-    """Factors of the result that both operands have: one matrix for each of them."""
-    own = _own_factors(rule)[:2]
-    return [f for f in _in_result(rule) if all(f in factors for factors in own)]
-
-
 def _has_experts(frame: Frame) -> bool:
     """Whether any block multiplies by a weight of which there is one for each index."""
     weight, ops = made_of_parameters(frame), frame.program.ops
     anchors = [ops[block.anchor] for block in frame.blocks]
     rules = [op.rule for op in anchors if any(weight[v] for v in op.operands)]
-    return any(rule is not None and _shared(rule) for rule in rules)
+    return any(rule is not None and shared_factors(rule) for rule in rules)
 
 
 def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
@@ -366,14 +352,14 @@ class _Walk:
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
         """What the role would have this block do, best first."""
-        in_result = _in_result(rule)
+        kept = in_result(rule)
         weights = [i for i, v in enumerate(op.operands) if self.common.weight[v]]
-        own = _own_factors(rule)
-        if self.role == "expert" and weights and (shared := _shared(rule)):
+        own = own_factors(rule)
+        if self.role == "expert" and weights and (shared := shared_factors(rule)):
             return [AxisChoice(f) for f in shared]
         if self.follows_batch:
             carried = self._carried(op, rule)
-            found = {f: carried[f] for f in in_result if f in carried}
+            found = {f: carried[f] for f in kept if f in carried}
             found = found or self._summed(op, rule)
             return [AxisChoice(f) for f in sorted(found, key=lambda f: found[f])]
         arriving = [
@@ -384,22 +370,20 @@ class _Walk:
         ]
         contracted = [f for f in arriving if f in rule.reduction]
         if contracted:
-            return self._reduced(rule, contracted[0], in_result)
+            return self._reduced(rule, contracted[0], kept)
         if not weights or len(weights) == len(rule.operands):
-            return [AxisChoice(f) for f in in_result if f in arriving]
+            return [AxisChoice(f) for f in kept if f in arriving]
         if op.kind == "gather":
             table = [f for f in sorted(rule.reduction) if f in own[0]]
-            return [c for f in table for c in self._reduced(rule, f, in_result)]
+            return [c for f in table for c in self._reduced(rule, f, kept)]
         others = set[int | None]().union(
             *(factors for i, factors in enumerate(own) if i not in weights)
         )
-        columns = [f for f in in_result if f not in others]
+        columns = [f for f in kept if f not in others]
         return [AxisChoice(f) for f in columns]
 
-    def _reduced(
-        self, rule: Rule, factor: int, in_result: list[int]
-    ) -> list[AxisChoice]:
+    def _reduced(self, rule: Rule, factor: int, kept: list[int]) -> list[AxisChoice]:
         plain = AxisChoice(factor)
-        if self.role == "sequence" and len(in_result) > 1:
-            return [AxisChoice(factor, in_result[1]), plain]
+        if self.role == "sequence" and len(kept) > 1:
+            return [AxisChoice(factor, kept[1]), plain]
         return [plain]

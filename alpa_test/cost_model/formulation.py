@@ -102,6 +102,7 @@ def formulate(analysis: Analysis, prices: Any) -> Formulation:
     first = [estimator.terms.block(b, o[0]) for b, o in enumerate(estimate.strategies)]
     owned = estimator.terms.owned_groups(everything.groups, first)
     kept = _kept_bytes(estimator, estimate)
+    held = {mode: _state_bytes(estimator, estimate, owned, mode) for mode in MODES}
     place = [{old: new for new, old in enumerate(keep)} for keep in allowed]
 
     def table(of: Mapping[Storage, Sequence[np.ndarray]], block: int) -> np.ndarray:
@@ -115,9 +116,7 @@ def formulate(analysis: Analysis, prices: Any) -> Formulation:
             for options, keep in zip(estimate.strategies, allowed, strict=True)
         ),
         node_ms=tuple(table(estimate.node_ms, b) for b in blocks),
-        node_bytes=tuple(
-            table(estimate.node_bytes, b) + kept[b][allowed[b]][:, None] for b in blocks
-        ),
+        node_bytes=tuple(table(held, b) + kept[b][allowed[b]][:, None] for b in blocks),
         edge_ms={
             (a, b): matrix[np.ix_(allowed[a], allowed[b])]
             for (a, b), matrix in estimate.edge_ms.items()
@@ -135,6 +134,31 @@ def _allowed(options: Sequence[Strategy]) -> list[int]:
     """Strategies that split a block over every axis; all where there are none."""
     split = [i for i, s in enumerate(options) if all(axis.inner != NONE for axis in s)]
     return split or list(range(len(options)))
+
+
+def _state_bytes(
+    estimator: Estimator,
+    estimate: SegmentEstimate,
+    owned: Sequence[Sequence[int]],
+    mode: Storage,
+) -> list[np.ndarray]:
+    """For each block and strategy, bytes of state on each device."""
+    frame, terms = estimator.frame, estimator.terms
+    values, args = frame.program.values, frame.program.args
+
+    def held(index: int, block: int, strategy: Strategy) -> float:
+        group = frame.groups[index]
+        _, used, wide = terms.state_specs(index, terms.block(block, strategy), mode)
+        stored = wide if mode is Storage.SHARDED else used
+        main, *rest = (values[args[a]].size_bytes for a in group.args)
+        return main / spec_ways(stored, frame.mesh) + sum(rest) / spec_ways(
+            wide, frame.mesh
+        )
+
+    return [
+        np.array([sum(held(i, block, s) for i in owned[block]) for s in options])
+        for block, options in enumerate(estimate.strategies)
+    ]
 
 
 def _kept_bytes(estimator: Estimator, estimate: SegmentEstimate) -> list[np.ndarray]:

@@ -346,6 +346,11 @@ class ParallelStep:
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)
+        if taken := sorted(kwargs.keys() & {*_OPTIONS, "mesh", "quiet"}):
+            raise CfpError(
+                f"The step's keyword argument {taken[0]!r} has the name of an option "
+                "of cfp.plan. Pass it by position, or give it another name."
+            )
         shows = shown(options.pop("settings", None), doing, silence, self._quiet)
         # Compiling, too: what was measured for the plan is kept.
         with heeded(options.get("cache_dir")), shows as how:

@@ -94,7 +94,10 @@ class PlannerSettings:
             ("others", 0, "strategies to measure beside the presets' parts"),
             ("repeats", 2, "repeats to race, or None to race whole programs"),
         ):
-            if (value := getattr(self, name)) is not None and value < least:
+            value = getattr(self, name)
+            if value is None and name == "repeats":
+                continue
+            if value is None or value < least:
                 raise CfpError(f"Expected {least} or more {what}, got {name}={value}.")
         if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
             raise CfpError(

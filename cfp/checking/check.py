@@ -41,8 +41,9 @@ MOST_ALLOWED = 0.5
 # off by this many times what the last bit of the arguments does to it.
 ROUNDING_MARGIN = 10.0
 
-# Kernels that compute in bfloat16 round by this, and a leaf may be off by so many times
-# what it does to the arguments: one sign may turn in some tries and not in others.
+# Kernels that compute in bfloat16 round by up to half of this, and a leaf may be off
+# by so many times what all of it does to the arguments: one sign may turn in some tries
+# and not in others.
 # decisions.md, "What kernels in bfloat16 may do".
 NARROW_BIT = float(jnp.finfo(jnp.bfloat16).eps)
 NARROW_MARGIN = 2.0
@@ -150,7 +151,11 @@ class Comparison:
         ]
 
     def _noise(self, path: str) -> float:
-        noise = self.rounding.get(path, 0.0)
+        noise, change = self.rounding.get(path, 0.0), self.changes.get(path, 0.0)
+        if self.margin == NARROW_MARGIN and 0.0 < change < 1.0:
+            # Where the state itself was moved as far, that says nothing of the step, of
+            # which rounding turns signs at most.
+            noise = min(noise, change)
         return self.margin * noise if isfinite(noise) else 0.0
 
     def _is_noise(self, path: str) -> bool:

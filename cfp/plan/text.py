@@ -296,7 +296,7 @@ def _repeat_text(repeat: Repeat, prefix: str) -> str:
     for path, end, twins in zip(paths, distinct_ends(paths), columns_of, strict=True):
         module, _, inside = path.partition("/")
         number, _, deeper = inside.partition("/")
-        if deeper and number[0].isdigit():  # A list of modules: blocks/0-3.
+        if deeper and number[:1].isdigit():  # A list of modules: blocks/0-3.
             module = f"{module}/{number}"
         modules += [module] if inside else []
         way = _SIZES.sub("", twins[0].sharded)

@@ -32,15 +32,15 @@ def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
     """
     with suppress(CfpError):
         kept = store_path(cache_dir)
+        count = 0
         if kept.exists():
             with ProfileStore(kept) as store:
                 count = len(store)
-            if count:
-                what = "1 measurement is" if count == 1 else f"{count} measurements are"
-                return (
-                    f"Interrupted. {what} kept in {kept}; {again} goes on from there."
-                )
-    return "Interrupted. Nothing was measured yet."
+        if not count:
+            return "Interrupted. Nothing was measured yet."
+        what = "1 measurement is" if count == 1 else f"{count} measurements are"
+        return f"Interrupted. {what} kept in {kept}; {again} goes on from there."
+    return f"Interrupted. What was measured cannot be read now; {again} starts anew."
 
 
 @contextmanager

@@ -224,12 +224,15 @@ def _late_answer(
     again, others = map(run.sieve, (again, others))
     best = _best_that_ran(again, others)
     results = {one.name: result for one, result in (*again, *others)}
-    for one in () if best else run.smaller([*again, *others], candidates):
-        short = truncate(run.analysis, problem, [one.choice], kept)
+    ways = [] if best else run.smaller([*again, *others], candidates)
+    shorts = [truncate(run.analysis, problem, [one.choice], kept) for one in ways]
+    for one, short in sorted(
+        zip(ways, shorts, strict=True), key=lambda pair: pair[1] is None
+    ):
         [made] = run.sieve(run.time([one], run.rounds, truncated=short))
         results[one.name] = made[1]
-        if made[1].ran:
-            best = made
+        best = made if made[1].ran else None
+        if best or short is None:  # Whole, one takes as long as all of the others.
             break
     if best is None:
         raise run.nothing_fits([*results.values()])

@@ -246,8 +246,10 @@ class Run:
         sizes.sort(key=lambda pair: pair[0])
         fitting = [one for size, one in sizes if size <= most]
         ways = [best, leanest_of(self.analysis, problem), *fitting]
-        found = {one.choice: one for one in reversed(ways) if one is not None}
-        new = [one for choice, one in reversed(found.items()) if choice not in needs]
+        found = dict[Choice, Candidate]()
+        for one in filter(None, ways):
+            found.setdefault(one.choice, one)
+        new = [one for choice, one in found.items() if choice not in needs]
         return new[:MOST_REFUSED]
 
     def remember(

@@ -14,6 +14,8 @@ from cfp.search.dynamic import can_fit, smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, Solved, solution
 
 GIB = 2**30
+# Less than this is a difference in how sums were rounded, in ms.
+_SAME_MS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,7 @@ def _explain_memory(
     return MemoryExplanation(
         budget_bytes=budget,
         peak_bytes=peak,
-        binds=not problem.fits(free.picks) and free.cost_ms < best.cost_ms,
+        binds=not problem.fits(free.picks) and free.cost_ms < best.cost_ms - _SAME_MS,
         unlimited=free,
         step_bytes=step_bytes,
         more=more,

@@ -184,7 +184,8 @@ def test_a_wrong_implementation_is_exit_code_1(monkeypatch, capsys, hasty):
     assert "error: double by one_row is wrong at (1,4,8,2,5) float32" in error
 
 
-def test_the_list_says_what_is_missing_and_why(capsys):
+def test_the_list_says_what_is_missing_and_why(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     assert command.main(["--list", "--only-run", "gpt_attention,swiglu"]) == 0
     out = capsys.readouterr().out
     assert "tokamax is not installed" in out or "tokamax" in out

@@ -120,6 +120,7 @@ def _plan_there(
         asked.fn,
         *asked.args,
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),
+        quiet=True,
         cache_dir=folder,
         settings=replace(asked.settings, place=place),
         **asked.options,

@@ -33,7 +33,7 @@ class Licence:
 
 def stated(described: Message) -> str:
     """The licence in a package's metadata, as short as it is said there."""
-    if expression := described["License-Expression"]:
+    if expression := described.get("License-Expression"):
         return expression.strip()
     classifiers = [
         text.split(" :: ")[-1]
@@ -41,7 +41,7 @@ def stated(described: Message) -> str:
         if text.startswith(_CLASSIFIER)
     ]
     named = [text for text in classifiers if text != "OSI Approved"]
-    field = (described["License"] or "").strip()
+    field = described.get("License", "").strip()
     if field and "\n" not in field and len(field) <= _LONGEST and field != "UNKNOWN":
         return field
     return ", ".join(named) or "not stated"

@@ -16,7 +16,8 @@ from cfp.analysis.flow import Flow
 from cfp.program.graph import Op
 
 _MADE_BY_JAX = re.compile(
-    "while|body|cond|closed_call|checkpoint|rematted_computation|branch_\\d+_fun"
+    "while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation"
+    "|branch_\\d+_fun"
 )
 # The scope of jax.numpy.einsum is what it computes, which is no place in a model.
 _EINSUM = re.compile(r"[A-Za-z.,]*->[A-Za-z.]*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,13 @@ MAX_HEAD_DIM = 128  # Of wider ones a block does not fit into registers.
 
 @cache
 def _module() -> Any:
-    from jax.experimental.pallas.ops.gpu import attention
+    with warnings.catch_warnings():
+        # JAX 0.12 advises to take another library in its place: nothing that a user
+        # of cfp could follow, and an error where warnings are errors.
+        warnings.filterwarnings(
+            "ignore", ".*attention is deprecated", DeprecationWarning
+        )
+        from jax.experimental.pallas.ops.gpu import attention
 
     return attention
 

@@ -39,6 +39,7 @@ def members(frame):
         ("jit(step)/jvp(Net)/Dense_0/dot_general", "Net/Dense_0"),
         ("jit(step)/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0"),
         ("jit(step)/jvp()/while/body/closed_call/dot_general", "dot_general"),
+        ("jit(step)/jvp()/while/body/eval_jaxpr/dot_general", "dot_general"),
         ("jit(f)/jvp(A)/while/body/layers/mlp/dot_general", "A/layers/mlp"),
         ("jit(step)/rematted_computation/a/dot", "a"),
         ("jit(step)/checkpoint/a/dot", "a"),

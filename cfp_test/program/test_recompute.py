@@ -163,9 +163,12 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     turn = turning_point(case.frame)
     products = [op for op in program.ops[:turn] if op.kind == "dot_general"]
     first, second, third, *_ = (op.operands[0] for op in products)
+    # What the second layer reads: the sum with the second product.
     [stream] = {
-        v for op in program.ops[:turn] if op.kind == "add" for v in op.results
-    } - {v for op in program.ops[products[3].id :] for v in op.results}
+        op.results[0]
+        for op in program.ops[:turn]
+        if op.kind == "add" and products[1].results[0] in op.operands
+    }
     found = makeable(program, [stream, third])
     assert found.keys() == {third}
     assert program.values[third].producer in found[third]

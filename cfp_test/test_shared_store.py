@@ -33,7 +33,7 @@ step, args = toy()
 mesh = jax.make_mesh((2,), ("x",))
 for budget in map(int, sys.argv[1:]):
     plan = cfp.plan(
-        step, *args, mesh=mesh, memory_budget=budget, cache_dir=".", settings=settings
+        step, *args, quiet=True, mesh=mesh, memory_budget=budget, cache_dir=".", settings=settings
     )
     found = {"winner": plan.winner, "ms": plan.measured_ms, "bytes": plan.peak_bytes}
     print(json.dumps([found, plan.search]))

@@ -166,7 +166,8 @@ def shown(
         quiet: whether to show nothing.
     """
     settings = settings or PlannerSettings()
-    if quiet or settings.progress is not None:
+    is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.
+    if quiet or is_refused or settings.progress is not None:
         yield settings
         return
     with Display() as display:

@@ -32,9 +32,8 @@ settings = cfp.PlannerSettings(
 step, args = toy()
 mesh = jax.make_mesh((2,), ("x",))
 for budget in map(int, sys.argv[1:]):
-    plan = cfp.plan(
-        step, *args, quiet=True, mesh=mesh, memory_budget=budget, cache_dir=".", settings=settings
-    )
+    how = {"mesh": mesh, "memory_budget": budget, "cache_dir": ".", "quiet": True}
+    plan = cfp.plan(step, *args, settings=settings, **how)
     found = {"winner": plan.winner, "ms": plan.measured_ms, "bytes": plan.peak_bytes}
     print(json.dumps([found, plan.search]))
 """

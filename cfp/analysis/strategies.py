@@ -1,7 +1,8 @@
 """Strategies: for each mesh axis, which factor of its anchor a block shards.
 
 They follow from sharding rules: to let an op be sharded in another way, give it another
-rule, in `cfp.program.read`, which reads Shardy's, or in `cfp.program.corrections`.
+rule in `cfp.program.read`, which reads Shardy's, or take factors away in
+`cfp.program.corrections`.
 
 A strategy gives each mesh axis an *inner* factor, one that the contractions of the
 block are split along, and, where that factor is contracted, an *exit*: the factor

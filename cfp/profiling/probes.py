@@ -32,7 +32,6 @@ Step = Callable[[jax.Array], jax.Array]
 _DTYPES = ("float32", "bfloat16")
 _PRODUCTS = 5
 _WRITES = 256
-# On 4 H200 some milliseconds, half of them products.
 # Two in one turn of the loop need no copy where one cannot write over its input.
 _TWO_TURNS = 2
 

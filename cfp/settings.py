@@ -62,7 +62,7 @@ LIMITED_TIME = 1.1
 # where time is over, no other. Guess.
 MOST_REFUSED = 8
 # The leaders of a race, that are raced with other compiler options too. Two:
-# decisions.md, "A race is for those who may win it".
+# decisions.md, "A race is for what may win it".
 LEADERS = 2
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
@@ -71,7 +71,7 @@ REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
 # What is slower than this many times the fastest of a turn sits out: after the first
 # turn, and after every other, and in a race with other options, too. decisions.md, "A
-# race is for those who may win it".
+# race is for what may win it".
 STAY_AFTER_LOOK = 1.08
 STAY_AFTER_TURN = 1.04
 # More turns until it is clear which is the fastest. Guess.
@@ -150,7 +150,7 @@ class PlatformDefaults:
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
 # for which the same prediction stands, steps were up to 8 % faster (decisions.md, "A
-# race is for those who may win it").
+# race is for what may win it").
 _REACH = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
 
 NO_LATENCY_HIDING: Mapping[str, str] = {

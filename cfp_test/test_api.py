@@ -387,6 +387,15 @@ def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
         cfp.plan(train_step, *shapes(), mesh=mesh, cache_dir=blocked / "below")
 
 
+def test_keyword_arguments_of_a_step_are_not_taken_for_options(mesh, cache):
+    @cfp.parallelize(mesh=mesh, cache_dir=cache, static_argnames="preset")
+    def step(x, preset=None):
+        return x * 2 if preset else x
+
+    with pytest.raises(cfp.CfpError, match="'preset' has the name of an option"):
+        step(jnp.ones(8), preset="data_parallel")
+
+
 @pytest.mark.explained(
     "The arguments do not fit the plan, or its program is another one"
 )

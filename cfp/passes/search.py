@@ -33,7 +33,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         MemoryBudgetError: none fits, and nothing is compiled to make sure.
     """
     started = time.perf_counter()
-    context.measure.tell("searching among what was measured")
+    context.measure.tell("searching for the fastest plan")
     costs = Costs(analysis, profiles.rates)
     problems = _problems(context, costs, profiles.found)
     problem, named = problems[0], dict(profiles.presets)

@@ -247,7 +247,7 @@ def _read(
         )
         storage = tuple(map(Storage, data["storage"]))
         remat, level = tuple(data["remat"]), ConstraintLevel(data["extent"])
-        told = dict(data["options"])
+        chosen = dict(data["options"])
         kernels = tuple((int(place), str(name)) for place, name in data["kernels"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
@@ -260,10 +260,10 @@ def _read(
         and all(place in range(len(analysis.segments)) for place in remat)
         and all(place in range(len(analysis.segments)) for place, _ in kernels)
         and all(_is_known(name) for _, name in kernels)
-        and refused_option(told) is None
+        and refused_option(chosen) is None
     ):
         choice = Choice(blocks, storage, remat, kernels)
-        return Candidate("planned before", choice, level=level, options=told)
+        return Candidate("planned before", choice, level=level, options=chosen)
     return None
 
 

@@ -35,7 +35,7 @@ from cfp.settings import ConstraintLevel
 def constraints_of(
     analysis: Analysis, choice: Choice, level: ConstraintLevel
 ) -> Constraints:
-    """What the compiler is told of a whole program's choice.
+    """The constraints of a whole program's choice.
 
     Args:
         analysis: of the program.
@@ -61,9 +61,11 @@ def _constrain(
     in a ring must not be gathered before.
     """
     program = layout.frame.program
-    told = constraints(layout, None if part is None else program.with_bodies(part.ops))
+    constrained = constraints(
+        layout, None if part is None else program.with_bodies(part.ops)
+    )
     if level is not ConstraintLevel.EVERYTHING:
-        told = replace(told, values={}, uses={})
+        constrained = replace(constrained, values={}, uses={})
     replaced = _replaced(analysis, layout, kernels)
     own = {
         use
@@ -72,9 +74,9 @@ def _constrain(
         for stage in one.stages
         for use in stage.reads
     }
-    uses = {use: spec for use, spec in told.uses.items() if use not in own}
+    uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
     again = _recomputed(analysis, remat, part)
-    return replace(told, uses=uses, recompute=again, replaced=replaced)
+    return replace(constrained, uses=uses, recompute=again, replaced=replaced)
 
 
 def _replaced(
@@ -181,8 +183,8 @@ def _part_job(
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    told = _constrain(analysis, layout, again, kernels, part=part)
-    job = _job(layout, part, told, environment, label)
+    constrained = _constrain(analysis, layout, again, kernels, part=part)
+    job = _job(layout, part, constrained, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
@@ -216,18 +218,18 @@ def whole_job(
         part, chosen = abridged.part, ""
         again = [index for index in again if index in abridged.segments]
         kernels = {i: kernels[i] for i in abridged.segments if i in kernels}
-        told = _constrain(analysis, layout, again, kernels, level, part)
+        constrained = _constrain(analysis, layout, again, kernels, level, part)
     else:
         part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
-        told = _constrain(analysis, layout, again, kernels, level)
+        constrained = _constrain(analysis, layout, again, kernels, level)
         kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
         chosen = json.dumps(kept)
-    job = _job(layout, part, told, environment, label)
+    job = _job(layout, part, constrained, environment, label)
     return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
 
 
 def _job(
-    layout: Layout, part: Part, told: Constraints, environment: Parts, label: str
+    layout: Layout, part: Part, constrained: Constraints, environment: Parts, label: str
 ) -> Job:
     """The job that measures a part of a program under a layout."""
     frame, program = layout.frame, layout.frame.program
@@ -250,10 +252,12 @@ def _job(
         if program.alias[argument] is not None:
             feedback.append((place, out_place[made]))
     return Job(
-        key=_key(frame, part, told, in_specs, tuple(out_specs), feedback, environment),
+        key=_key(
+            frame, part, constrained, in_specs, tuple(out_specs), feedback, environment
+        ),
         label=label,
         part=part,
-        constraints=told,
+        constraints=constrained,
         in_specs=in_specs,
         out_specs=tuple(out_specs),
         feedback=tuple(feedback),
@@ -276,7 +280,7 @@ def _even(layout: Layout, v: int, spec: Spec | None) -> Spec:
 def _key(
     frame: Frame,
     part: Part,
-    told: Constraints,
+    constrained: Constraints,
     in_specs: tuple[Spec, ...],
     out_specs: tuple[Spec, ...],
     feedback: Sequence[tuple[int, int]],
@@ -289,14 +293,14 @@ def _key(
     numbers = numbered(frame.program, part)
     local, local_op = numbers.values, numbers.ops
     told_digest = hashlib.sha256()
-    values = sorted((local[v], s) for v, s in told.values.items())
-    uses = sorted(((local_op[o], i), s) for (o, i), s in told.uses.items())
+    values = sorted((local[v], s) for v, s in constrained.values.items())
+    uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
     shardings = (values, uses, in_specs, out_specs, feedback)
     told_digest.update(repr(shardings).encode())
-    for one in told.recompute:
+    for one in constrained.recompute:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         told_digest.update(repr((VERSION, again)).encode())
-    for one in told.replaced:
+    for one in constrained.replaced:
         if (local_one := one.translated(local, local_op)) is not None:
             told_digest.update(repr(local_one).encode())
     given = dict(zip(frame.program.args, frame.program.given, strict=False))

@@ -44,7 +44,7 @@ def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
     whole = "-" if measured_ms is None else f"{measured_ms:.1f} ms"
     return (
         f"Timed with {raced:.0f} of {total:.0f} segments (the winner), since others "
-        f"repeat these, and scaled to all.\nThe winner, timed whole: {whole}."
+        f"repeat these, and scaled to all. The winner, timed whole: {whole}."
     )
 
 

@@ -122,6 +122,12 @@ def test_memory_that_nothing_compiled_says_is_predicted():
     assert "Memory, each device2.00 MiB predicted" in text
 
 
+def test_a_race_of_truncated_programs_says_so_in_one_line():
+    raced = {"segments_raced": 6.0, "segments": 34.0}
+    page = page_html(replace(DEEP, search={**DEEP.search, **raced}))
+    assert "Timed with 6 of 34 segments" in page and "\ufffd" not in page
+
+
 def test_the_runner_up_and_what_it_would_cost():
     text = " ".join(Page(page_html(DEEP)).text.split())
     assert (

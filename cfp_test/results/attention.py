@@ -206,8 +206,7 @@ def planned(data: Mapping[str, Any]) -> Figures:
         "",
         "Where no memory is said the compiler ran out of it while it tried kernels, or "
         "no plan fits. The longest sequence follows from two shorter ones, and was "
-        "compiled; of the ring it is 1 % over, and of the fully sharded step as "
-        "written it was not reached.",
+        "compiled; of the ring it is 1 % over.",
         "",
         "## What plans were estimated to need",
         "",

@@ -35,6 +35,7 @@ from cfp_test.scripts import (
     planning_ahead,
     prediction_page,
     same_plans,
+    same_plans_gpu,
 )
 
 
@@ -79,6 +80,10 @@ def _house(data: dict[str, Any]) -> Figures:
 
 def _same_plans(data: dict[str, Any]) -> Figures:
     return {"page": same_plans.page(data)}
+
+
+def _same_plans_gpu(data: dict[str, Any]) -> Figures:
+    return {"page": same_plans_gpu.page(data)}
 
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
@@ -244,6 +249,12 @@ PAGES: tuple[Page, ...] = (
         name="same_plans_cpu_202611",
         sources=("same_plans_cpu_202611.json",),
         figures=_same_plans,
+        has_text=False,
+    ),
+    Page(
+        name="same_plans_h200_202611",
+        sources=("same_plans_h200_202611.json",),
+        figures=_same_plans_gpu,
         has_text=False,
     ),
     _page("moe_h200x4_202611", checked.moe),

@@ -120,6 +120,46 @@ def told(plan: Any) -> dict[str, Any]:
     }
 
 
+def page(data: dict[str, Any]) -> str:
+    """Both versions' rows beside each other, as Markdown."""
+    rows = {(row["model"], row["share"], row["side"]): row for row in data["rows"]}
+    lines = [
+        "# The same plans, before and after, on one GPU that plays four",
+        "",
+        f"{data['device']}, jax {data['jax']}, November 2026; cfp of "
+        f"{data['commits']['before']} and of {data['commits']['after']}. "
+        f"{'; '.join(f'{name}: `{target}`' for name, target in MODELS.items())}; "
+        "without a budget, and within 60 % of what the first of these plans needs. "
+        "Made by `python cfp_test/scripts/same_plans_gpu.py`. "
+        "[JSON](same_plans_h200_202611.json)",
+        "",
+        "| model | budget | decides the same | chosen | predicted ms | memory GB | "
+        "seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, share in dict.fromkeys(key[:2] for key in rows):
+        sides = [rows.get((model, share, side)) for side in ("before", "after")]
+        found = [row for row in sides if row]
+        same = "not ended" if len(found) < 2 else "yes" if _alike(*found) else "no"
+        cells = [
+            *(model, "none" if share is None else f"{share:.0%}", same),
+            " / ".join(dict.fromkeys(row.get("winner", "none fits") for row in found)),
+            _both(found, "predicted_ms", 1.0),
+            _both(found, "predicted_bytes", 1e9),
+            _both(found, "seconds", 1.0),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *data["notes"], ""])
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("digest", "failure"))
+
+
+def _both(rows: list[dict[str, Any]], name: str, unit: float) -> str:
+    return " / ".join(f"{row[name] / unit:.2f}" for row in rows if name in row)
+
+
 def keep_computations(folder: Path) -> None:
     """Leaves in a store what computations took, and nothing that was decided by."""
     sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -36,6 +36,7 @@ from cfp.program.step import flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
+from cfp.report.progress import shown
 from cfp.search.measure import whole_job
 from cfp.units import parse_bytes
 
@@ -124,6 +125,7 @@ def plan_fastest(
     preset: str | None = None,
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
+    quiet: bool = False,
 ) -> Fastest:
     """Plans variants of a step, and keeps the fastest plan that fits in memory.
 
@@ -137,16 +139,17 @@ def plan_fastest(
             :func:`cfp.plan`, for every variant.
         memory_budget, pins, preset, cache_dir, settings: the same.
             ``settings.seconds`` holds for each.
+        quiet: whether no progress is shown, as for :func:`cfp.plan`.
 
     Raises:
         CfpError: no variant can be planned.
         KeyboardInterrupt: before anything can be chosen from.
     """
-    settings = settings or PlannerSettings()
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"Expected variants with a name each, got {names}.")
-    if preset is not None and not settings.race and len(names) > 1:
+    is_raced = settings is None or settings.race
+    if preset is not None and not is_raced and len(names) > 1:
         raise CfpError(
             f"Without a race nothing says which of {', '.join(names)} is the fastest "
             f"under the preset {preset!r}. Have a race, or take one of them."
@@ -169,24 +172,28 @@ def plan_fastest(
             pins=pins,
             preset=preset,
             cache_dir=cache_dir,
-            settings=_telling(settings, variant.name) if len(names) > 1 else settings,
+            settings=_telling(how, variant.name) if len(names) > 1 else how,
         )
 
-    tries = _plan_all(variants, plan_one)
-    found = {one.name: one.found for one in tries if one.found is not None}
-    if not found:
-        raise _no_plan([(one.name, one.error) for one in tries if one.error])
-    notes = {one.name: one.note for one in tries}
-    basis, times = _own_times(found)
-    if basis is Basis.MEASURED and len(times) > 1 and not tries[-1].interrupted:
-        budget = parse_bytes(memory_budget)
-        with contextlib.suppress(KeyboardInterrupt):
-            entrants = [(name, found[name]) for name in times]
-            results = _race_winners(entrants, budget, cache_dir, settings)
-            raced = {n: r.time_ms for n, r in results.items() if isfinite(r.time_ms)}
-            if raced:
-                basis, times = Basis.RACED, raced
-                notes |= {name: race_row(r).note for name, r in results.items()}
+    doing = f"planning variants of a step: {', '.join(names)}"
+    silence = "cfp.plan_fastest(..., quiet=True) says nothing"
+    with shown(settings, doing, silence, quiet) as how:
+        tries = _plan_all(variants, plan_one)
+        found = {one.name: one.found for one in tries if one.found is not None}
+        if not found:
+            raise _no_plan([(one.name, one.error) for one in tries if one.error])
+        notes = {one.name: one.note for one in tries}
+        basis, times = _own_times(found)
+        if basis is Basis.MEASURED and len(times) > 1 and not tries[-1].interrupted:
+            budget = parse_bytes(memory_budget)
+            with contextlib.suppress(KeyboardInterrupt):
+                entrants = [(name, found[name]) for name in times]
+                results = _race_winners(entrants, budget, cache_dir, how)
+                ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
+                raced = {name: result.time_ms for name, result in ran.items()}
+                if raced:
+                    basis, times = Basis.RACED, raced
+                    notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
     seconds = {one.name: one.seconds for one in tries}
     outcomes = tuple(

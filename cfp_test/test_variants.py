@@ -226,6 +226,20 @@ def test_where_all_fail_each_says_why(tmp_path):
     ]
 
 
+def test_planning_variants_says_what_takes_the_time(altered, tmp_path, capsys):
+    altered(lambda found, number: found, preset="data_parallel")
+    settings = cfp.PlannerSettings(race=False)
+    how = {"cache_dir": tmp_path, "settings": settings}
+    cfp.plan_fastest(SHAPES[:2], **how)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == (
+        "cfp: planning variants of a step: line, flat. "
+        "cfp.plan_fastest(..., quiet=True) says nothing"
+    )
+    cfp.plan_fastest(SHAPES[:2], **how, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_variants_need_names_of_their_own(tmp_path):
     for wrong in ([], [SHAPES[0], SHAPES[0]]):
         with pytest.raises(CfpError, match="a name each"):

@@ -70,7 +70,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 def curves_table(rates: Rates, link_gb_per_s: float | None) -> Table:
     """The curves, a line for each size."""
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("collective", "axes"):
         table.add_column(name)
     columns = ["tensor", "ms", "GB/s sent"] + ["of link"] * bool(link_gb_per_s)

@@ -1,11 +1,13 @@
 """The benchmark: its rows, its files, its command, and what it says to wrong use."""
 
 import functools
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
@@ -22,7 +24,7 @@ from cfp.operators.operator import (
 )
 from cfp.operators.oracle import Check, limit_of
 from cfp.operators.roofline import bound_ms, least_bytes, peaks
-from cfp.operators.tables import parse_share
+from cfp.operators.tables import parse_share, print_list, print_results
 from cfp_test.results.operators import page
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)
@@ -190,6 +192,21 @@ def test_the_list_says_what_is_missing_and_why(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "tokamax" in out
     assert "needs an NVIDIA GPU" in out and "layer_norm" not in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_tables_fit_the_columns_that_are_given(width, rows):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        print_list([DOUBLE, *matching("gpt_attention,swiglu")], console)
+        print_results([DOUBLE], list(rows.values()), console)
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("\u2026" in line for line in lines)
+    times = [
+        f"{rows['right'].passes[name].median_ms:.3f}" for name in ("forward", "both")
+    ]
+    assert all(time in "".join(lines) for time in times)
 
 
 # -------------------------------------------------------------------------- wrong use

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from cfp.plan.text import short_text
 from cfp.printable import columns
+from cfp.profiling.rates import Rates
+from cfp.report.curves import curve_points, curves_table
 from cfp.report.differing import diff_text
 from cfp.report.fitted import Fitted, broken
 from cfp.report.tables import plan_text
@@ -52,6 +54,19 @@ def test_what_is_printed_fits_the_columns_that_are_given(plan, width, monkeypatc
         assert max(map(len, text.splitlines())) <= width
     raced = packed(plan_text(make_plan([], RACE)).replace("|", ""))
     assert packed("data_parallel") in raced and packed("out_of_memory") in raced
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_curves_of_a_mesh_with_long_names_fit(width):
+    axes = ("data_between_hosts", "model_within_a_host")
+    rates = Rates.default([(name, 8) for name in axes])
+    lines = drawn(curves_table(rates, 450.0), width)
+    assert max(map(len, lines)) <= width
+    # Nothing is cut off: a row's cells are all there, in one line or in several.
+    assert not any("\u2026" in line for line in lines)
+    assert all(
+        f"{point.time_ms:.4f}" in "".join(lines) for point in curve_points(rates)
+    )
 
 
 @pytest.mark.parametrize(

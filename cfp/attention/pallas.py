@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,21 +15,29 @@ import jax.numpy as jnp
 from cfp.attention.mask import Mask, Scores
 from cfp.attention.problem import Problem
 
+KERNELS = "jax.experimental.pallas.ops.gpu"
 BLOCK = 128  # Tokens; the kernels' own, forward.
 MAX_HEAD_DIM = 128  # Of wider ones a block does not fit into registers.
 
 
-@cache
-def _module() -> Any:
+def load(name: str) -> ModuleType:
+    """A module of those kernels, such as ``jax.experimental.pallas.ops.gpu.attention``.
+
+    Raises:
+        ImportError: this JAX has none, or what it needs is not there.
+    """
     with warnings.catch_warnings():
         # JAX 0.12 advises to take another library in its place: nothing that a user
         # of cfp could follow, and an error where warnings are errors.
         warnings.filterwarnings(
-            "ignore", ".*attention is deprecated", DeprecationWarning
+            "ignore", f"{re.escape(KERNELS)}.* is deprecated", DeprecationWarning
         )
-        from jax.experimental.pallas.ops.gpu import attention
+        return import_module(name)
 
-    return attention
+
+@cache
+def _module() -> Any:
+    return load(f"{KERNELS}.attention")
 
 
 def refusal(problem: Problem, platform: str) -> str | None:

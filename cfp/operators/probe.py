@@ -10,6 +10,7 @@ from types import ModuleType
 
 import jax
 
+from cfp.attention.pallas import KERNELS, load
 from cfp.operators.operator import Reason
 
 
@@ -19,7 +20,7 @@ def import_reason(name: str) -> Reason:
     if find_spec(top) is None:
         return f"{top} is not installed"
     try:
-        import_module(name)
+        load(name)
     except Exception as error:  # A library may raise anything while it is loaded.
         return f"import {name}: {type(error).__name__}: {first_line(error)}"
     return None
@@ -47,7 +48,7 @@ def gpu_reason(least_capability: float = 0.0) -> Reason:
 @cache
 def pallas_reason(module: str) -> Reason:
     """Why a kernel of `jax.experimental.pallas.ops.gpu` cannot be used."""
-    return gpu_reason(8.0) or import_reason(f"jax.experimental.pallas.ops.gpu.{module}")
+    return gpu_reason(8.0) or import_reason(f"{KERNELS}.{module}")
 
 
 def cudnn_reason() -> Reason:
@@ -91,7 +92,7 @@ def library(name: str) -> Callable[[], Reason]:
 
 def load_pallas(module: str) -> ModuleType:
     """A module of `jax.experimental.pallas.ops.gpu`."""
-    return import_module(f"jax.experimental.pallas.ops.gpu.{module}")
+    return load(f"{KERNELS}.{module}")
 
 
 def load_tokamax() -> ModuleType:

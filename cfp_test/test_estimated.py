@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
-from cfp.search.candidates import estimate_kinds, whole_choice
+from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options

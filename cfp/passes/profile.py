@@ -14,7 +14,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
-from cfp.search.candidates import (
+from cfp.search.choices import (
     estimate_kinds,
     leading_classics,
     segment_candidate,

@@ -14,7 +14,7 @@ from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.candidates import picks_of, whole_choice
+from cfp.search.choices import picks_of, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory

@@ -14,7 +14,7 @@ from cfp.patterns.build import split
 from cfp.patterns.sites import in_parts
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.kept import unmade
 from cfp.search.measure import (
     SegmentBytes,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.layout import Choice
-from cfp.search.candidates import choose_candidates, preset_parts
+from cfp.search.choices import choose_candidates, preset_parts
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate

@@ -20,7 +20,7 @@ from itertools import islice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import cheapest_first, ranked_by_mode
+from cfp.search.choices import cheapest_first, ranked_by_mode
 from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.expected import Outlook

@@ -12,7 +12,7 @@ from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import (
+from cfp.search.choices import (
     choose_candidates,
     preset_parts,
     segment_candidate,

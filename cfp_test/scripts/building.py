@@ -34,7 +34,7 @@ from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.candidates import estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 

@@ -28,7 +28,7 @@ from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
-from cfp.search.candidates import best_candidates, estimate_kinds, whole_choice
+from cfp.search.choices import best_candidates, estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job

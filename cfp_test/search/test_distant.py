@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cfp.analysis.layout import lay_out
 from cfp.models import registry
 from cfp.search import bounds, dynamic
-from cfp.search.candidates import whole_choice
+from cfp.search.choices import whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, solution

@@ -12,7 +12,7 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import best_candidates, leading_classics
+from cfp.search.choices import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore

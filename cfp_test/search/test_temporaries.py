@@ -10,7 +10,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.candidates import estimate_kinds, segment_candidate
+from cfp.search.choices import estimate_kinds, segment_candidate
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.measure import whole_job

@@ -109,7 +109,7 @@ def rematerialized(
     """
 
     def alike(_: int, option: Option, own: Option) -> bool:
-        return option.candidate.key[:2] == own.candidate.key[:2]
+        return option.candidate.plain == own.candidate.plain
 
     found = _best_around(analysis, problems, presets, alike)
     return {f"{name}, recomputed": again for name, again in found if again.remat}

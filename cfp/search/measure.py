@@ -15,10 +15,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import Spec, Strategy
 from cfp.attention.matching.graft import NAME as ATTENTION
-from cfp.attention.matching.graft import Way
-from cfp.attention.matching.matches import among, replacements, way_of
-from cfp.patterns.build import split
-from cfp.patterns.sites import in_parts
+from cfp.attention.matching.matches import replacements
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -27,7 +24,7 @@ from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
-from cfp.search.kept import kept_values, unmade
+from cfp.search.kept import kept_values, kernel_sites, unmade
 from cfp.search.problem import SegmentChoice
 from cfp.settings import ConstraintLevel
 
@@ -83,16 +80,13 @@ def _replaced(
     analysis: Analysis, layout: Layout, kernels: Mapping[int, str]
 ) -> tuple[Replacement, ...]:
     """Kernels in the place of attentions of segments, and parts of vocabularies."""
-    program = layout.frame.program
     found: list[Replacement] = []
     for index, kernel in kernels.items():
-        attention, parts = split(kernel)
         ops = analysis.segments[index].ops
-        for match in among(program, ops) if attention else ():
-            way = way_of(program, match, attention, layout.axes)
-            if isinstance(way, Way):
-                found += replacements(program, match, way)
-        found += in_parts(layout, ops, parts)
+        attentions, losses = kernel_sites(layout, ops, kernel)
+        for match, way in attentions:
+            found += replacements(layout.frame.program, match, way)
+        found += losses
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import prod
 
 from cfp.program.graph import Op, Program
+from cfp.search.kept import uses_through
 
 # How tensors are read: as they lie in memory, or turned.
 _AS_IT_LIES = frozenset({False})
@@ -82,13 +83,5 @@ def _turns(op: Op) -> bool:
 
 
 def _is_summed(program: Program, v: int, is_fused: Callable[[int], bool]) -> bool:
-    stack, seen = [v], {v}
-    while stack:
-        for user, _ in program.users[stack.pop()]:
-            op = program.ops[user]
-            if op.kind == "reduce":
-                return True
-            fresh = [w for w in op.results if w not in seen and is_fused(w)]
-            seen.update(fresh)
-            stack += fresh
-    return False
+    uses = uses_through(program, v, lambda _, w: is_fused(w))
+    return any(op.kind == "reduce" for op, _ in uses)

@@ -9,14 +9,16 @@ iteration does, which may have a forward pass in it that is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cfp.analysis.layout import Frame, Layout
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
-from cfp.program.graph import Program
+from cfp.program.graph import Op, Program
 from cfp.program.makeable import CHEAP
+from cfp.search.kept import uses_through
+from cfp.search.measure import held_values
 from cfp.search.orders import summed_in_two_orders
 
 # Of these the reader reads what they are made of, where it lies.
@@ -24,7 +26,7 @@ _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
 # What is fused like elementwise ops.
 _FUSED = CHEAP | {"concatenate", "dynamic_slice", "pad", "reverse"}
 # What reads as it goes, too, but has memory for what it makes, or a loop has.
-_LIGHT = _FUSED | {"reduce", "dynamic_update_slice"}
+_AS_IT_GOES = _FUSED | _VIEWS | {"reduce", "dynamic_update_slice"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +68,12 @@ class Course:
         return peak(self.steps)
 
 
-def course_of(frame: Frame, segment: Segment, held: Iterable[int]) -> Course:
-    """When tensors of a segment are in memory.
-
-    Args:
-        frame: of the program.
-        segment: the segment.
-        held: tensors that are in memory in any case, as they are kept.
-    """
+def course_of(frame: Frame, segment: Segment) -> Course:
+    """When tensors of a segment are in memory, those that it keeps in any case."""
     program = frame.program
     whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
-    return Course(_steps(program, segment.ops, frozenset(held) | whole))
+    held = held_values(frame, segment) | whole
+    return Course(_steps(program, segment.ops, frozenset(held)))
 
 
 def bytes_in_memory(layout: Layout, v: int) -> int:
@@ -129,25 +126,18 @@ def _steps(
 
 def _last_reader(program: Program, v: int, inside: set[int]) -> int:
     """The last of some ops that reads a tensor, or a view of it."""
-    found, stack, seen = -1, [v], {v}
-    while stack:
-        for user, index in program.users[stack.pop()]:
-            op = program.ops[user]
-            own = user
-            while own >= 0 and own not in inside:
-                own = program.ops[own].parent
-            found = max(found, own)
-            # What cheap ops make of it is made where it is read.
-            is_view = op.kind in _VIEWS or op.kind in _FUSED
-            if is_view and own >= 0 and index < len(op.operands):
-                fresh = [
-                    w
-                    for w in op.results
-                    if w not in seen and not is_in_memory(program, w)
-                ]
-                seen.update(fresh)
-                stack += fresh
-    return found
+
+    def own(op_id: int) -> int:
+        while op_id >= 0 and op_id not in inside:
+            op_id = program.ops[op_id].parent
+        return op_id
+
+    def is_made_where_it_is_read(op: Op, w: int) -> bool:
+        fuses = op.kind in _VIEWS or op.kind in _FUSED
+        return fuses and own(op.id) >= 0 and not is_in_memory(program, w)
+
+    uses = uses_through(program, v, is_made_where_it_is_read)
+    return max((own(op.id) for op, _ in uses), default=-1)
 
 
 def is_in_memory(program: Program, v: int) -> bool:
@@ -164,16 +154,8 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 
 def _feeds_heavy(program: Program, v: int) -> bool:
-    stack, seen = [v], {v}
-    while stack:
-        for user, index in program.users[stack.pop()]:
-            op = program.ops[user]
-            if index >= len(op.operands):
-                continue  # A loop's own: it has memory for what it returns.
-            if op.kind in _VIEWS:
-                fresh = [w for w in op.results if w not in seen]
-                seen.update(fresh)
-                stack += fresh
-            elif op.kind not in _LIGHT:
-                return True
-    return False
+    # A loop's own operands: it has memory for what it returns.
+    return any(
+        op.kind not in _AS_IT_GOES and index < len(op.operands)
+        for op, index in uses_through(program, v, lambda op, _: op.kind in _VIEWS)
+    )

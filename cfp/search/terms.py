@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -47,16 +48,6 @@ class BlockTerms:
     reads: Mapping[int, tuple[Spec, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _OpTerms:
-    """One op under one sharding."""
-
-    matmul_ms: float
-    memory_ms: float
-    makes: Sequence[tuple[int, Made]]
-    reads: Sequence[tuple[int, Spec]]
-
-
 class Terms:
     """Prices the blocks of one program on one mesh."""
 
@@ -65,7 +56,7 @@ class Terms:
         self.rates = rates
         self.moves = TransitionCosts(rates, frame.mesh)
         self._sizes = dict(frame.mesh)
-        self._ops: dict[tuple[int, FactorAxes], _OpTerms] = {}
+        self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:
             if op.rule is not None and op.kind != "dynamic_update_slice":
@@ -81,26 +72,27 @@ class Terms:
         matmul = memory = 0.0
         makes: dict[int, Made] = {}
         reads: dict[int, dict[Spec, None]] = {}
-        for key in self.frame.shardings[block].factor_axes(strategy).items():
-            terms = self._ops.get(key)
-            if terms is None:
-                terms = self._ops[key] = self._op_terms(*key)
-            matmul += terms.matmul_ms
-            memory += terms.memory_ms
-            makes.update(terms.makes)
-            for operand, spec in terms.reads:
+        for op, axes in self.frame.shardings[block].factor_axes(strategy).items():
+            (matmul_ms, memory_ms), made, read = self._op(op, axes)
+            matmul += matmul_ms
+            memory += memory_ms
+            makes.update(made)
+            for operand, spec in read:
                 reads.setdefault(operand, {})[spec] = None
-        read = {v: tuple(specs) for v, specs in reads.items()}
-        return BlockTerms(matmul, memory, makes, read)
+        wants = {v: tuple(specs) for v, specs in reads.items()}
+        return BlockTerms(matmul, memory, makes, wants)
 
-    def _op_terms(self, op_id: int, axes: FactorAxes) -> _OpTerms:
+    def _op_terms(
+        self, op_id: int, axes: FactorAxes
+    ) -> tuple[tuple[float, float], list[tuple[int, Made]], list[tuple[int, Spec]]]:
+        """One op's times, what it makes and what it reads under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
         rule = op.rule
         assert rule is not None
         partial = reduced_axes(rule, axes)
-        return _OpTerms(
-            *self.compute_ms(op, axes),
+        return (
+            self.compute_ms(op, axes),
             [
                 (self.same(result), (tensor_spec(rule, dims, axes), partial))
                 for dims, result in zip(rule.results, op.results, strict=False)

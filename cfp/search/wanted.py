@@ -200,14 +200,14 @@ class WantedMaker:
         self._environment = environment
         self._in_context = in_context
         self.kernels = kernels
-        self._family: dict[tuple[int, tuple], str] = {}
+        self._family: dict[tuple[int, SegmentChoice], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
         self._required = preset_parts(analysis, classics.values())
         for name, choice in classics.items():
             for kind, parts in enumerate(preset_parts(analysis, [choice])):
-                for key in parts:
-                    self._family.setdefault((kind, key), name)
+                for part in parts:
+                    self._family.setdefault((kind, part), name)
 
     def first(self, per_kind: int, others: int) -> list[Wanted]:
         """For each kind the parts of the classics, and the best others by estimate.
@@ -218,7 +218,7 @@ class WantedMaker:
         """
         found = []
         for kind, estimate in enumerate(self.estimates):
-            required = list(self._required[kind].values())
+            required = self._required[kind]
             count = min(per_kind, len(required) + others)
             chosen = choose_candidates(estimate, required, count)
             for candidate in with_kernels(self.kernels, kind, chosen):
@@ -265,7 +265,7 @@ class WantedMaker:
         return f"segment {kind}: {self._made[kind]}"
 
     def _alone(self, index: int, candidate: SegmentChoice, label: str) -> Job:
-        key = (index, candidate.key)
+        key = (index, candidate)
         if key not in self._jobs:
             how = (candidate, self._environment, label)
             self._jobs[key] = segment_job(self._analysis, index, *how)
@@ -281,8 +281,8 @@ class WantedMaker:
         """
         analysis = self._analysis
         kind, other = analysis.segments[index].kind, analysis.segments[near].kind
-        relative = self._family.get((kind, candidate.key))
-        options = list(self._required[other].values())
+        relative = self._family.get((kind, candidate))
+        options = self._required[other]
         if other == kind:
             options = [candidate]
         elif relative is not None:

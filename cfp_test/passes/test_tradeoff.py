@@ -65,7 +65,7 @@ def measured(analysis, mesh, folder, monkeypatch):
         settings = PlannerSettings(per_kind=3, in_context=False, seconds=seconds)
         problem = tradeoff.measure_all_budgets(analysis, mesh, folder, settings)
         again = {
-            (kind, option.candidate.key)
+            (kind, option.candidate)
             for kind, options in enumerate(problem.options)
             for option in options
             if option.candidate.remat

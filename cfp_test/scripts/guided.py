@@ -51,13 +51,13 @@ def enumerate_pool(
         context.environment,
         context.settings.in_context,
     )
-    found = {(w.kind, w.candidate.key): w for w in guided}
+    found = {(w.kind, w.candidate): w for w in guided}
     for kind, estimate in enumerate(estimates):
         for mode in Storage:
             for candidate in best_candidates(estimate, mode, pool):
-                if (kind, candidate.key) not in found:
+                if (kind, candidate) not in found:
                     made = maker.make(kind, candidate)
-                    found[kind, candidate.key] = made
+                    found[kind, candidate] = made
     return list(found.values())
 
 

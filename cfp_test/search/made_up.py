@@ -39,6 +39,6 @@ def options_of(analysis, seed):
                 residual_bytes=0,
                 temp_bytes=0,
             )
-            parts.setdefault(part.key, option)
+            parts.setdefault(part, option)
         found.append(list(parts.values()))
     return found

@@ -107,7 +107,7 @@ def _steps(
             if v not in held and not is_in_memory(program, v):
                 continue
             made.setdefault(op_id, []).append(v)
-            last[v] = max(_last_reader(program, v, inside), op_id)
+            last[v] = max(_last_reader(program, v, inside, held), op_id)
     freed: dict[int, list[int]] = {}
     for v, op_id in last.items():
         freed.setdefault(op_id, []).append(v)
@@ -124,8 +124,13 @@ def _steps(
     return tuple(steps)
 
 
-def _last_reader(program: Program, v: int, inside: set[int]) -> int:
-    """The last of some ops that reads a tensor, or a view of it."""
+def _last_reader(
+    program: Program, v: int, inside: set[int], held: frozenset[int]
+) -> int:
+    """The last of some ops that reads a tensor, or a view of it.
+
+    What is held is read itself, not again what it was made of.
+    """
 
     def own(op_id: int) -> int:
         while op_id >= 0 and op_id not in inside:
@@ -134,6 +139,7 @@ def _last_reader(program: Program, v: int, inside: set[int]) -> int:
 
     def is_made_where_it_is_read(op: Op, w: int) -> bool:
         fuses = op.kind in _VIEWS or op.kind in _FUSED
+        fuses = fuses and w not in held
         return fuses and own(op.id) >= 0 and not is_in_memory(program, w)
 
     uses = uses_through(program, v, is_made_where_it_is_read)

@@ -136,10 +136,10 @@ class Costs:
     ) -> float:
         """What moves between two segments, there and back, takes by estimate."""
         here, there = self._laid_out(left, a.plain), self._laid_out(right, b.plain)
-        moves, passing = self._terms.moves, self.analysis.passing
-        ahead_ms = reshard_ms(moves, here, there, passing.get((left, right), ()))
+        cost_ms, passing = self._terms.transition_ms, self.analysis.passing
+        ahead_ms = reshard_ms(cost_ms, here, there, passing.get((left, right), ()))
         back = passing.get((right, left), ())
-        return ahead_ms + reshard_ms(moves, there, here, back)
+        return ahead_ms + reshard_ms(cost_ms, there, here, back)
 
     def _number(self, candidate: SegmentChoice) -> int:
         """The same for candidates that are laid out alike."""

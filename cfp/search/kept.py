@@ -8,6 +8,7 @@ there are results of heavy ops, what heavy ops read, and what enters from outsid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from cfp.analysis.layout import Layout
 from cfp.analysis.segments import Segment
@@ -69,7 +70,7 @@ class _Kept:
         self._ops = ops
         self._turn = turn
         self._args = frozenset(program.args)
-        self._roots: dict[int, frozenset[int]] = {}
+        self._in_memory = cache(self._find_in_memory)
 
     def find(self) -> set[int]:
         found: set[int] = set()
@@ -85,13 +86,8 @@ class _Kept:
                     found |= self._in_memory(v)
         return found
 
-    def _in_memory(self, v: int) -> frozenset[int]:
+    def _find_in_memory(self, v: int) -> frozenset[int]:
         """The tensors in memory that a value can be made of without heavy ops."""
-        if v not in self._roots:
-            self._roots[v] = self._find_roots(v)
-        return self._roots[v]
-
-    def _find_roots(self, v: int) -> frozenset[int]:
         producer = self._program.values[v].producer
         if v in self._args or producer in self._program.leaf_ops:
             return frozenset()

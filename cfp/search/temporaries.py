@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from cfp.analysis.layout import Frame, Layout
 from cfp.analysis.segments import Segment
@@ -50,12 +51,7 @@ class Course:
         Args:
             size_of: what a tensor takes on a device; 0 if it is not made.
         """
-        sizes: dict[int, int] = {}
-
-        def size(v: int) -> int:
-            if v not in sizes:
-                sizes[v] = size_of(v)
-            return sizes[v]
+        size = cache(size_of)
 
         def peak(steps: Sequence[_Step]) -> int:
             live = most = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -26,7 +26,7 @@ from cfp.analysis.strategies import (
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
-from cfp.search.transitions import TransitionCosts
+from cfp.search.transitions import transition_ms
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -54,7 +54,7 @@ class Terms:
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
         self.rates = rates
-        self.moves = TransitionCosts(rates, frame.mesh)
+        self.transition_ms = cache(partial(transition_ms, rates, frame.mesh))
         self._sizes = dict(frame.mesh)
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
@@ -134,9 +134,9 @@ class Terms:
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
-        total = self.moves.cost_ms(size, *made, wants[0])
+        total = self.transition_ms(size, *made, wants[0])
         for want in wants[1:]:
-            total += self.moves.cost_ms(size, wants[0], (), want)
+            total += self.transition_ms(size, wants[0], (), want)
         return total * self._repeats.get(value, 1)
 
     # -- state ---------------------------------------------------------------
@@ -165,37 +165,29 @@ class Terms:
         for index in groups:
             group = frame.groups[index]
             main = program.args[group.args[0]]
-            wants, used, wide = self.state_specs(index, terms, mode)
+            # How the parameter is read, how it is used, and its widest sharding.
+            wants = terms.reads.get(self.same(main), ())
+            used = wants[0] if wants else ((),) * len(group.shape)
+            used = wide = frame.pins.get(
+                group.args[0], even_spec(used, group.shape, frame.mesh)
+            )
+            if mode is not Storage.USED:
+                wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
             size = program.values[main].size_bytes
             if mode is Storage.SHARDED:
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    moves += self.moves.cost_ms(read, wide, (), want)
+                    moves += self.transition_ms(read, wide, (), want)
             elif mode is Storage.OPTIMIZER:
-                moves += self.moves.cost_ms(size, wide, (), used)
+                moves += self.transition_ms(size, wide, (), used)
             for v in group.gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None and len(made[0]) == len(wide):
                     grad_bytes = program.values[v].size_bytes
-                    moves += self.moves.cost_ms(grad_bytes, *made, wide)
+                    moves += self.transition_ms(grad_bytes, *made, wide)
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
         return memory, moves
-
-    def state_specs(
-        self, index: int, terms: BlockTerms, mode: Storage
-    ) -> tuple[tuple[Spec, ...], Spec, Spec]:
-        """How a group's parameter is read, how it is used, and its widest sharding."""
-        frame = self.frame
-        group = frame.groups[index]
-        wants = terms.reads.get(self.same(frame.program.args[group.args[0]]), ())
-        used = wants[0] if wants else ((),) * len(group.shape)
-        used = even_spec(used, group.shape, frame.mesh)
-        used = frame.pins.get(group.args[0], used)
-        if mode is Storage.USED:
-            return wants, used, used
-        wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
-        return wants, used, wide
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

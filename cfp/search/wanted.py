@@ -20,7 +20,7 @@ from cfp.search.choices import (
 from cfp.search.costs import Costs
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.measure import pair_job, segment_job
+from cfp.search.measure import part_job
 from cfp.search.problem import Option, SegmentChoice
 from cfp.settings import LEAST_ADDED_SHARE
 
@@ -237,7 +237,7 @@ class WantedMaker:
         neighbour, between_ms = self._neighbour_choice(index, candidate, near)
         neighbour_index = analysis.representatives[analysis.segments[near].kind]
         alone = self._alone(neighbour_index, neighbour, label)
-        together = pair_job(
+        together = part_job(
             analysis,
             {index: candidate, near: neighbour},
             self._environment,
@@ -267,8 +267,8 @@ class WantedMaker:
     def _alone(self, index: int, candidate: SegmentChoice, label: str) -> Job:
         key = (index, candidate)
         if key not in self._jobs:
-            how = (candidate, self._environment, label)
-            self._jobs[key] = segment_job(self._analysis, index, *how)
+            picks = {index: candidate}
+            self._jobs[key] = part_job(self._analysis, picks, self._environment, label)
         return self._jobs[key]
 
     def _neighbour_choice(
@@ -311,11 +311,11 @@ def computed_again(
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
     if base.neighbour is None or alone:
-        job = segment_job(analysis, index, candidate, environment, label)
+        job = part_job(analysis, {index: candidate}, environment, label)
         return Wanted(base.kind, candidate, job, base=base)
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
-    together = pair_job(analysis, picks, environment, f"{label}, in context")
+    together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.job.key.digest,)))
     return replace(base, candidate=candidate, pair_job=together, base=base)

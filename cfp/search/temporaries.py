@@ -68,8 +68,8 @@ def course_of(frame: Frame, segment: Segment) -> Course:
     """When tensors of a segment are in memory, those that it keeps in any case."""
     program = frame.program
     whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
-    held = held_values(frame, segment) | whole
-    return Course(_steps(program, segment.ops, frozenset(held)))
+    held = frozenset(held_values(frame, segment))
+    return Course(_steps(program, segment.ops, held, whole))
 
 
 def bytes_in_memory(layout: Layout, v: int) -> int:
@@ -89,9 +89,16 @@ def bytes_in_memory(layout: Layout, v: int) -> int:
 
 
 def _steps(
-    program: Program, ops: Sequence[int], held: frozenset[int]
+    program: Program, ops: Sequence[int], held: frozenset[int], whole: frozenset[int]
 ) -> tuple[_Step, ...]:
-    """The ops of a segment, or of a loop's body, one after another."""
+    """The ops of a segment, or of a loop's body, one after another.
+
+    Args:
+        program: the program.
+        ops: their ids.
+        held: tensors that are kept for the backward pass.
+        whole: tensors that are in memory although cheap ops make them.
+    """
     order = sorted(ops)
     inside = set(order)
     last: dict[int, int] = {}
@@ -100,10 +107,10 @@ def _steps(
         if op_id in program.leaf_ops:
             continue
         for v in program.ops[op_id].results:
-            if v not in held and not is_in_memory(program, v):
+            if v not in held and v not in whole and not is_in_memory(program, v):
                 continue
             made.setdefault(op_id, []).append(v)
-            last[v] = max(_last_reader(program, v, inside, held), op_id)
+            last[v] = max(_last_reader(program, v, inside, whole), op_id)
     freed: dict[int, list[int]] = {}
     for v, op_id in last.items():
         freed.setdefault(op_id, []).append(v)
@@ -113,7 +120,7 @@ def _steps(
         inner: tuple[_Step, ...] = ()
         if op.body:
             own = [o for o in op.body if program.ops[o].parent == op_id]
-            inner = _steps(program, own, held)
+            inner = _steps(program, own, held, whole)
         if inner or op_id in made or op_id in freed:
             new, old = made.get(op_id, ()), freed.get(op_id, ())
             steps.append(_Step(tuple(new), inner, tuple(old)))
@@ -121,11 +128,11 @@ def _steps(
 
 
 def _last_reader(
-    program: Program, v: int, inside: set[int], held: frozenset[int]
+    program: Program, v: int, inside: set[int], whole: frozenset[int]
 ) -> int:
     """The last of some ops that reads a tensor, or a view of it.
 
-    What is held is read itself, not again what it was made of.
+    What is whole is read itself, not again what it was made of.
     """
 
     def own(op_id: int) -> int:
@@ -135,7 +142,7 @@ def _last_reader(
 
     def is_made_where_it_is_read(op: Op, w: int) -> bool:
         fuses = op.kind in _VIEWS or op.kind in _FUSED
-        fuses = fuses and w not in held
+        fuses = fuses and w not in whole
         return fuses and own(op.id) >= 0 and not is_in_memory(program, w)
 
     uses = uses_through(program, v, is_made_where_it_is_read)

@@ -131,7 +131,8 @@ def test_what_a_tensor_in_memory_is_made_of_is_free_behind_it():
     [v] = whole
     assert program.ops[program.values[v].producer].kind == "multiply"
     size = FLOAT_BYTES * rows * rows
-    course = Course(_steps(program, [op.id for op in program.ops], whole))
+    ops = [op.id for op in program.ops]
+    course = Course(_steps(program, ops, frozenset(), whole))
     peak = course.peak_bytes(lambda v: program.values[v].size_bytes // size * size)
     # Both factors and the product; not these and the quotient.
     assert peak == 3 * size

@@ -9,7 +9,7 @@ from typing import Any
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.profiling.collectives import Rates
-from cfp.search.candidates import picks_of
+from cfp.search.choices import picks_of
 from cfp.search.problem import Problem
 from cfp.search.wanted import Explored
 from cfp.settings import ConstraintLevel

@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
-from cfp.search.candidates import estimate_kinds, whole_choice
+from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
@@ -127,11 +127,7 @@ def test_where_memory_decides_segments_may_be_rematerialized(parts):
         again = [o for o in options if o.candidate.remat]
         assert bool(again) == costs.can_rematerialize(kind)
         for option in again:
-            plain = next(
-                o
-                for o in options
-                if o.candidate.key == (*option.candidate.key[:2], False)
-            )
+            plain = next(o for o in options if o.candidate == option.candidate.plain)
             assert option.time_ms > plain.time_ms
             assert option.residual_bytes <= plain.residual_bytes
     assert len(analysis.representatives) == len(small.estimated)

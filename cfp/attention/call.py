@@ -21,8 +21,8 @@ from cfp.attention.strategy import (
     ALL_GATHER,
     HEADS,
     ULYSSES,
+    AttentionStrategy,
     Given,
-    Strategy,
 )
 from cfp.errors import AttentionError, compose
 
@@ -117,7 +117,7 @@ class Layout:
     """
 
     problem: Problem
-    strategy: Strategy
+    strategy: AttentionStrategy
     kernel: Kernel
     heads: HeadFit
 
@@ -149,7 +149,7 @@ def layout_of(
     Raises:
       AttentionError: it cannot be, in that way.
     """
-    strategy = Strategy.of(given, dict(mesh.shape) if mesh is not None else {})
+    strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
     names = (implementation,) if implementation else preferred(platform_of(mesh))
     if unknown := [name for name in names if name not in KERNELS]:
         raise AttentionError(
@@ -203,7 +203,7 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def refusal(
-    problem: Problem, strategy: Strategy, kernel: Kernel, platform: str
+    problem: Problem, strategy: AttentionStrategy, kernel: Kernel, platform: str
 ) -> str | None:
     """Why a problem cannot be computed in this way, or None."""
     if problem.dropout:
@@ -213,17 +213,17 @@ def refusal(
     return reason or kernel.refusal(_local(padded, strategy), platform)
 
 
-def _fit(problem: Problem, strategy: Strategy) -> HeadFit:
+def _fit(problem: Problem, strategy: AttentionStrategy) -> HeadFit:
     parts = strategy.parts(HEADS, ULYSSES)
     return fit_heads(problem.heads, problem.kv_heads, parts)
 
 
-def _pads_keys(problem: Problem, strategy: Strategy) -> bool:
+def _pads_keys(problem: Problem, strategy: AttentionStrategy) -> bool:
     """Whether there are keys that fill up, and queries that would see them."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
-def _local(problem: Problem, strategy: Strategy) -> Problem:
+def _local(problem: Problem, strategy: AttentionStrategy) -> Problem:
     """What one device computes at once."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp.attention.call import platform_of, refusal
 from cfp.attention.kernels import KERNELS
 from cfp.attention.problem import Window, problem_of
-from cfp.attention.strategy import ROLES, Strategy
+from cfp.attention.strategy import ROLES, AttentionStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def attention_options(
     found = []
     for roles in product((None, *ROLES), repeat=len(sizes)):
         given = {a: role for a, role in zip(sizes, roles, strict=True) if role}
-        strategy = Strategy.of(given, sizes)
+        strategy = AttentionStrategy.of(given, sizes)
         for name in implementations:
             reason = refusal(problem, strategy, KERNELS[name], platform)
             found.append(

@@ -30,7 +30,7 @@ Given = str | Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
+class AttentionStrategy:
     """A role for some axes of a mesh; what has none holds copies.
 
     Attributes:
@@ -42,7 +42,7 @@ class Strategy:
     sizes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, given: Given, sizes: Mapping[str, int]) -> Strategy:
+    def of(cls, given: Given, sizes: Mapping[str, int]) -> AttentionStrategy:
         """Reads a strategy: {"axis": "role"}, or a role alone for a mesh of one axis.
 
         Raises:

@@ -33,7 +33,7 @@ from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.report.told import wrapped
 from cfp.report.why import Misses, find_misses, why_data, why_lines
-from cfp.search.candidates import picks_of
+from cfp.search.choices import picks_of
 from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem
 from cfp.solution import Profiles

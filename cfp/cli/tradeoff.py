@@ -13,7 +13,7 @@ from cfp.cli import values
 from cfp.cli.output import show
 from cfp.cli.session import analyse, target_of
 from cfp.context import device_memory
-from cfp.passes.budgets import measure_all_budgets
+from cfp.passes.tradeoff import measure_all_budgets
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.report.progress import Display

@@ -14,7 +14,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
-from cfp.search.candidates import (
+from cfp.search.choices import (
     estimate_kinds,
     leading_classics,
     segment_candidate,
@@ -23,7 +23,7 @@ from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.kernels import Kernels
-from cfp.search.measure import segment_job
+from cfp.search.measure import part_job
 from cfp.search.wanted import Explored, WantedMaker
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
@@ -136,10 +136,9 @@ def tuning_jobs(
     segments = analysis.segments
     largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
     return [
-        segment_job(
+        part_job(
             analysis,
-            index,
-            segment_candidate(analysis, index, choice),
+            {index: segment_candidate(analysis, index, choice)},
             environment,
             f"{name}, segment {segments[index].kind}",
         )

@@ -14,7 +14,7 @@ from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.candidates import picks_of, whole_choice
+from cfp.search.choices import picks_of, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
@@ -41,24 +41,25 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     compiled = compiles(context, interrupted)
     if profiles.found.estimated and context.races and context.stand_in is None:
         named = _fastest(analysis, named, problem)
-    found: dict[Choice, float] = {}
     tight, plans = profiles.found.tight, context.plans
-    for one in problems:
-        good = best_solutions(one, max(1, plans - 1) if tight else plans)
-        if tight and plans > 1 and compiled:
-            # Programs that rematerialize may turn out smaller than predicted.
-            small = scale_memory(one, COMPILED_TO_PREDICTED)
-            good = [*good, *best_solutions(small, 1)]
-        for best in good:
-            choice = whole_choice(analysis, one, best)
-            found.setdefault(choice, problem.cost_ms(best.picks))
     # Where the compiler may yet save some memory, more may fit; it will say so.
     saves = may_save(context, interrupted)
     hoped = scale_memory(problem, LIMITED_MEMORY) if saves else problem
+    # What is searched, and for how many of its best.
+    searches: list[tuple[Problem, int]] = []
+    for one in problems:
+        searches.append((one, max(1, plans - 1) if tight else plans))
+        if tight and plans > 1 and compiled:
+            # Programs that rematerialize may turn out smaller than predicted.
+            searches.append((scale_memory(one, COMPILED_TO_PREDICTED), 1))
     if tight:
-        for best in best_solutions(hoped, 1):
-            choice = whole_choice(analysis, hoped, best)
-            found.setdefault(choice, best.cost_ms)
+        searches.append((hoped, 1))
+    found: dict[Choice, float] = {}
+    for one, count in searches:
+        for best in best_solutions(one, count):
+            choice = whole_choice(analysis, one, best)
+            found.setdefault(choice, problem.cost_ms(best.picks))
+    if tight:
         named |= rematerialized(analysis, (problem, hoped), named)
     if not found:
         if not compiled:

@@ -17,13 +17,13 @@ from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.marks import Limits
-from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import LARGE, SMALL, Probe, probes
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import Rates, rising
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProgressCallback, Task
 from cfp.profiling.threads import default_threads, overlaps

@@ -1,6 +1,6 @@
 """Another place than this process to compile in, and to keep records in.
 
-What is built, run and kept stays one pipeline (`cfp.profiling.pipeline`); a place
+What is built, run and kept stays one pipeline (`cfp.profiling.scheduler`); a place
 changes where two of its steps happen. `cfp.cluster.ray` has one.
 """
 

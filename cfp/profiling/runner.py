@@ -1,7 +1,7 @@
 """Runs what was built on the devices, and profiles whole lists of jobs.
 
 The layers below know nothing of each other: `cfp.profiling.builder` builds,
-`run` here runs, `cfp.profiling.store` keeps, and `cfp.profiling.pipeline` brings
+`run` here runs, `cfp.profiling.store` keeps, and `cfp.profiling.scheduler` brings
 them together.
 """
 
@@ -29,10 +29,10 @@ from cfp.profiling.builder import (
 )
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
-from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.place import Place, place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary, Progress, Task
 from cfp.profiling.threads import default_threads, overlaps

@@ -1,6 +1,6 @@
 """What there is to measure, and what is told of it: how far it is, and what came of it.
 
-How tasks are measured is in `cfp.profiling.pipeline`.
+How tasks are measured is in `cfp.profiling.scheduler`.
 """
 
 from __future__ import annotations

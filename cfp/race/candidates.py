@@ -10,7 +10,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
 from cfp.profiling.record import CompiledBytes
-from cfp.search.candidates import picks_of, whole_choice
+from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.measure import value_bytes
 from cfp.search.problem import Option, Problem, scale_memory
@@ -109,7 +109,7 @@ def rematerialized(
     """
 
     def alike(_: int, option: Option, own: Option) -> bool:
-        return option.candidate.key[:2] == own.candidate.key[:2]
+        return option.candidate.plain == own.candidate.plain
 
     found = _best_around(analysis, problems, presets, alike)
     return {f"{name}, recomputed": again for name, again in found if again.remat}

@@ -15,7 +15,7 @@ from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
 from cfp.race.truncated import WHOLE
-from cfp.search.candidates import whole_choice
+from cfp.search.choices import whole_choice
 from cfp.search.dynamic import leanest
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem

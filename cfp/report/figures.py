@@ -19,7 +19,7 @@ from cfp.plan.figures import (
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
-from cfp.search.candidates import picks_of
+from cfp.search.choices import picks_of
 from cfp.search.problem import Option, Problem
 
 _AS_WRITTEN = "it might be computed by a kernel, and the plan has none there"

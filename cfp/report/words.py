@@ -9,7 +9,7 @@ from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
 from cfp.presets.classics import presets
 from cfp.printable import distinct_ends
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.problem import Option, SegmentChoice
 
 _RECOMPUTED = "recomputed"

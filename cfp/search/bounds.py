@@ -162,21 +162,16 @@ def cheapest(problem: Problem, to_go: Sequence[np.ndarray]) -> Solved:
 
 def at_price(problem: Problem, price: float) -> Problem:
     """The problem with memory at a price, in ms for a byte, and no budget."""
-    priced = tuple(
-        tuple(replace(o, time_ms=o.time_ms + price * o.held_bytes) for o in options)
-        for options in problem.options
+    priced = problem.with_options(
+        lambda o: replace(o, time_ms=o.time_ms + price * o.held_bytes)
     )
-    return replace(problem, options=priced, budget_bytes=None)
+    return replace(priced, budget_bytes=None)
 
 
 def holding_least(problem: Problem) -> Solved:
     """The choice that holds the least memory, temporaries left out."""
-    held = tuple(
-        tuple(replace(o, time_ms=float(o.held_bytes)) for o in options)
-        for options in problem.options
-    )
-    found = unlimited(replace(problem, options=held, edge_ms={}, far_ms={}))
-    return solution(problem, found.picks)
+    held = problem.with_options(lambda o: replace(o, time_ms=float(o.held_bytes)))
+    return solution(problem, unlimited(replace(held, edge_ms={}, far_ms={})).picks)
 
 
 def memory_price(problem: Problem) -> float:

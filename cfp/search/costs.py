@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, Storage, lay_out
-from cfp.attention.matching.matches import among, way_of
-from cfp.patterns.build import split
-from cfp.patterns.sites import in_parts
+from cfp.analysis.segments import Segment
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
-from cfp.search.candidates import segment_candidate
-from cfp.search.kept import unmade
+from cfp.search.choices import segment_candidate
+from cfp.search.kept import kernel_sites, unmade
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
     can_recompute,
-    held_values,
     segment_bytes,
     segment_layout,
 )
 from cfp.search.problem import Option, Problem, SegmentChoice
-from cfp.search.temporaries import Course, bytes_in_memory, course_of
+from cfp.search.temporaries import bytes_in_memory, course_of
 from cfp.search.terms import Terms
 from cfp.search.transitions import reshard_ms
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
@@ -42,12 +39,12 @@ class Costs:
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
         self._terms = Terms(analysis.frame, rates)
-        self._layouts: dict[tuple, Layout] = {}
-        self._least: dict[tuple, SegmentBytes] = {}
+        self._laid_out = cache(partial(segment_layout, analysis))
+        self._can_recompute = cache(partial(can_recompute, analysis.frame))
+        self._course = cache(partial(course_of, analysis.frame))
+        self._least: dict[tuple[int, SegmentChoice], SegmentBytes] = {}
         self._reshardings_ms: dict[tuple[int, int, int, int], float] = {}
-        self._numbers: dict[tuple, int] = {}
-        self._courses: dict[int, Course] = {}
-        self._recomputable: dict[int, bool] = {}
+        self._numbers: dict[SegmentChoice, int] = {}
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -56,37 +53,27 @@ class Costs:
 
     def can_rematerialize(self, kind: int) -> bool:
         """Whether segments of a kind can compute their forward pass again."""
-        if kind not in self._recomputable:
-            segment = self.analysis.segments[self.analysis.representatives[kind]]
-            self._recomputable[kind] = can_recompute(self.analysis.frame, segment)
-        return self._recomputable[kind]
+        return self._can_recompute(self._segment(kind))
 
     def least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate."""
-        key = (kind, *candidate.key)
+        key = (kind, candidate)
         if key not in self._least:
-            index = self.analysis.representatives[kind]
-            layout, segment = self._layout(index, candidate), self.analysis.segments
+            segment, layout = self._segment(kind), self._layout(kind, candidate)
             how = candidate.remat, candidate.kernel
-            self._least[key] = segment_bytes(segment[index], layout, *how)
+            self._least[key] = segment_bytes(segment, layout, *how)
         return self._least[key]
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """What a segment needs while it runs, besides what it keeps: an estimate."""
-        frame = self.analysis.frame
-        index = self.analysis.representatives[kind]
-        segment, layout = self.analysis.segments[index], self._layout(index, candidate)
-        if kind not in self._courses:
-            held = held_values(frame, segment)
-            self._courses[kind] = course_of(frame, segment, held)
+        segment, layout = self._segment(kind), self._layout(kind, candidate)
         absent = unmade(layout, segment, candidate.kernel)
 
         def size_of(v: int) -> int:
             return 0 if v in absent else bytes_in_memory(layout, v)
 
-        needed = self._courses[kind].peak_bytes(size_of)
-        plain = replace(candidate, remat=False)
-        return max(0, needed - self.least_bytes(kind, plain).residual_bytes)
+        needed = self._course(segment).peak_bytes(size_of)
+        return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """What a candidate's kernel should save, less what it takes.
@@ -95,17 +82,13 @@ class Costs:
         """
         if not candidate.kernel:
             return 0.0
-        program = self.analysis.frame.program
-        index = self.analysis.representatives[kind]
-        ops = self.analysis.segments[index].ops
-        layout, terms = self._layout(index, candidate), self._terms
-        attention, parts = split(candidate.kernel)
+        program, ops = self.analysis.frame.program, self._segment(kind).ops
+        layout, terms = self._layout(kind, candidate), self._terms
+        attentions, losses = kernel_sites(layout, ops, candidate.kernel)
         saved = 0.0
-        for one in in_parts(layout, ops, parts):
+        for one in losses:
             saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]
-        for match in among(program, ops) if attention else ():
-            if isinstance(way_of(program, match, attention, layout.axes), str):
-                continue
+        for match, way in attentions:
             times = [
                 terms.compute_ms(program.ops[op], layout.axes[op])
                 for op in match.ops
@@ -113,7 +96,7 @@ class Costs:
             ]
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
-            share = KERNEL_SHARE_OF_MATMUL[attention.partition(" ")[0]]
+            share = KERNEL_SHARE_OF_MATMUL[way.implementation]
             saved += others + products - products / share
         return saved
 
@@ -152,21 +135,21 @@ class Costs:
         self, left: int, right: int, a: SegmentChoice, b: SegmentChoice
     ) -> float:
         """What moves between two segments, there and back, takes by estimate."""
-        here, there = self._layout(left, a), self._layout(right, b)
-        moves, passing = self._terms.moves, self.analysis.passing
-        ahead_ms = reshard_ms(moves, here, there, passing.get((left, right), ()))
+        here, there = self._laid_out(left, a.plain), self._laid_out(right, b.plain)
+        cost_ms, passing = self._terms.transition_ms, self.analysis.passing
+        ahead_ms = reshard_ms(cost_ms, here, there, passing.get((left, right), ()))
         back = passing.get((right, left), ())
-        return ahead_ms + reshard_ms(moves, there, here, back)
+        return ahead_ms + reshard_ms(cost_ms, there, here, back)
 
     def _number(self, candidate: SegmentChoice) -> int:
         """The same for candidates that are laid out alike."""
-        return self._numbers.setdefault(candidate.key[:2], len(self._numbers))
+        return self._numbers.setdefault(candidate.plain, len(self._numbers))
 
-    def _layout(self, index: int, candidate: SegmentChoice) -> Layout:
-        key = (index, *candidate.key[:2])
-        if key not in self._layouts:
-            self._layouts[key] = segment_layout(self.analysis, index, candidate)
-        return self._layouts[key]
+    def _segment(self, kind: int) -> Segment:
+        return self.analysis.segments[self.analysis.representatives[kind]]
+
+    def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
+        return self._laid_out(self.analysis.representatives[kind], candidate.plain)
 
     @cached_property
     def distant(self) -> tuple[tuple[int, int], ...]:

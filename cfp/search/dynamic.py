@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -136,12 +137,8 @@ def smallest_budget(problem: Problem) -> int:
 
 def leanest(problem: Problem) -> Solved:
     """The choice that needs the least memory, whatever the budget and the time."""
-    timeless = tuple(
-        tuple(replace(o, time_ms=0.0) for o in options) for options in problem.options
-    )
     room = replace(
-        problem,
-        options=timeless,
+        problem.with_options(lambda option: replace(option, time_ms=0.0)),
         edge_ms={},
         far_ms={},
         budget_bytes=holding_least(problem).memory_bytes,
@@ -151,8 +148,7 @@ def leanest(problem: Problem) -> Solved:
     return solution(problem, picks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Partials:
+class _Partials(NamedTuple):
     """Choices for the first few segments, as columns.
 
     Attributes:
@@ -172,14 +168,7 @@ class _Partials:
     open: np.ndarray
 
     def take(self, rows: np.ndarray) -> _Partials:
-        return _Partials(
-            self.cost_ms[rows],
-            self.kept[rows],
-            self.peak[rows],
-            self.pick[rows],
-            self.before[rows],
-            self.open[rows],
-        )
+        return _Partials(*(column[rows] for column in self))
 
 
 class _Chain:

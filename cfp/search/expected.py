@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.layout import Choice
-from cfp.search.candidates import choose_candidates, preset_parts
+from cfp.search.choices import choose_candidates, preset_parts
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.estimate import SegmentEstimate
@@ -41,7 +41,7 @@ class Outlook:
         estimate: SegmentEstimate,
     ) -> None:
         self._costs, self._kind, self._estimate = costs, kind, estimate
-        self._plain = {o.candidate.key: o for o in measured if not o.candidate.remat}
+        self._plain = {o.candidate: o for o in measured if not o.candidate.remat}
         plain = self._plain.values()
         again = [o for o in measured if o.candidate.remat]
         pairs = [
@@ -54,7 +54,7 @@ class Outlook:
         temps = [o.temp_bytes for o in plain]
         self._temp = round(median(temps)) if temps else None
         self._kept_again = _middle(map(self._beyond, again), 0)
-        bases = [(o, self._plain.get(_without(o.candidate).key)) for o in again]
+        bases = [(o, self._plain.get(o.candidate.plain)) for o in again]
         known = [(o, p) for o, p in bases if p is not None]
         times = (o.time_ms / p.time_ms for o, p in known if p.time_ms > 0.0)
         self._again = _middle(times, RECOMPUTE_TIME_EXPECTED)
@@ -64,7 +64,7 @@ class Outlook:
 
     def expect(self, candidate: SegmentChoice) -> Option:
         """What a candidate will probably cost."""
-        option = self._plain.get(_without(candidate).key) or self._unmeasured(candidate)
+        option = self._plain.get(candidate.plain) or self._unmeasured(candidate.plain)
         if not candidate.remat:
             return option
         needed = round(self._needed * _needed(option))
@@ -78,8 +78,7 @@ class Outlook:
             temp_bytes=needed - kept,
         )
 
-    def _unmeasured(self, candidate: SegmentChoice) -> Option:
-        plain = _without(candidate)
+    def _unmeasured(self, plain: SegmentChoice) -> Option:
         least = self._costs.least_bytes(self._kind, plain)
         total_ms = self._estimate.total_ms(plain)
         saved_ms = self._costs.saved_by_kernel_ms(self._kind, plain)
@@ -101,10 +100,6 @@ class Outlook:
 
 def _needed(option: Option) -> int:
     return option.residual_bytes + option.temp_bytes
-
-
-def _without(candidate: SegmentChoice) -> SegmentChoice:
-    return replace(candidate, remat=False)
 
 
 def _middle(values: Iterable[float], otherwise: float) -> float:
@@ -138,7 +133,7 @@ def estimate_options(
     ]
     options = []
     for kind, estimate in enumerate(estimates):
-        own = list(required[kind].values())
+        own = required[kind]
         candidates = choose_candidates(estimate, own, len(own) + per_kind)
         candidates = with_kernels(kernels, kind, candidates)
         options.append([*map(outlooks[kind].expect, candidates)])

@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import cheapest_first, ranked_by_mode
+from cfp.search.choices import ranked_candidates
 from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.expected import Outlook
@@ -119,7 +118,6 @@ class _View:
         self._maker, self._per_kind = maker, per_kind
         self._budget_bytes = budget_bytes
         self._wanted, self._records = wanted, records
-        self._bases = {(w.kind, *w.candidate.key): w for w in wanted}
         self._measured = measured_options(maker.costs, wanted, records)
         self._problem = self._with(self._measured)
         fastest = solve_dynamically(replace(self._problem, budget_bytes=None))
@@ -205,15 +203,15 @@ class _View:
                 found += self._made(kind, again, found)
         return found
 
-    def _asked(self, kind: int, found: Sequence[Wanted]) -> set[tuple]:
-        """Keys of what was asked for; what shares programs with failures was not."""
+    def _asked(self, kind: int, found: Sequence[Wanted]) -> set[SegmentChoice]:
+        """What was asked for; what shares programs with failures was not."""
         told = (
             w
             for w in (*self._wanted, *found)
             if w.kind == kind
             and not (w.shares_job and w.base and w.base.has_failed(self._records))
         )
-        return {w.candidate.key for w in told}
+        return {w.candidate for w in told}
 
     def _may_ask(
         self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
@@ -221,23 +219,22 @@ class _View:
         """Whether a candidate is new, and there is room for it."""
         asked = self._asked(kind, found)
         # What has kernels does not take the place of another strategy.
-        plain = {key for key in asked if not (key[2] or key[1][1])}
-        again = sum(key[2] for key in asked)
+        plain = {one for one in asked if not (one.remat or one.kernel)}
         room = len(plain) < self._per_kind
-        if candidate.key in asked:
+        if candidate in asked:
             return False
         if not candidate.remat:
             return room
-        has_base = (*candidate.key[:2], False) in plain
-        return again < self._per_kind and (has_base or room)
+        again = sum(one.remat for one in asked)
+        return again < self._per_kind and (candidate.plain in plain or room)
 
     def _made(
         self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
     ) -> list[Wanted]:
         """What tells the cost of a candidate: itself, and what it is based on."""
-        plain = replace(candidate, remat=False)
-        bases = self._bases | {(w.kind, *w.candidate.key): w for w in found}
-        base, made = bases.get((kind, *plain.key)), list[Wanted]()
+        plain, made = candidate.plain, list[Wanted]()
+        known = {(w.kind, w.candidate): w for w in (*self._wanted, *found)}
+        base = known.get((kind, plain))
         if base is None:
             estimate_ms = self._maker.estimates[kind].total_ms(plain)
             base = self._maker.make(kind, replace(plain, estimate_ms=estimate_ms))
@@ -253,8 +250,8 @@ class _View:
     def _likely(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
         estimate, asked = self._maker.estimates[kind], self._asked(kind, ())
-        ranked = cheapest_first(ranked_by_mode(estimate, ROUND_SIZE + len(asked)))
-        found = list(islice((c for c in ranked if c.key not in asked), ROUND_SIZE))
+        ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
+        found = [c for c in ranked if c not in asked][:ROUND_SIZE]
         if self._maker.costs.can_rematerialize(kind):
             ran_out = (
                 w.candidate
@@ -266,7 +263,7 @@ class _View:
             measured = (o.candidate for o in self._measured[kind])
             plain = [c for c in (*measured, *found, *ran_out) if not c.remat]
             again = (replace(candidate, remat=True) for candidate in plain)
-            found += [candidate for candidate in again if candidate.key not in asked]
+            found += [candidate for candidate in again if candidate not in asked]
         outlook = Outlook(self._maker.costs, kind, self._measured[kind], estimate)
         return [outlook.expect(candidate) for candidate in found]
 

@@ -7,16 +7,18 @@ there are results of heavy ops, what heavy ops read, and what enters from outsid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from cfp.analysis.layout import Layout
 from cfp.analysis.segments import Segment
 from cfp.attention.matching.graft import Way
-from cfp.attention.matching.matches import among, way_of
+from cfp.attention.matching.matches import Match, among, way_of
 from cfp.patterns.build import split
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.program.graph import Op, Program
 from cfp.program.makeable import CHEAP
+from cfp.program.replace import Replacement
 
 # Of these, what only moves a tensor: its reader reads the tensor itself.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
@@ -33,15 +35,33 @@ def kept_values(program: Program, ops: Sequence[int], turn: int) -> set[int]:
     return _Kept(program, frozenset(ops), turn).find()
 
 
-def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
-    """Values of a segment that are not made any more where a kernel computes it."""
+def kernel_sites(
+    layout: Layout, ops: Sequence[int], kernel: str
+) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
+    """What a kernel computes of some ops.
+
+    Args:
+        layout: how they are spread.
+        ops: top-level ops, such as those of a segment.
+        kernel: of a segment's choice; "" computes nothing.
+
+    Returns:
+        Attentions, each with the way in which it is computed, and what takes the place
+        of cross-entropies.
+    """
     program = layout.frame.program
     attention, parts = split(kernel)
-    found = set(no_longer_made(program, in_parts(layout, segment.ops, parts)))
-    for match in among(program, segment.ops) if attention else ():
-        if isinstance(way_of(program, match, attention, layout.axes), Way):
-            found |= match.found.between
-    return found
+    matches = among(program, ops) if attention else []
+    ways = [(one, way_of(program, one, attention, layout.axes)) for one in matches]
+    found = [(one, way) for one, way in ways if isinstance(way, Way)]
+    return found, in_parts(layout, ops, parts)
+
+
+def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
+    """Values of a segment that are not made any more where a kernel computes it."""
+    attentions, losses = kernel_sites(layout, segment.ops, kernel)
+    found = set(no_longer_made(layout.frame.program, losses))
+    return found.union(*(match.found.between for match, _ in attentions))
 
 
 class _Kept:
@@ -50,7 +70,7 @@ class _Kept:
         self._ops = ops
         self._turn = turn
         self._args = frozenset(program.args)
-        self._roots: dict[int, frozenset[int]] = {}
+        self._in_memory = cache(self._find_in_memory)
 
     def find(self) -> set[int]:
         found: set[int] = set()
@@ -66,13 +86,8 @@ class _Kept:
                     found |= self._in_memory(v)
         return found
 
-    def _in_memory(self, v: int) -> frozenset[int]:
+    def _find_in_memory(self, v: int) -> frozenset[int]:
         """The tensors in memory that a value can be made of without heavy ops."""
-        if v not in self._roots:
-            self._roots[v] = self._find_roots(v)
-        return self._roots[v]
-
-    def _find_roots(self, v: int) -> frozenset[int]:
         producer = self._program.values[v].producer
         if v in self._args or producer in self._program.leaf_ops:
             return frozenset()
@@ -85,17 +100,28 @@ class _Kept:
 
     def _feeds_heavy(self, v: int, first: int) -> bool:
         """Whether a heavy op reads a value, at or behind some op."""
-        stack, seen = [v], {v}
-        while stack:
-            for user, _ in self._program.users[stack.pop()]:
-                op = self._program.ops[user]
-                if op.kind in _MOVING:
-                    fresh = [w for w in op.results if w not in seen]
-                    seen.update(fresh)
-                    stack.extend(fresh)
-                elif user >= first and _is_heavy(op):
-                    return True
-        return False
+        uses = uses_through(self._program, v, lambda op, _: op.kind in _MOVING)
+        return any(op.id >= first and _is_heavy(op) for op, _ in uses)
+
+
+def uses_through(
+    program: Program, v: int, goes_on: Callable[[Op, int], bool]
+) -> Iterator[tuple[Op, int]]:
+    """All uses of a value as (op, which operand), and of what is made of it on the way.
+
+    Args:
+        program: the program.
+        v: the value.
+        goes_on: whether uses of an op's result are looked for, too.
+    """
+    stack, seen = [v], {v}
+    while stack:
+        for user, index in program.users[stack.pop()]:
+            op = program.ops[user]
+            yield op, index
+            fresh = [w for w in op.results if w not in seen and goes_on(op, w)]
+            seen.update(fresh)
+            stack += fresh
 
 
 def _is_heavy(op: Op) -> bool:

@@ -10,15 +10,19 @@ from math import ceil
 
 from cfp.analysis.abridge import Abridged
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Frame, Layout, constraints, lay_out
+from cfp.analysis.layout import (
+    Choice,
+    Frame,
+    Layout,
+    Storage,
+    constraints,
+    lay_out,
+)
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import even_spec, spec_ways
-from cfp.analysis.strategies import Spec, Strategy
+from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import NAME as ATTENTION
-from cfp.attention.matching.graft import Way
-from cfp.attention.matching.matches import among, replacements, way_of
-from cfp.patterns.build import split
-from cfp.patterns.sites import in_parts
+from cfp.attention.matching.matches import replacements
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -27,7 +31,7 @@ from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
-from cfp.search.kept import kept_values, unmade
+from cfp.search.kept import kept_values, kernel_sites, unmade
 from cfp.search.problem import SegmentChoice
 from cfp.settings import ConstraintLevel
 
@@ -83,16 +87,13 @@ def _replaced(
     analysis: Analysis, layout: Layout, kernels: Mapping[int, str]
 ) -> tuple[Replacement, ...]:
     """Kernels in the place of attentions of segments, and parts of vocabularies."""
-    program = layout.frame.program
     found: list[Replacement] = []
     for index, kernel in kernels.items():
-        attention, parts = split(kernel)
         ops = analysis.segments[index].ops
-        for match in among(program, ops) if attention else ():
-            way = way_of(program, match, attention, layout.axes)
-            if isinstance(way, Way):
-                found += replacements(program, match, way)
-        found += in_parts(layout, ops, parts)
+        attentions, losses = kernel_sites(layout, ops, kernel)
+        for match, way in attentions:
+            found += replacements(layout.frame.program, match, way)
+        found += losses
     return tuple(found)
 
 
@@ -124,62 +125,54 @@ def segment_layout(analysis: Analysis, index: int, candidate: SegmentChoice) -> 
     segments, kind = analysis.segments, analysis.segments[index].kind
     near = (i for i in (index - 1, index + 1) if 0 <= i < len(segments))
     alike = [i for i in near if segments[i].kind == kind]
-    strategies = _strategies(
-        analysis, {**dict.fromkeys(alike, candidate), index: candidate}
+    return _layout(
+        analysis,
+        {**dict.fromkeys(alike, candidate), index: candidate},
+        dict.fromkeys(segments[index].groups, candidate.storage),
     )
-    storage = dict.fromkeys(segments[index].groups, candidate.storage)
-    return Layout(analysis.frame, strategies, storage)
 
 
-def _strategies(
-    analysis: Analysis, candidates: Mapping[int, SegmentChoice]
-) -> dict[int, Strategy]:
-    """The strategies of the blocks of some segments."""
-    return {
+def _layout(
+    analysis: Analysis,
+    candidates: Mapping[int, SegmentChoice],
+    storage: Mapping[int, Storage],
+) -> Layout:
+    """The layout of some segments' blocks, and of some storage groups."""
+    strategies = {
         block: strategy
         for index, candidate in candidates.items()
         for block, strategy in zip(
             analysis.segments[index].blocks, candidate.strategies, strict=True
         )
     }
+    return Layout(analysis.frame, strategies, storage)
 
 
-def segment_job(
-    analysis: Analysis,
-    index: int,
-    candidate: SegmentChoice,
-    environment: Parts,
-    label: str,
-) -> Job:
-    """The job that measures one segment under a candidate."""
-    layout = segment_layout(analysis, index, candidate)
-    return _part_job(analysis, layout, {index: candidate}, environment, label)
-
-
-def pair_job(
+def part_job(
     analysis: Analysis,
     candidates: Mapping[int, SegmentChoice],
     environment: Parts,
     label: str,
 ) -> Job:
-    """The job that measures neighbouring segments together."""
-    storage = {
-        group: candidate.storage
-        for index, candidate in candidates.items()
-        for group in analysis.segments[index].groups
-    }
-    layout = Layout(analysis.frame, _strategies(analysis, candidates), storage)
-    return _part_job(analysis, layout, candidates, environment, label)
+    """The job that measures a segment, or neighbouring ones together.
 
-
-def _part_job(
-    analysis: Analysis,
-    layout: Layout,
-    candidates: Mapping[int, SegmentChoice],
-    environment: Parts,
-    label: str,
-) -> Job:
-    ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
+    Args:
+        analysis: of the program.
+        candidates: the choice for each segment, by its index.
+        environment: what measurements depend on.
+        label: what progress calls it.
+    """
+    segments = analysis.segments
+    if len(candidates) == 1:
+        layout = segment_layout(analysis, *next(iter(candidates.items())))
+    else:
+        stored = {
+            group: candidate.storage
+            for index, candidate in candidates.items()
+            for group in segments[index].groups
+        }
+        layout = _layout(analysis, candidates, stored)
+    ops = sorted(op for index in candidates for op in segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
     kernels = {index: candidate.kernel for index, candidate in candidates.items()}

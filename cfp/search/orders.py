@@ -12,10 +12,12 @@ from collections.abc import Callable
 from math import prod
 
 from cfp.program.graph import Op, Program
+from cfp.search.kept import uses_through
 
-# How tensors are read: as they lie in memory, or turned.
-_AS_IT_LIES = frozenset({False})
-_TURNED = frozenset({True})
+# How a tensor is read: its dims in the order in which they are read, those of size 1
+# left out; none where it is read as it lies in memory.
+Order = tuple[int, ...]
+_AS_IT_LIES: frozenset[Order] = frozenset({()})
 _KEY = "summed in two orders"
 
 
@@ -35,7 +37,7 @@ def summed_in_two_orders(
 
 
 def _find(program: Program, is_fused: Callable[[int], bool]) -> frozenset[int]:
-    orders: dict[int, frozenset[bool]] = {}
+    orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
         if op.id in program.leaf_ops:
@@ -47,9 +49,9 @@ def _find(program: Program, is_fused: Callable[[int], bool]) -> frozenset[int]:
             # What is smaller, such as a row's sum, is no matter.
             read = (orders.get(w, _AS_IT_LIES) for w in _as_large(program, op, size))
             found_here = frozenset().union(*read)
-            if op.kind == "transpose" and found_here and _turns(op):
-                found_here = _TURNED
-            if len(found_here) > 1 and _is_summed(program, v, is_fused):
+            if op.kind == "transpose":
+                found_here = frozenset(_turned(op, order) for order in found_here)
+            if len({*map(bool, found_here)}) > 1 and _is_summed(program, v, is_fused):
                 found.add(v)
                 found_here = _AS_IT_LIES
             orders[v] = found_here
@@ -69,26 +71,23 @@ def _as_large(program: Program, op: Op, size: int) -> list[int]:
     ]
 
 
-def _turns(op: Op) -> bool:
-    """Whether a transpose moves anything, and not only dims of size 1."""
-    if op.rule is None:
-        return True
-    majors = (
-        [f for f in map(op.rule.major, dims) if f is not None]
-        for dims in (op.rule.operands[0], op.rule.results[0])
+def _turned(op: Op, order: Order) -> Order:
+    """How a tensor is read by what reads a transpose of it, that it reads so."""
+    rule = op.rule
+    if rule is None:
+        return order or (1, 0)
+    before, after = (
+        [f for f in map(rule.major, dims) if f is not None]
+        for dims in (rule.operands[0], rule.results[0])
     )
-    before, after = majors
-    return before != after
+    moved = tuple(map(before.index, after))
+    if before == after:
+        return order
+    if len(order) == len(moved):  # Of another length it was reshaped since.
+        moved = tuple(order[place] for place in moved)
+    return () if moved == tuple(sorted(moved)) else moved
 
 
 def _is_summed(program: Program, v: int, is_fused: Callable[[int], bool]) -> bool:
-    stack, seen = [v], {v}
-    while stack:
-        for user, _ in program.users[stack.pop()]:
-            op = program.ops[user]
-            if op.kind == "reduce":
-                return True
-            fresh = [w for w in op.results if w not in seen and is_fused(w)]
-            seen.update(fresh)
-            stack += fresh
-    return False
+    uses = uses_through(program, v, lambda _, w: is_fused(w))
+    return any(op.kind == "reduce" for op, _ in uses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cfp.analysis.layout import Storage
@@ -16,21 +16,21 @@ class SegmentChoice:
     Attributes:
         strategies: one for each block.
         storage: of all its parameters.
-        estimate_ms: what it is estimated to take.
+        estimate_ms: what it is estimated to take; choices that differ in it are equal.
         remat: whether its forward pass is computed again in the backward pass.
         kernel: what computes its attentions; "" as the program has it.
     """
 
     strategies: tuple[Strategy, ...]
     storage: Storage
-    estimate_ms: float = 0.0
+    estimate_ms: float = field(default=0.0, compare=False)
     remat: bool = False
     kernel: str = ""
 
     @property
-    def key(self) -> tuple[tuple[Strategy, ...], tuple[Storage, str], bool]:
-        """What tells candidates apart; without the last, what is rematerialized."""
-        return self.strategies, (self.storage, self.kernel), self.remat
+    def plain(self) -> SegmentChoice:
+        """The same with nothing computed again; both are laid out alike."""
+        return replace(self, remat=False) if self.remat else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,12 @@ class Problem:
     )
     fixed_bytes: int = 0
     budget_bytes: int | None = None
+
+    def with_options(self, change: Callable[[Option], Option]) -> Problem:
+        """The problem with something else in the place of each option."""
+        return replace(
+            self, options=tuple(tuple(map(change, row)) for row in self.options)
+        )
 
     def picked(self, picks: Sequence[int]) -> list[Option]:
         """The options that one index per segment stands for."""
@@ -195,5 +201,4 @@ def scale_memory(problem: Problem, factor: float) -> Problem:
             temp_bytes=round(factor * option.temp_bytes),
         )
 
-    options = tuple(tuple(map(scaled, of_kind)) for of_kind in problem.options)
-    return replace(problem, options=options)
+    return problem.with_options(scaled)

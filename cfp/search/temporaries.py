@@ -9,14 +9,17 @@ iteration does, which may have a forward pass in it that is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from cfp.analysis.layout import Frame, Layout
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
-from cfp.program.graph import Program
+from cfp.program.graph import Op, Program
 from cfp.program.makeable import CHEAP
+from cfp.search.kept import uses_through
+from cfp.search.measure import held_values
 from cfp.search.orders import summed_in_two_orders
 
 # Of these the reader reads what they are made of, where it lies.
@@ -24,7 +27,7 @@ _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
 # What is fused like elementwise ops.
 _FUSED = CHEAP | {"concatenate", "dynamic_slice", "pad", "reverse"}
 # What reads as it goes, too, but has memory for what it makes, or a loop has.
-_LIGHT = _FUSED | {"reduce", "dynamic_update_slice"}
+_AS_IT_GOES = _FUSED | _VIEWS | {"reduce", "dynamic_update_slice"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,7 @@ class Course:
         Args:
             size_of: what a tensor takes on a device; 0 if it is not made.
         """
-        sizes: dict[int, int] = {}
-
-        def size(v: int) -> int:
-            if v not in sizes:
-                sizes[v] = size_of(v)
-            return sizes[v]
+        size = cache(size_of)
 
         def peak(steps: Sequence[_Step]) -> int:
             live = most = 0
@@ -66,17 +64,12 @@ class Course:
         return peak(self.steps)
 
 
-def course_of(frame: Frame, segment: Segment, held: Iterable[int]) -> Course:
-    """When tensors of a segment are in memory.
-
-    Args:
-        frame: of the program.
-        segment: the segment.
-        held: tensors that are in memory in any case, as they are kept.
-    """
+def course_of(frame: Frame, segment: Segment) -> Course:
+    """When tensors of a segment are in memory, those that it keeps in any case."""
     program = frame.program
     whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
-    return Course(_steps(program, segment.ops, frozenset(held) | whole))
+    held = frozenset(held_values(frame, segment))
+    return Course(_steps(program, segment.ops, held, whole))
 
 
 def bytes_in_memory(layout: Layout, v: int) -> int:
@@ -96,9 +89,16 @@ def bytes_in_memory(layout: Layout, v: int) -> int:
 
 
 def _steps(
-    program: Program, ops: Sequence[int], held: frozenset[int]
+    program: Program, ops: Sequence[int], held: frozenset[int], whole: frozenset[int]
 ) -> tuple[_Step, ...]:
-    """The ops of a segment, or of a loop's body, one after another."""
+    """The ops of a segment, or of a loop's body, one after another.
+
+    Args:
+        program: the program.
+        ops: their ids.
+        held: tensors that are kept for the backward pass.
+        whole: tensors that are in memory although cheap ops make them.
+    """
     order = sorted(ops)
     inside = set(order)
     last: dict[int, int] = {}
@@ -107,10 +107,10 @@ def _steps(
         if op_id in program.leaf_ops:
             continue
         for v in program.ops[op_id].results:
-            if v not in held and not is_in_memory(program, v):
+            if v not in held and v not in whole and not is_in_memory(program, v):
                 continue
             made.setdefault(op_id, []).append(v)
-            last[v] = max(_last_reader(program, v, inside), op_id)
+            last[v] = max(_last_reader(program, v, inside, whole), op_id)
     freed: dict[int, list[int]] = {}
     for v, op_id in last.items():
         freed.setdefault(op_id, []).append(v)
@@ -120,34 +120,33 @@ def _steps(
         inner: tuple[_Step, ...] = ()
         if op.body:
             own = [o for o in op.body if program.ops[o].parent == op_id]
-            inner = _steps(program, own, held)
+            inner = _steps(program, own, held, whole)
         if inner or op_id in made or op_id in freed:
             new, old = made.get(op_id, ()), freed.get(op_id, ())
             steps.append(_Step(tuple(new), inner, tuple(old)))
     return tuple(steps)
 
 
-def _last_reader(program: Program, v: int, inside: set[int]) -> int:
-    """The last of some ops that reads a tensor, or a view of it."""
-    found, stack, seen = -1, [v], {v}
-    while stack:
-        for user, index in program.users[stack.pop()]:
-            op = program.ops[user]
-            own = user
-            while own >= 0 and own not in inside:
-                own = program.ops[own].parent
-            found = max(found, own)
-            # What cheap ops make of it is made where it is read.
-            is_view = op.kind in _VIEWS or op.kind in _FUSED
-            if is_view and own >= 0 and index < len(op.operands):
-                fresh = [
-                    w
-                    for w in op.results
-                    if w not in seen and not is_in_memory(program, w)
-                ]
-                seen.update(fresh)
-                stack += fresh
-    return found
+def _last_reader(
+    program: Program, v: int, inside: set[int], whole: frozenset[int]
+) -> int:
+    """The last of some ops that reads a tensor, or a view of it.
+
+    What is whole is read itself, not again what it was made of.
+    """
+
+    def own(op_id: int) -> int:
+        while op_id >= 0 and op_id not in inside:
+            op_id = program.ops[op_id].parent
+        return op_id
+
+    def is_made_where_it_is_read(op: Op, w: int) -> bool:
+        fuses = op.kind in _VIEWS or op.kind in _FUSED
+        fuses = fuses and w not in whole
+        return fuses and own(op.id) >= 0 and not is_in_memory(program, w)
+
+    uses = uses_through(program, v, is_made_where_it_is_read)
+    return max((own(op.id) for op, _ in uses), default=-1)
 
 
 def is_in_memory(program: Program, v: int) -> bool:
@@ -164,16 +163,8 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 
 def _feeds_heavy(program: Program, v: int) -> bool:
-    stack, seen = [v], {v}
-    while stack:
-        for user, index in program.users[stack.pop()]:
-            op = program.ops[user]
-            if index >= len(op.operands):
-                continue  # A loop's own: it has memory for what it returns.
-            if op.kind in _VIEWS:
-                fresh = [w for w in op.results if w not in seen]
-                seen.update(fresh)
-                stack += fresh
-            elif op.kind not in _LIGHT:
-                return True
-    return False
+    # A loop's own operands: it has memory for what it returns.
+    return any(
+        op.kind not in _AS_IT_GOES and index < len(op.operands)
+        for op, index in uses_through(program, v, lambda op, _: op.kind in _VIEWS)
+    )

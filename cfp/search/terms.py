@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -25,7 +26,7 @@ from cfp.analysis.strategies import (
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
-from cfp.search.transitions import TransitionCosts
+from cfp.search.transitions import transition_ms
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -47,25 +48,15 @@ class BlockTerms:
     reads: Mapping[int, tuple[Spec, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _OpTerms:
-    """One op under one sharding."""
-
-    matmul_ms: float
-    memory_ms: float
-    makes: Sequence[tuple[int, Made]]
-    reads: Sequence[tuple[int, Spec]]
-
-
 class Terms:
     """Prices the blocks of one program on one mesh."""
 
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
         self.rates = rates
-        self.moves = TransitionCosts(rates, frame.mesh)
+        self.transition_ms = cache(partial(transition_ms, rates, frame.mesh))
         self._sizes = dict(frame.mesh)
-        self._ops: dict[tuple[int, FactorAxes], _OpTerms] = {}
+        self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:
             if op.rule is not None and op.kind != "dynamic_update_slice":
@@ -81,26 +72,27 @@ class Terms:
         matmul = memory = 0.0
         makes: dict[int, Made] = {}
         reads: dict[int, dict[Spec, None]] = {}
-        for key in self.frame.shardings[block].factor_axes(strategy).items():
-            terms = self._ops.get(key)
-            if terms is None:
-                terms = self._ops[key] = self._op_terms(*key)
-            matmul += terms.matmul_ms
-            memory += terms.memory_ms
-            makes.update(terms.makes)
-            for operand, spec in terms.reads:
+        for op, axes in self.frame.shardings[block].factor_axes(strategy).items():
+            (matmul_ms, memory_ms), made, read = self._op(op, axes)
+            matmul += matmul_ms
+            memory += memory_ms
+            makes.update(made)
+            for operand, spec in read:
                 reads.setdefault(operand, {})[spec] = None
-        read = {v: tuple(specs) for v, specs in reads.items()}
-        return BlockTerms(matmul, memory, makes, read)
+        wants = {v: tuple(specs) for v, specs in reads.items()}
+        return BlockTerms(matmul, memory, makes, wants)
 
-    def _op_terms(self, op_id: int, axes: FactorAxes) -> _OpTerms:
+    def _op_terms(
+        self, op_id: int, axes: FactorAxes
+    ) -> tuple[tuple[float, float], list[tuple[int, Made]], list[tuple[int, Spec]]]:
+        """One op's times, what it makes and what it reads under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
         rule = op.rule
         assert rule is not None
         partial = reduced_axes(rule, axes)
-        return _OpTerms(
-            *self.compute_ms(op, axes),
+        return (
+            self.compute_ms(op, axes),
             [
                 (self.same(result), (tensor_spec(rule, dims, axes), partial))
                 for dims, result in zip(rule.results, op.results, strict=False)
@@ -142,9 +134,9 @@ class Terms:
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
-        total = self.moves.cost_ms(size, *made, wants[0])
+        total = self.transition_ms(size, *made, wants[0])
         for want in wants[1:]:
-            total += self.moves.cost_ms(size, wants[0], (), want)
+            total += self.transition_ms(size, wants[0], (), want)
         return total * self._repeats.get(value, 1)
 
     # -- state ---------------------------------------------------------------
@@ -173,37 +165,29 @@ class Terms:
         for index in groups:
             group = frame.groups[index]
             main = program.args[group.args[0]]
-            wants, used, wide = self.state_specs(index, terms, mode)
+            # How the parameter is read, how it is used, and its widest sharding.
+            wants = terms.reads.get(self.same(main), ())
+            used = wants[0] if wants else ((),) * len(group.shape)
+            used = wide = frame.pins.get(
+                group.args[0], even_spec(used, group.shape, frame.mesh)
+            )
+            if mode is not Storage.USED:
+                wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
             size = program.values[main].size_bytes
             if mode is Storage.SHARDED:
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    moves += self.moves.cost_ms(read, wide, (), want)
+                    moves += self.transition_ms(read, wide, (), want)
             elif mode is Storage.OPTIMIZER:
-                moves += self.moves.cost_ms(size, wide, (), used)
+                moves += self.transition_ms(size, wide, (), used)
             for v in group.gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None and len(made[0]) == len(wide):
                     grad_bytes = program.values[v].size_bytes
-                    moves += self.moves.cost_ms(grad_bytes, *made, wide)
+                    moves += self.transition_ms(grad_bytes, *made, wide)
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
         return memory, moves
-
-    def state_specs(
-        self, index: int, terms: BlockTerms, mode: Storage
-    ) -> tuple[tuple[Spec, ...], Spec, Spec]:
-        """How a group's parameter is read, how it is used, and its widest sharding."""
-        frame = self.frame
-        group = frame.groups[index]
-        wants = terms.reads.get(self.same(frame.program.args[group.args[0]]), ())
-        used = wants[0] if wants else ((),) * len(group.shape)
-        used = even_spec(used, group.shape, frame.mesh)
-        used = frame.pins.get(group.args[0], used)
-        if mode is Storage.USED:
-            return wants, used, used
-        wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
-        return wants, used, wide
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

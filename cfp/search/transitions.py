@@ -4,8 +4,7 @@ one segment reads what another makes or stores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from cfp.analysis.layout import Layout
 from cfp.analysis.strategies import Mesh, Spec
@@ -76,33 +75,34 @@ def transition(
     return tuple(steps)
 
 
-@dataclass(frozen=True, slots=True)
-class TransitionCosts:
-    """Milliseconds of transitions on one mesh, remembered."""
-
-    rates: Rates
-    mesh: Mesh
-    _known: dict = field(default_factory=dict)
-
-    def cost_ms(
-        self, size_bytes: float, have: Spec, partial: tuple[str, ...], want: Spec
-    ) -> float:
-        """The estimated time of a transition."""
-        if have == want and not partial:
-            return 0.0
-        key = (size_bytes, have, partial, want)
-        found = self._known.get(key)
-        if found is None:
-            steps = transition(size_bytes, have, partial, want, self.mesh)
-            found = sum(self.rates.collective_ms(*step) for step in steps)
-            self._known[key] = found
-        return found
+def transition_ms(
+    rates: Rates,
+    mesh: Mesh,
+    size_bytes: float,
+    have: Spec,
+    partial: tuple[str, ...],
+    want: Spec,
+) -> float:
+    """The estimated time of a transition; see :func:`transition`."""
+    if have == want and not partial:
+        return 0.0
+    steps = transition(size_bytes, have, partial, want, mesh)
+    return sum(rates.collective_ms(*step) for step in steps)
 
 
 def reshard_ms(
-    moves: TransitionCosts, maker: Layout, reader: Layout, values: Sequence[int]
+    cost_ms: Callable[[float, Spec, tuple[str, ...], Spec], float],
+    maker: Layout,
+    reader: Layout,
+    values: Sequence[int],
 ) -> float:
-    """What it takes, by estimate, that one segment reads another's values."""
+    """What it takes, by estimate, that one segment reads another's values.
+
+    Args:
+        cost_ms: of a transition, by bytes, sharding, unreduced axes, wanted sharding.
+        maker, reader: how the segments are laid out.
+        values: what passes.
+    """
     program = maker.frame.program
     total = 0.0
     for v in values:
@@ -118,7 +118,7 @@ def reshard_ms(
             types = (program.values[program.ops[op].results[0]].dtype for op in views)
             least = min(map(dtype_bytes, (value.dtype, *types)))
             size = size * least / dtype_bytes(value.dtype)
-        total += moves.cost_ms(size, have, (), want)
+        total += cost_ms(size, have, (), want)
     return total
 
 

@@ -12,7 +12,7 @@ from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import (
+from cfp.search.choices import (
     choose_candidates,
     preset_parts,
     segment_candidate,
@@ -20,7 +20,7 @@ from cfp.search.candidates import (
 from cfp.search.costs import Costs
 from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.measure import pair_job, segment_job
+from cfp.search.measure import part_job
 from cfp.search.problem import Option, SegmentChoice
 from cfp.settings import LEAST_ADDED_SHARE
 
@@ -200,14 +200,14 @@ class WantedMaker:
         self._environment = environment
         self._in_context = in_context
         self.kernels = kernels
-        self._family: dict[tuple[int, tuple], str] = {}
+        self._family: dict[tuple[int, SegmentChoice], str] = {}
         self._made: Counter[int] = Counter()
         self._jobs: dict[tuple, Job] = {}
         self._required = preset_parts(analysis, classics.values())
         for name, choice in classics.items():
             for kind, parts in enumerate(preset_parts(analysis, [choice])):
-                for key in parts:
-                    self._family.setdefault((kind, key), name)
+                for part in parts:
+                    self._family.setdefault((kind, part), name)
 
     def first(self, per_kind: int, others: int) -> list[Wanted]:
         """For each kind the parts of the classics, and the best others by estimate.
@@ -218,7 +218,7 @@ class WantedMaker:
         """
         found = []
         for kind, estimate in enumerate(self.estimates):
-            required = list(self._required[kind].values())
+            required = self._required[kind]
             count = min(per_kind, len(required) + others)
             chosen = choose_candidates(estimate, required, count)
             for candidate in with_kernels(self.kernels, kind, chosen):
@@ -237,7 +237,7 @@ class WantedMaker:
         neighbour, between_ms = self._neighbour_choice(index, candidate, near)
         neighbour_index = analysis.representatives[analysis.segments[near].kind]
         alone = self._alone(neighbour_index, neighbour, label)
-        together = pair_job(
+        together = part_job(
             analysis,
             {index: candidate, near: neighbour},
             self._environment,
@@ -265,10 +265,10 @@ class WantedMaker:
         return f"segment {kind}: {self._made[kind]}"
 
     def _alone(self, index: int, candidate: SegmentChoice, label: str) -> Job:
-        key = (index, candidate.key)
+        key = (index, candidate)
         if key not in self._jobs:
-            how = (candidate, self._environment, label)
-            self._jobs[key] = segment_job(self._analysis, index, *how)
+            picks = {index: candidate}
+            self._jobs[key] = part_job(self._analysis, picks, self._environment, label)
         return self._jobs[key]
 
     def _neighbour_choice(
@@ -281,8 +281,8 @@ class WantedMaker:
         """
         analysis = self._analysis
         kind, other = analysis.segments[index].kind, analysis.segments[near].kind
-        relative = self._family.get((kind, candidate.key))
-        options = list(self._required[other].values())
+        relative = self._family.get((kind, candidate))
+        options = self._required[other]
         if other == kind:
             options = [candidate]
         elif relative is not None:
@@ -311,11 +311,11 @@ def computed_again(
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
     if base.neighbour is None or alone:
-        job = segment_job(analysis, index, candidate, environment, label)
+        job = part_job(analysis, {index: candidate}, environment, label)
         return Wanted(base.kind, candidate, job, base=base)
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
-    together = pair_job(analysis, picks, environment, f"{label}, in context")
+    together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.job.key.digest,)))
     return replace(base, candidate=candidate, pair_job=together, base=base)

@@ -87,7 +87,7 @@ def tokens_spread(frame: Any) -> Any:
 
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     """What a choice takes and needs by the estimates that plans are chosen by."""
-    from cfp.search.candidates import estimate_kinds
+    from cfp.search.choices import estimate_kinds
     from cfp.search.costs import Costs, build_problem
     from cfp.search.expected import estimate_options
     from cfp.solution import predicted_bytes, predicted_ms
@@ -334,7 +334,7 @@ class Maker:
         self, analysis: Any, choice: Any, is_ring: bool
     ) -> tuple[tuple[int, str], ...]:
         """The first kernel that each segment can have under a choice, or its ring."""
-        from cfp.search.candidates import segment_candidate
+        from cfp.search.choices import segment_candidate
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.stand_in.devices.flat[0].platform

@@ -22,7 +22,7 @@ from cfp.analysis.layout import Choice
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.classics import presets
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.kernels import Kernels
 from cfp.targets import resolve
 from cfp_test.bench.attention_planned import (

@@ -34,7 +34,7 @@ from cfp.presets.classics import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.candidates import estimate_kinds, leading_classics
+from cfp.search.choices import estimate_kinds, leading_classics
 from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 from cfp_test.checking import make_mesh

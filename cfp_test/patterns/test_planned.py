@@ -14,7 +14,7 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings
 from cfp.models.registry import build, initialise
 from cfp.presets.classics import presets
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.kernels import Kernels
 from cfp.search.measure import segment_bytes, segment_layout
 from cfp_test.checking import prepare

@@ -351,7 +351,7 @@ import os, sys
 import jax
 from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.pipeline import run_tasks
+from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.tasks import Task
 from cfp.profiling.store import ProfileStore
 

@@ -18,7 +18,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race.candidates import predicted_size, rematerialized, with_options
 from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import Answer, known_to_fit
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.measure import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY

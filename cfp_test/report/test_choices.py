@@ -19,7 +19,7 @@ from cfp.program.trace import trace
 from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.words import candidate_words, option_names
-from cfp.search.candidates import segment_candidate
+from cfp.search.choices import segment_candidate
 from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem, SegmentChoice
 from cfp.search.tradeoff import trade_off

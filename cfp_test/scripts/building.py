@@ -29,12 +29,12 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.context import open_context
 from cfp.passes.profile import look_up, tuning_jobs
-from cfp.profiling import pipeline
+from cfp.profiling import scheduler
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.candidates import estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 def _builders_keep(cores: set[int]) -> None:
     """Has threads that build begin by leaving the timing thread's core."""
-    pipeline.ThreadPoolExecutor = lambda **given: ThreadPoolExecutor(
+    scheduler.ThreadPoolExecutor = lambda **given: ThreadPoolExecutor(
         **given, initializer=os.sched_setaffinity, initargs=(0, cores)
     )
 

@@ -28,7 +28,7 @@ from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
-from cfp.search.candidates import best_candidates, estimate_kinds, whole_choice
+from cfp.search.choices import best_candidates, estimate_kinds, whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
@@ -51,13 +51,13 @@ def enumerate_pool(
         context.environment,
         context.settings.in_context,
     )
-    found = {(w.kind, w.candidate.key): w for w in guided}
+    found = {(w.kind, w.candidate): w for w in guided}
     for kind, estimate in enumerate(estimates):
         for mode in Storage:
             for candidate in best_candidates(estimate, mode, pool):
-                if (kind, candidate.key) not in found:
+                if (kind, candidate) not in found:
                     made = maker.make(kind, candidate)
-                    found[kind, candidate.key] = made
+                    found[kind, candidate] = made
     return list(found.values())
 
 

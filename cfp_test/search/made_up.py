@@ -7,7 +7,7 @@ from cfp.presets.classics import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.candidates import estimate_kinds, segment_candidate
+from cfp.search.choices import estimate_kinds, segment_candidate
 from cfp.search.problem import Option
 from cfp_test.checking import make_mesh
 
@@ -39,6 +39,6 @@ def options_of(analysis, seed):
                 residual_bytes=0,
                 temp_bytes=0,
             )
-            parts.setdefault(part.key, option)
+            parts.setdefault(part, option)
         found.append(list(parts.values()))
     return found

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cfp.analysis.layout import lay_out
 from cfp.models import registry
 from cfp.search import bounds, dynamic
-from cfp.search.candidates import whole_choice
+from cfp.search.choices import whole_choice
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, solution
-from cfp.search.transitions import TransitionCosts
+from cfp.search.transitions import transition_ms
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
@@ -65,7 +65,6 @@ class Program:
             self.analysis, self.problem, solution(self.problem, picks)
         )
         layout = lay_out(frame, choice)
-        moves = TransitionCosts(self.rates, frame.mesh)
         place = {op: s.index for s in segments for op in s.ops}
         owner = {
             program.args[position]: s.index
@@ -100,7 +99,7 @@ class Program:
             kept = program.values[v].producer < 0 and layout.read_spec(v) == want
             kept = kept and have == layout.spec(v)
             if reader == nearest and abs(reader - maker) > 1 and not kept:
-                total += moves.cost_ms(size, have, (), want)
+                total += transition_ms(self.rates, frame.mesh, size, have, (), want)
         return total
 
     def _read(self, layout, op, index):

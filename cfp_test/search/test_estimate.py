@@ -8,7 +8,7 @@ import pytest
 from cfp.analysis.layout import Storage
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.search.candidates import best_candidates, leading_classics, segment_candidate
+from cfp.search.choices import best_candidates, leading_classics, segment_candidate
 from cfp.search.estimate import Estimator
 from cfp.search.problem import SegmentChoice
 from cfp_test.models.tiny import TINY

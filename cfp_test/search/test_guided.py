@@ -12,7 +12,7 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.candidates import best_candidates, leading_classics
+from cfp.search.choices import best_candidates, leading_classics
 from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
@@ -219,8 +219,8 @@ def test_what_runs_only_if_computed_again_is_found(small):
 
     def broken(candidate):
         if not allowed:
-            allowed.append(candidate.key)  # Without any there is nothing to go on from.
-        return not candidate.remat and candidate.key not in allowed
+            allowed.append(candidate)  # Without any there is nothing to go on from.
+        return not candidate.remat and candidate not in allowed
 
     found = devices.explore(budget_bytes=budget)
     again = [w for w in found.wanted if w.candidate.remat]
@@ -261,7 +261,7 @@ def test_the_same_records_ask_for_the_same_things(model, little):
     analysis, estimates = model
     first, second = (
         [
-            (w.kind, w.candidate.key)
+            (w.kind, w.candidate)
             for w in Devices(analysis, estimates, noise=1.0).explore(little).wanted
         ]
         for _ in range(2)
@@ -389,7 +389,7 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
         failed = item.base.has_failed(found.records)
         # What was asked for before that was known has failed, too.
         assert item.shares_job != failed or item.failure(found.records)
-    asked = [(w.kind, w.candidate.key, w.pair_job is None) for w in found.wanted]
+    asked = [(w.kind, w.candidate, w.pair_job is None) for w in found.wanted]
     assert len(set(asked)) == len(asked)
     assert devices.best(found, budget) is not None
 

@@ -10,12 +10,12 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.candidates import estimate_kinds, segment_candidate
+from cfp.search.choices import estimate_kinds, segment_candidate
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
 from cfp.search.measure import whole_job
 from cfp.search.orders import summed_in_two_orders
-from cfp.search.temporaries import is_in_memory
+from cfp.search.temporaries import Course, _steps, is_in_memory
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 
@@ -58,9 +58,9 @@ def kept_and_needed(remat, name):
     )
     kept = needed = 0
     for segment in analysis.segments:
-        key = segment_candidate(analysis, segment.index, choice).key
+        key = segment_candidate(analysis, segment.index, choice)
         options = found.estimated[segment.kind]
-        [option] = [o for o in options if o.candidate.key == key]
+        [option] = [o for o in options if o.candidate == key]
         kept += option.residual_bytes
         needed = max(needed, kept + option.temp_bytes)
     job = whole_job(analysis, choice, (), name)
@@ -89,16 +89,18 @@ def scores_step(turned, params, x):
     """A softmax over the last dim of scores that one product gives in another order."""
 
     def loss(params):
-        spec = "qd,kd->kq" if turned else "qd,kd->qk"
+        spec = "qd,kd->kq" if turned == 1 else "qd,kd->qk"
         scores = jnp.einsum(spec, x @ params["q"], x @ params["k"])
-        weights = jax.nn.softmax(scores.T if turned else scores)
+        for _ in range(turned):
+            scores = jnp.tanh(scores.T)
+        weights = jax.nn.softmax(scores)
         return jnp.square(jnp.einsum("qk,kd->qd", weights, x)).mean()
 
     grads = jax.grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("turned", [0, 1, 2], ids=["as_it_lies", "once", "twice"])
 def test_what_is_summed_and_read_in_two_orders_is_in_memory(turned):
     """The weights' gradient times the weights, of which a softmax sums rows."""
     rows, width = 48, 16
@@ -109,7 +111,28 @@ def test_what_is_summed_and_read_in_two_orders_is_in_memory(turned):
     analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
     program = analysis.frame.program
     found = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
-    assert [program.values[v].shape for v in found] == [(rows, rows)] * turned
+    assert [program.values[v].shape for v in found] == [(rows, rows)] * (turned == 1)
     for v in found:
         op = program.ops[program.values[v].producer]
         assert op.kind == "multiply" and "transpose(" in op.scope
+
+
+def test_what_a_tensor_in_memory_is_made_of_is_free_behind_it():
+    """Rows of a product in two orders are summed: it is read, not its factors."""
+    rows = 48
+
+    def step(x, y, w):
+        product = (x @ y) * (y @ x).T
+        return (product / product.sum(axis=1, keepdims=True)) @ w
+
+    args = (normal(0, rows, rows), normal(1, rows, rows), normal(2, rows, 2))
+    program, _ = trace(flatten_step(step, args), make_mesh((("x", 2),)))
+    whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    [v] = whole
+    assert program.ops[program.values[v].producer].kind == "multiply"
+    size = FLOAT_BYTES * rows * rows
+    ops = [op.id for op in program.ops]
+    course = Course(_steps(program, ops, frozenset(), whole))
+    peak = course.peak_bytes(lambda v: program.values[v].size_bytes // size * size)
+    # Both factors and the product; not these and the quotient.
+    assert peak == 3 * size

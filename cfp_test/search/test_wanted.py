@@ -14,7 +14,7 @@ from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.candidates import estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.costs import Costs
 from cfp.search.measure import can_recompute, whole_job
 from cfp.search.wanted import WantedMaker, computed_again

@@ -18,7 +18,7 @@ from cfp.attention.matching.functions import (
 )
 from cfp.attention.matching.reference import Meaning
 from cfp.attention.problem import Problem
-from cfp.attention.strategy import Strategy
+from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
@@ -118,7 +118,7 @@ def refused(
         platform: of its devices, such as "cpu" or "gpu".
     """
     try:
-        strategy = Strategy.of(dict(way.roles) or None, dict(sizes))
+        strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))
     except AttentionError as error:
         return str(error)
     return refusal(problem, strategy, KERNELS[way.implementation], platform)

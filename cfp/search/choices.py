@@ -9,8 +9,7 @@ unless they are estimated to take far longer than the best of all.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -63,28 +62,28 @@ def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] 
     """A whole program's choice as options of a problem; None if it has not all."""
     picks = []
     for segment in analysis.segments:
-        wanted = segment_candidate(analysis, segment.index, choice).key
-        keys = [option.candidate.key for option in problem.options[segment.kind]]
-        if wanted not in keys:
+        wanted = segment_candidate(analysis, segment.index, choice)
+        known = [option.candidate for option in problem.options[segment.kind]]
+        if wanted not in known:
             return None
-        picks.append(keys.index(wanted))
+        picks.append(known.index(wanted))
     return picks
 
 
 def preset_parts(
     analysis: Analysis, choices: Iterable[Choice]
-) -> list[dict[tuple, SegmentChoice]]:
-    """For each kind of segment the parts of choices that concern it, by key.
+) -> list[list[SegmentChoice]]:
+    """For each kind of segment the parts of choices that concern it, each once.
 
     Equal segments may differ in a preset: the last layer hands over to something else
     than to a layer.
     """
-    found: list[dict[tuple, SegmentChoice]] = [{} for _ in analysis.representatives]
+    found: list[dict[SegmentChoice, None]] = [{} for _ in analysis.representatives]
     for choice in choices:
         for segment in analysis.segments:
-            member = segment_candidate(analysis, segment.index, choice)
-            found[segment.kind].setdefault(member.key, member)
-    return found
+            part = segment_candidate(analysis, segment.index, choice)
+            found[segment.kind][part] = None
+    return [list(parts) for parts in found]
 
 
 def best_candidates(
@@ -120,17 +119,14 @@ def best_candidates(
     ]
 
 
-def ranked_by_mode(estimate: SegmentEstimate, count: int) -> list[list[SegmentChoice]]:
-    """The cheapest choices of a segment for each way to store its parameters."""
+def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoice]:
+    """The cheapest choices of a segment by estimate.
+
+    So many for each way to store its parameters.
+    """
     modes = list(Storage) if estimate.segment.groups else [Storage.USED]
-    return [best_candidates(estimate, mode, count) for mode in modes]
-
-
-def cheapest_first(
-    ranked: Iterable[Iterable[SegmentChoice]],
-) -> Iterator[SegmentChoice]:
-    """Candidates of all modes, by estimate."""
-    return heapq.merge(*ranked, key=lambda c: c.estimate_ms)
+    found = [c for mode in modes for c in best_candidates(estimate, mode, count)]
+    return sorted(found, key=lambda c: c.estimate_ms)
 
 
 def choose_candidates(
@@ -140,16 +136,17 @@ def choose_candidates(
 ) -> list[SegmentChoice]:
     """What to measure of a segment: the required ones, and the best by estimate.
 
-    The best of every storage mode take turns, so that each mode is represented.
+    The best of every storage mode come first, so that each mode is represented.
     """
-    found = {c.key: c for c in required}
-    ranked = ranked_by_mode(estimate, count)
-    leaders = [mode[0] for mode in ranked if mode]
-    for candidate in (*leaders, *cheapest_first(ranked)):
+    found = dict.fromkeys(required)
+    ranked = ranked_candidates(estimate, count)
+    leaders = {c.storage: c for c in reversed(ranked)}
+    first = [leaders[mode] for mode in Storage if mode in leaders]
+    for candidate in (*first, *ranked):
         if len(found) >= max(count, len(required)):
             break
-        found.setdefault(candidate.key, candidate)
-    return list(found.values())
+        found.setdefault(candidate)
+    return list(found)
 
 
 def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.passes import budgets
+from cfp.passes import tradeoff
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
@@ -52,10 +52,10 @@ def measured(analysis, mesh, folder, monkeypatch):
                 rounds.append([job.label for job in jobs])
             return profile(program, mesh, jobs, store, **options)
 
-        monkeypatch.setattr(budgets, "ROUND_SIZE", 2)
+        monkeypatch.setattr(tradeoff, "ROUND_SIZE", 2)
         monkeypatch.setattr("cfp.profiling.looker.profile", asked)
         monkeypatch.setattr(
-            budgets, "time", SimpleNamespace(monotonic=lambda: next(clock))
+            tradeoff, "time", SimpleNamespace(monotonic=lambda: next(clock))
         )
         # However slow the machine is, what is not computed again is measured whole.
         never = SimpleNamespace(
@@ -63,9 +63,9 @@ def measured(analysis, mesh, folder, monkeypatch):
         )
         monkeypatch.setattr("cfp.passes.profile.time", never)
         settings = PlannerSettings(per_kind=3, in_context=False, seconds=seconds)
-        problem = budgets.measure_all_budgets(analysis, mesh, folder, settings)
+        problem = tradeoff.measure_all_budgets(analysis, mesh, folder, settings)
         again = {
-            (kind, option.candidate.key)
+            (kind, option.candidate)
             for kind, options in enumerate(problem.options)
             for option in options
             if option.candidate.remat

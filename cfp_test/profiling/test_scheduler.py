@@ -13,9 +13,9 @@ from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Marks
 from cfp.profiling.marks_folder import MarksFolder, Suspicion
-from cfp.profiling.pipeline import run_tasks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.tasks import Progress, Task
 from cfp.profiling.threads import default_threads, overlaps
 from cfp_test.waiting import GUARD_SECONDS, until

@@ -148,8 +148,8 @@ def plan_fastest(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"Expected variants with a name each, got {names}.")
-    is_raced = settings is None or settings.race
-    if preset is not None and not is_raced and len(names) > 1:
+    several = len(names) > 1
+    if several and preset is not None and settings is not None and not settings.race:
         raise CfpError(
             f"Without a race nothing says which of {', '.join(names)} is the fastest "
             f"under the preset {preset!r}. Have a race, or take one of them."
@@ -172,7 +172,7 @@ def plan_fastest(
             pins=pins,
             preset=preset,
             cache_dir=cache_dir,
-            settings=_telling(how, variant.name) if len(names) > 1 else how,
+            settings=_telling(how, variant.name) if several else how,
         )
 
     doing = f"planning variants of a step: {', '.join(names)}"

@@ -26,7 +26,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race import race as story
-from cfp.race.enough import best_of, in_reach, raced_anyway
+from cfp.race.enough import near_among, raced_anyway
 from cfp.race.programs import TOO_LARGE, RaceResult
 from cfp.race.run import Run
 from cfp.race.shortage import no_winner
@@ -435,11 +435,7 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
 def near_and_far(plan, others, reach):
     every = [plan, *others]
     anyway = raced_anyway(every, {one.choice for one in others})
-    near = [
-        one
-        for one in others
-        if one.key in anyway or in_reach(one, best_of([plan]), reach)
-    ]
+    near = near_among(others, anyway, reach, [plan])
     return [c.name for c in near], [c.name for c in others if c not in near]
 
 

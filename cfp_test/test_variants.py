@@ -240,6 +240,11 @@ def test_planning_variants_says_what_takes_the_time(altered, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_settings_of_another_type_are_one_message(tmp_path):
+    with pytest.raises(CfpError, match=r"settings is a dict. Pass cfp.PlannerSettings"):
+        cfp.plan_fastest([SHAPES[0]], cache_dir=tmp_path, settings={"race": True})
+
+
 def test_variants_need_names_of_their_own(tmp_path):
     for wrong in ([], [SHAPES[0], SHAPES[0]]):
         with pytest.raises(CfpError, match="a name each"):

@@ -286,7 +286,8 @@ def _check_complete(context: PlanContext, profiles: Profiles) -> None:
 def _profile_first(problem: str) -> CfpError:
     return CfpError(
         f"{problem}\nRun the profile pass (cfp profile) first, with the same target, "
-        "mesh, --quick, --per-kind, --pin and --workdir; or cfp plan, which does all."
+        "mesh, --quick, --per-kind, --pin and --workdir; or cfp plan, which does all "
+        "(on virtual CPU devices with --measure)."
     )
 
 

@@ -63,7 +63,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         named |= rematerialized(analysis, (problem, hoped), named)
     if not found:
         if not compiled:
-            raise over_budget(analysis, problem)
+            reserve = context.memory.reserve_bytes if context.memory else 0
+            raise over_budget(analysis, problem, reserve)
         lean = leanest_of(analysis, problem)
         found[lean.choice] = lean.predicted_ms or 0.0
     (choice, best_ms), *others = found.items()

@@ -20,7 +20,7 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
-from cfp.race.programs import RaceProgram, RaceResult
+from cfp.race.programs import RaceProgram, RaceResult, was_refused
 from cfp.settings import MOST_REFUSED
 
 
@@ -64,19 +64,13 @@ def compile_programs(
     Returns:
         What became of each, in their order: without samples, if it fits.
     """
-    jobs = {one.job.key.digest: one.job for one in programs}
-    known = known_records(builder, jobs)
+    known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
     with builder.marks as marks:
         fresh = build_each(builder, new, marks)
-    failed = {
-        digest: replace(one, choice=jobs[digest].choice)
-        for digest, one in fresh.items()
-        if isinstance(one, ProfileRecord)
-    }
-    keep([*failed.values()], builder.store)
-    outcomes = {**fresh, **failed, **known}
-    return results_of(programs, outcomes, builder.budget_bytes, known)
+    failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
+    keep(failed, builder.store)
+    return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
 
 
 def build_each(
@@ -87,58 +81,54 @@ def build_each(
     They are built side by side, each once. Where time is over what fits is enough, of
     truncated programs by the scaled memory; the others are left out.
     """
-    mesh, built, options = builder.mesh, builder.built, builder.options
-    here = builder.program, mesh
-    places = {one.job.key.digest: one.place or here for one in programs}
-    jobs = {one.job.key.digest: one.job for one in programs}
-    if not jobs:
-        return {}
-    names: dict[str, list[str]] = defaultdict(list)
+    wanted: dict[str, list[RaceProgram]] = defaultdict(list)
     for one in programs:
-        names[one.job.key.digest].append(one.name)
-
-    def known(digest: str) -> Built | None:
-        return next((built[name] for name in names[digest] if name in built), None)
-
-    there = {digest for digest in jobs if known(digest)}
+        wanted[one.job.key.digest].append(one)
+    if not wanted:
+        return {}
+    mesh, built, options = builder.mesh, builder.built, builder.options
     agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
-    place = place_for(platform, options.place)
+    place, most_bytes = place_for(platform, options.place), builder.budget_bytes
     environment = replace(
         BuildEnvironment.beside(builder.store.build_path),
         always=options.compiler_options,
         place=place,
     )
     most = default_threads(platform) if place is None else place.at_once
-    scales = {one.job.key.digest: one.ratios.memory for one in programs}
-    most_bytes = builder.budget_bytes
     done: list[str] = []
     too_large: list[str] = []
+
+    def known(digest: str) -> Built | None:
+        names = (one.name for one in wanted[digest])
+        return next((built[name] for name in names if name in built), None)
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         # Several processes have clocks of their own.
         enough = done or len(too_large) >= MOST_REFUSED
         if agreement.alone and enough and time.monotonic() > builder.end:
             return None
-        job = jobs[digest]
+        one = wanted[digest][-1]
         if (ready := known(digest)) is not None:
-            outcome = replace(ready, key=job.key)
+            outcome = replace(ready, key=one.job.key)
         else:
-            with marks.doing(job.key, job.label, "build"):
-                outcome = build(*places[digest], job, environment)
+            where = one.place or (builder.program, mesh)
+            with marks.doing(one.job.key, one.job.label, "build"):
+                outcome = build(*where, one.job, environment)
         if isinstance(outcome, Built):
-            built.update(dict.fromkeys(names[digest], outcome))
-            needed = scales[digest] * outcome.peak_bytes
+            built.update(dict.fromkeys((p.name for p in wanted[digest]), outcome))
+            needed = one.ratios.memory * outcome.peak_bytes
             large = most_bytes is not None and needed > most_bytes
             (too_large if large else done).append(digest)
         return outcome
 
+    there = {digest for digest in wanted if known(digest)}
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
-    with cache, builders(marks.at_once(jobs, most)) as pool:
-        outcomes = pool.map(with_settings(build_in_time), jobs)
-        for digest, job in jobs.items():
+    with cache, builders(marks.at_once(wanted, most)) as pool:
+        outcomes = pool.map(with_settings(build_in_time), wanted)
+        for digest, (*_, one) in wanted.items():
             if digest not in there:
-                options.tell(f"compiling {job.label}")
+                options.tell(f"compiling {one.job.label}")
             if (outcome := next(outcomes)) is None:
                 continue
             is_built = [isinstance(outcome, Built)]
@@ -149,6 +139,8 @@ def build_each(
             elif isinstance(outcome, Built) and not fits(outcome, most_bytes):
                 reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
+            if isinstance(outcome, ProfileRecord):
+                outcome = replace(outcome, choice=one.job.choice)
             found[digest] = outcome
     return found
 
@@ -189,13 +181,13 @@ def results_of(
 
 
 def known_records(
-    builder: Builder, jobs: Mapping[str, Job]
+    builder: Builder, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
-    """Records of jobs, by key, that need not be made again."""
-    bury(builder.store, about=jobs)
+    """Records of programs, by key, that need not be made again."""
+    bury(builder.store, about=digests)
     return {
         digest: record
-        for digest, record in builder.store.common(jobs).items()
+        for digest, record in builder.store.common(digests).items()
         if not is_to_retry(record, builder.options.retry_failures)
         # Something was refused for its size alone, and the budget has grown.
         and not (was_refused(record) and fits(record, builder.budget_bytes))
@@ -226,9 +218,3 @@ def _too_late(job: Job) -> ProfileRecord:
     return ProfileRecord(
         key=key.digest, parts=key.parts, status="timeout", reason=reason
     )
-
-
-def was_refused(record: ProfileRecord) -> bool:
-    """Whether a program was compiled, and then refused for its size."""
-    compiled = record.peak_bytes > 0 and not record.run_seconds
-    return record.status == "out_of_memory" and compiled

@@ -90,29 +90,28 @@ def expected_ms(candidate: Candidate) -> float:
     return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
 
 
-def in_reach(
-    candidate: Candidate, best_ms: float, reach: Mapping[ConstraintLevel, float]
-) -> bool:
-    """Whether a candidate may be faster than the best; what is unknown may be."""
-    limit_ms = reach[candidate.level] * best_ms
-    return candidate.predicted_ms is None or expected_ms(candidate) <= limit_ms
-
-
 def near_among(
     candidates: Sequence[Candidate],
-    best_ms: float,
     anyway: Collection[Any],
     reach: Mapping[ConstraintLevel, float],
+    fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Those that take part by their keys, or may be faster than the best."""
+    """Those that may be faster than the best, and those that take part anyway.
+
+    Args:
+        candidates: what there is; without a prediction each may be faster.
+        anyway: keys of what takes part however slow it is.
+        reach: how many times as long as the best a candidate may take.
+        fitting: what is known to fit; the best is of these, or of the candidates.
+    """
+    best_ms = min(map(expected_ms, fitting or candidates), default=float("inf"))
     return [
-        one for one in candidates if one.key in anyway or in_reach(one, best_ms, reach)
+        one
+        for one in candidates
+        if one.key in anyway
+        or one.predicted_ms is None
+        or expected_ms(one) <= reach[one.level] * best_ms
     ]
-
-
-def best_of(candidates: Sequence[Candidate]) -> float:
-    """The least time that any of them should take; infinite if none is known."""
-    return min(map(expected_ms, candidates), default=float("inf"))
 
 
 def raced_anyway(
@@ -163,64 +162,61 @@ def enough_that_fit(
         presets: choices of which the fastest is compiled however slow it is.
         known: keys of what was compiled before and fits: it is tried in any case.
     """
-    found, queue = Admitted(), list[Candidate]()
+    found = Admitted()
+    # Ways to compile a candidate: the next, and tighter limits, should that not fit.
+    queue = list[list[Candidate]]()
     limited = set[Choice]()  # With fewer constraints each needs no less.
-    tighter = dict[Any, list[Candidate]]()  # Limits to be tried next, by key.
-
-    def loosest(ways: list[Candidate]) -> None:
-        if ways:
-            queue.append(ways[0])
-            limited.add(ways[0].choice)
-            tighter[ways[0].key] = ways[1:]
-
     for place, one in enumerate(candidates):
         # The plan is compiled as it is, and what is known to fit needs no prediction.
         is_sure = not place or one.options or one.key in known
         size = None if memory is None or is_sure else size_of(one)
-        if memory is None or size is None:
-            queue.append(one)
-        elif not may_fit(memory, size):
-            found.too_large.append(one)
-        elif size.peak_bytes * COMPILED_TO_PREDICTED <= memory.budget_bytes:
-            queue.append(one)
-        elif not (variants := with_options([one], limit_options(memory, size))):
-            queue.append(one)
-        elif one.choice in limited:
-            found.too_large.append(one)
+        ways = [one]
+        if memory is not None and size is not None:
+            is_large = size.peak_bytes * COMPILED_TO_PREDICTED > memory.budget_bytes
+            if not may_fit(memory, size):
+                ways = []
+            elif is_large and (limits := limit_options(memory, size)):
+                ways = with_options([one], limits) if one.choice not in limited else []
+                limited.add(one.choice)
+        if ways:
+            queue.append(ways)
         else:
-            loosest(variants)
+            found.too_large.append(one)
     refused: set[Any] = set()
-    anyway = {*known, *raced_anyway([*candidates[:1], *queue], presets)}
+    first = [*candidates[:1], *(one for one, *_ in queue)]
+    anyway = {*known, *raced_anyway(first, presets)}
     while queue:
-        queue.sort(key=expected_ms)
-        if len(refused) >= MOST_REFUSED:
-            near = [] if found.fitting else [c for c in queue if c.key in known][:1]
-        elif reach is None:
-            near = [] if found.fitting else queue[:1]
-        else:
-            best_ms = best_of([one for one, _ in found.fitting] or queue)
-            near = near_among(queue, best_ms, anyway, reach)
-            near = near or ([] if found.fitting else queue[:1])
-            if memory is not None:
-                near = near[: MOST_REFUSED - len(refused)]
+        queue.sort(key=lambda ways: expected_ms(ways[0]))
+        first, allowed = [ways[0] for ways in queue], MOST_REFUSED - len(refused)
+        near = []
+        if reach is not None and allowed > 0:
+            fitting = [one for one, _ in found.fitting]
+            near = near_among(first, anyway, reach, fitting)
+        if not near and not found.fitting:
+            near = [one for one in first if allowed > 0 or one.key in known][:1]
+        elif memory is not None:
+            near = near[:allowed]
         if not near:
             break
-        queue = [one for one in queue if one not in near]
-        for one, compiled in zip(near, compile_all(near), strict=True):
+        tried = [ways for ways in queue if ways[0] in near]
+        queue = [ways for ways in queue if ways[0] not in near]
+        sizes = compile_all([one for one, *_ in tried])
+        for (one, *ways), compiled in zip(tried, sizes, strict=True):
             if compiled.may_race:
                 found.fitting.append((one, compiled))
                 continue
             found.refused.append((one, compiled))
             refused.add((one.choice, one.level))
-            if one.key in tighter:
-                loosest(tighter[one.key])
-            elif (
+            if (
                 memory is not None
                 and not (compiled.fits or one.choice in limited)
                 and MEMORY_SHARE not in one.options
                 and may_fit(memory, compiled.record)
             ):
-                loosest(with_options([one], limit_options(memory, compiled.record)))
+                ways = with_options([one], limit_options(memory, compiled.record))
+            if ways:
+                queue.append(ways)
+                limited.add(one.choice)
         refused -= {(one.choice, one.level) for one, _ in found.fitting}
-    found.far.extend(queue)
+    found.far.extend(one for one, *_ in queue)
     return found

@@ -167,11 +167,18 @@ class RaceOutcome:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
+def was_refused(record: ProfileRecord) -> bool:
+    """Whether a program was compiled, and then refused for its size."""
+    compiled = record.peak_bytes > 0 and not record.run_seconds
+    return record.status == "out_of_memory" and compiled
+
+
 def race_row(result: RaceResult) -> RaceRow:
     """How a program did, as a plan keeps it."""
     record = result.record
     note = "" if record.ok else f"{record.status}: {record.reason}"
-    if record.ok and not result.fits:
+    if (record.ok or was_refused(record)) and not result.fits:
+        # What a record says of a budget may be of an earlier one.
         note = "over the memory budget"
     return RaceRow(
         name=result.name,

@@ -29,8 +29,7 @@ from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.race.compile import was_refused
-from cfp.race.programs import RaceProgram, programs_of
+from cfp.race.programs import RaceProgram, programs_of, was_refused
 from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, predicted_ms

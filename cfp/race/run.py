@@ -22,7 +22,6 @@ from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
     Admitted,
-    best_of,
     enough_that_fit,
     limit_options,
     near_among,
@@ -267,8 +266,8 @@ class Run:
 
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
-        best_ms, anyway = best_of(candidates), raced_anyway(candidates, self.presets)
-        return near_among(candidates, best_ms, anyway, self.context.reach)
+        anyway = raced_anyway(candidates, self.presets)
+        return near_among(candidates, anyway, self.context.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         memory = self.context.memory

@@ -17,6 +17,7 @@ from cfp.race.remembered import choice_of
 from cfp.race.truncated import WHOLE
 from cfp.search.choices import whole_choice
 from cfp.search.dynamic import leanest
+from cfp.search.kept import unmade
 from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem
 from cfp.units import format_bytes
@@ -34,13 +35,19 @@ CODE = "code"
 RESERVE = "what the allocator may add"
 
 
-def over_budget(analysis: Analysis, problem: Problem) -> MemoryBudgetError:
-    """The error for a budget that nothing fits in by prediction."""
+def over_budget(
+    analysis: Analysis, problem: Problem, reserve_bytes: int = 0
+) -> MemoryBudgetError:
+    """The error for a budget, and its reserve, that nothing fits in by prediction."""
     best = leanest(problem)
-    needed = best.memory_bytes
+    needed = best.memory_bytes + reserve_bytes
     arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
-    use = {ARGUMENTS: arguments, TEMPORARIES: needed - arguments}
-    budget = format_bytes(problem.budget_bytes or 0)
+    use = {
+        ARGUMENTS: arguments,
+        TEMPORARIES: best.memory_bytes - arguments,
+        RESERVE: reserve_bytes,
+    }
+    budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
     first = (
         f"No plan fits in {budget} of memory on each device. The smallest budget that "
         f"would do is about {format_bytes(needed, up=True)}, by prediction."
@@ -126,7 +133,7 @@ def _error(
 def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str]:
     """What the largest parts consist of, as far as that is known."""
     frame, program = analysis.frame, analysis.frame.program
-    layout = lay_out(frame, choice)
+    layout, kernels = lay_out(frame, choice), dict(choice.kernels)
     if ARGUMENTS in large:
         sizes = [argument_bytes(layout, place) for place in range(len(program.args))]
         named = largest_text(zip(program.arg_names, sizes, strict=True))
@@ -137,7 +144,10 @@ def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str
             value_bytes(layout, v),
         )
         for segment in analysis.segments
-        for v in sorted(held_values(frame, segment, segment.index in choice.remat))
+        for v in sorted(
+            held_values(frame, segment, segment.index in choice.remat)
+            - unmade(layout, segment, kernels.get(segment.index, ""))
+        )
     ]
     if TEMPORARIES in large and kept:
         total = format_bytes(sum(size for _, size in kept))

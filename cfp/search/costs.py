@@ -13,7 +13,7 @@ from cfp.analysis.segments import Segment
 from cfp.presets.classics import preset
 from cfp.profiling.collectives import Rates
 from cfp.search.choices import segment_candidate
-from cfp.search.kept import kernel_sites, unmade
+from cfp.search.kept import kernel_sites, shares_made
 from cfp.search.measure import (
     SegmentBytes,
     argument_bytes,
@@ -67,10 +67,10 @@ class Costs:
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """What a segment needs while it runs, besides what it keeps: an estimate."""
         segment, layout = self._segment(kind), self._layout(kind, candidate)
-        absent = unmade(layout, segment, candidate.kernel)
+        shares = shares_made(layout, segment, candidate.kernel)
 
         def size_of(v: int) -> int:
-            return 0 if v in absent else bytes_in_memory(layout, v)
+            return round(shares.get(v, 1.0) * bytes_in_memory(layout, v))
 
         needed = self._course(segment).peak_bytes(size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)

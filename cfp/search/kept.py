@@ -8,12 +8,17 @@ there are results of heavy ops, what heavy ops read, and what enters from outsid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 from cfp.analysis.layout import Layout
 from cfp.analysis.segments import Segment
 from cfp.attention.matching.graft import Way
-from cfp.attention.matching.matches import Match, among, way_of
+from cfp.attention.matching.matches import (
+    Match,
+    among,
+    keeps_scores,
+    share_at_once,
+    way_of,
+)
 from cfp.patterns.build import split
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.program.graph import Op, Program
@@ -58,10 +63,29 @@ def kernel_sites(
 
 
 def unmade(layout: Layout, segment: Segment, kernel: str) -> set[int]:
-    """Values of a segment that are not made any more where a kernel computes it."""
+    """Values of a segment that are not kept any more where a kernel computes it."""
+    return _unmade(layout, *kernel_sites(layout, segment.ops, kernel))
+
+
+def shares_made(layout: Layout, segment: Segment, kernel: str) -> dict[int, float]:
+    """Of values that a kernel changes the part that is in memory while it computes."""
     attentions, losses = kernel_sites(layout, segment.ops, kernel)
+    found = dict.fromkeys(_unmade(layout, attentions, losses), 0.0)
+    sizes = dict(layout.frame.mesh)
+    for match, way in attentions:
+        share = share_at_once(match.problem, way, sizes)
+        found |= dict.fromkeys(match.found.between, share)
+    return found
+
+
+def _unmade(
+    layout: Layout,
+    attentions: Sequence[tuple[Match, Way]],
+    losses: Sequence[Replacement],
+) -> set[int]:
     found = set(no_longer_made(layout.frame.program, losses))
-    return found.union(*(match.found.between for match, _ in attentions))
+    less = (match for match, way in attentions if not keeps_scores(way))
+    return found.union(*(match.found.between for match in less))
 
 
 class _Kept:
@@ -70,7 +94,7 @@ class _Kept:
         self._ops = ops
         self._turn = turn
         self._args = frozenset(program.args)
-        self._in_memory = cache(self._find_in_memory)
+        self._roots: dict[int, frozenset[int]] = {}
 
     def find(self) -> set[int]:
         found: set[int] = set()
@@ -86,8 +110,14 @@ class _Kept:
                     found |= self._in_memory(v)
         return found
 
-    def _find_in_memory(self, v: int) -> frozenset[int]:
+    def _in_memory(self, v: int) -> frozenset[int]:
         """The tensors in memory that a value can be made of without heavy ops."""
+        # No functools.cache: recursion through it counts as C's, whose limit is low.
+        if v not in self._roots:
+            self._roots[v] = self._find_roots(v)
+        return self._roots[v]
+
+    def _find_roots(self, v: int) -> frozenset[int]:
         producer = self._program.values[v].producer
         if v in self._args or producer in self._program.leaf_ops:
             return frozenset()

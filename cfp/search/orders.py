@@ -18,6 +18,8 @@ from cfp.search.kept import uses_through
 # left out; none where it is read as it lies in memory.
 Order = tuple[int, ...]
 _AS_IT_LIES: frozenset[Order] = frozenset({()})
+# An order that was reshaped since: no transpose is known to undo it.
+_LOST: Order = (-1,)
 _KEY = "summed in two orders"
 
 
@@ -51,11 +53,22 @@ def _find(program: Program, is_fused: Callable[[int], bool]) -> frozenset[int]:
             found_here = frozenset().union(*read)
             if op.kind == "transpose":
                 found_here = frozenset(_turned(op, order) for order in found_here)
+            elif op.kind == "reshape" and _is_regrouped(program, op):
+                found_here = frozenset(order and _LOST for order in found_here)
             if len({*map(bool, found_here)}) > 1 and _is_summed(program, v, is_fused):
                 found.add(v)
                 found_here = _AS_IT_LIES
             orders[v] = found_here
     return frozenset(found)
+
+
+def _is_regrouped(program: Program, op: Op) -> bool:
+    """Whether a reshape does more than add and leave out dims of size 1."""
+    before, after = (
+        [size for size in program.values[v].shape if size != 1]
+        for v in (op.operands[0], op.results[0])
+    )
+    return before != after
 
 
 def _elements(program: Program, v: int) -> int:
@@ -83,7 +96,9 @@ def _turned(op: Op, order: Order) -> Order:
     moved = tuple(map(before.index, after))
     if before == after:
         return order
-    if len(order) == len(moved):  # Of another length it was reshaped since.
+    if order and len(order) != len(moved):
+        return _LOST
+    if order:
         moved = tuple(order[place] for place in moved)
     return () if moved == tuple(sorted(moved)) else moved
 

@@ -165,14 +165,7 @@ class Terms:
         for index in groups:
             group = frame.groups[index]
             main = program.args[group.args[0]]
-            # How the parameter is read, how it is used, and its widest sharding.
-            wants = terms.reads.get(self.same(main), ())
-            used = wants[0] if wants else ((),) * len(group.shape)
-            used = wide = frame.pins.get(
-                group.args[0], even_spec(used, group.shape, frame.mesh)
-            )
-            if mode is not Storage.USED:
-                wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
+            wants, used, wide = self.state_specs(index, terms, mode)
             size = program.values[main].size_bytes
             if mode is Storage.SHARDED:
                 read = size * self._narrowed(group.reads, main)
@@ -188,6 +181,21 @@ class Terms:
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
         return memory, moves
+
+    def state_specs(
+        self, index: int, terms: BlockTerms, mode: Storage
+    ) -> tuple[tuple[Spec, ...], Spec, Spec]:
+        """How a group's parameter is read, how it is used, and its widest sharding."""
+        frame = self.frame
+        group = frame.groups[index]
+        wants = terms.reads.get(self.same(frame.program.args[group.args[0]]), ())
+        used = wants[0] if wants else ((),) * len(group.shape)
+        used = even_spec(used, group.shape, frame.mesh)
+        used = frame.pins.get(group.args[0], used)
+        if mode is Storage.USED:
+            return wants, used, used
+        wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
+        return wants, used, wide
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

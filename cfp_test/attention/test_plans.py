@@ -168,3 +168,26 @@ def test_on_virtual_devices_no_kernel_is_tried_unless_it_is_asked_for(mesh, tmp_
     asked = cfp.PlannerSettings(attention=("chunked",))
     with open_context(mesh, tmp_path, None, asked) as context:
         assert context.attention == ("chunked",)
+
+
+def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):
+    """XLA's attention keeps its scores, and a chunk holds those of its own."""
+
+    def planned(*kernels, chunk=CHUNK):
+        with patch.object(chunked, "CHUNK", chunk):
+            return cfp.plan(
+                step,
+                *arguments(),
+                mesh=cfp.described("4xh200"),
+                cache_dir=tmp_path,
+                settings=cfp.PlannerSettings(attention=kernels),
+            )
+
+    plain, xla = planned(), planned("xla")
+    assert not plain.constraints.replaced and xla.constraints.replaced
+    assert xla.predicted_bytes >= 0.9 * plain.predicted_bytes
+    small, whole = planned("chunked"), planned("chunked", chunk=TOKENS)
+    assert small.constraints.replaced and whole.constraints.replaced
+    scores = 4 * HEADS * TOKENS * TOKENS * 4 // 4  # Four sequences on four devices.
+    assert whole.predicted_bytes - small.predicted_bytes > scores
+    assert small.predicted_bytes < plain.predicted_bytes / 2

@@ -16,6 +16,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.programs import RaceResult, race_row
 from cfp.race.remembered import remembered
 from cfp.search.measure import whole_job
 from cfp.settings import ConstraintLevel
@@ -162,3 +163,27 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
     assert small.peak_bytes in peaks
     # Without a race it is found, too.
     assert plan(least, race=False).peak_bytes <= least
+
+
+def test_a_row_names_no_earlier_budget():
+    """A record says what it was refused for, which may not be this budget."""
+    record = ProfileRecord(
+        key="one",
+        parts=(),
+        status="out_of_memory",
+        reason="needs 9 bytes of 5",
+        temp_bytes=9,
+    )
+    refused = RaceResult(
+        name="plan",
+        predicted_ms=None,
+        record=record,
+        peak_bytes=9,
+        fits=False,
+        cached=True,
+    )
+    row = race_row(refused)
+    assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
+    ran_out = replace(record, run_seconds=1.0)
+    told = race_row(replace(refused, record=ran_out)).note
+    assert told == "out_of_memory: needs 9 bytes of 5"

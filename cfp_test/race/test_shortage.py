@@ -17,6 +17,8 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.measure import can_recompute, whole_job
+from cfp.settings import defaults_of
+from cfp.units import format_bytes
 from cfp_test.program.stacks import stack_step
 
 MIB = 2**20
@@ -153,3 +155,22 @@ def test_alike_things_stand_together():
     assert largest_text([*layers, *others]) == (
         "layer_0-11/up 12 x 2.00 MiB, head 20.00 MiB, small_a 1 B, small_b 1 B"
     )
+
+
+def test_what_is_named_by_prediction_does(tmp_path):
+    """Also where the allocator's reserve is taken off the budget."""
+    reserve = defaults_of("gpu").reserve_bytes
+    assert reserve > 0
+    args, named = shapes(128, 512), {"cache_dir": tmp_path, "donate_argnums": 0}
+    named["mesh"] = cfp.described("4xh200")
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        cfp.plan(step, *args, memory_budget=reserve + 1000, **named)
+    error = caught.value
+    assert f"No plan fits in {format_bytes(reserve + 1000)} of memory" in str(error)
+    assert dict(error.contributors)[RESERVE] == reserve
+    needed = error.smallest_feasible_bytes
+    assert sum(dict(error.contributors).values()) == needed
+    made = cfp.plan(step, *args, memory_budget=needed, **named)
+    assert made.predicted_bytes <= needed - reserve
+    with pytest.raises(cfp.MemoryBudgetError):
+        cfp.plan(step, *args, memory_budget=needed - 1, **named)

@@ -117,6 +117,16 @@ def test_what_is_summed_and_read_in_two_orders_is_in_memory(turned):
         assert op.kind == "multiply" and "transpose(" in op.scope
 
 
+def test_transposes_with_a_reshape_between_them_do_not_cancel():
+    def step(x):
+        turned = x.T.reshape(12, 32).T.reshape(16, 24)
+        return (x * turned).sum(axis=1)
+
+    program, _ = trace(flatten_step(step, (normal(0, 16, 24),)), make_mesh((("x", 2),)))
+    [v] = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    assert program.ops[program.values[v].producer].kind == "multiply"
+
+
 def test_what_a_tensor_in_memory_is_made_of_is_free_behind_it():
     """Rows of a product in two orders are summed: it is read, not its factors."""
     rows = 48

@@ -162,7 +162,8 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
     main = threading.main_thread()
     settings = cfp.PlannerSettings(progress=tell, measure=True, race=False)
     how = {"mesh": make_mesh((("x", 4),)), "cache_dir": tmp_path, "settings": settings}
-    with pytest.raises(KeyboardInterrupt, match="Nothing was measured yet"):
+    # How much was measured by then, time decides.
+    with pytest.raises(KeyboardInterrupt, match=r"(Nothing was measured yet| kept in)"):
         cfp.plan(step, jnp.ones((16, 16)), jnp.ones((8, 16)), **how)
     assert left == [] and dropped == []
 

@@ -229,6 +229,7 @@ def test_what_cannot_be_started(change, said):
 
 SUM = """
 import os
+import sys
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -238,7 +239,9 @@ jax.distributed.initialize(
     int(os.environ["CFP_PROCESS_ID"]),
 )
 mine = np.int32(10 ** jax.process_index())
-print("sum", int(multihost_utils.process_allgather(mine).sum()))
+found = int(multihost_utils.process_allgather(mine).sum())
+# In one write, since JAX's libraries write to the same stream meanwhile.
+sys.stdout.write(f"\\nsum {found}\\n")
 """
 # Process 1 fails; process 0 waits, and says where it is.
 FAILS = """

@@ -279,9 +279,8 @@ def _race_winners(
     field = hashlib.sha256("".join(plain).encode()).hexdigest()
     programs = [
         RaceProgram(
-            name=name,
+            candidate=replace(one.winner, name=name, predicted_ms=one.plan.measured_ms),
             job=_job(name, one, ("race", f"between variants {field}")),
-            predicted_ms=one.plan.measured_ms,
             place=(one.analysis.frame.program, _mesh(one)),
         )
         for name, one in found

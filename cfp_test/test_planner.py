@@ -27,7 +27,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race import race as story
 from cfp.race.enough import near_among, raced_anyway
-from cfp.race.programs import TOO_LARGE, RaceResult
+from cfp.race.programs import TOO_LARGE
 from cfp.race.run import Run
 from cfp.race.shortage import no_winner
 from cfp.search.costs import Costs
@@ -36,6 +36,7 @@ from cfp.settings import ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp_test.injected import inject_times
 from cfp_test.program.stacks import stack_step
+from cfp_test.race.results import result_of
 
 STEP, ARGS = stack_step()
 PRESETS = cfp.PRESETS
@@ -493,8 +494,7 @@ def test_the_winner_is_a_leader(plan, monkeypatch):
         called.append([one.name for one in candidates])
         if len(called) == 2:
             return [
-                (one, replace(r, record=replace(r.record, samples_ms=(1e6,))))
-                for one, r in field
+                replace(r, record=replace(r.record, samples_ms=(1e6,))) for r in field
             ]
         return field
 
@@ -517,15 +517,16 @@ def test_what_an_error_says_where_nobody_wins(mesh, peaks, error, smallest):
     program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
     analysis = analyze(program, (("x", 4),))
     results = [
-        RaceResult(
-            name=f"plan {number}",
-            predicted_ms=None,
-            record=ProfileRecord(
-                key=str(number), parts=(), status="crashed", reason="why"
+        result_of(
+            Candidate(f"plan {number}", Choice((), ())),
+            ProfileRecord(
+                key=str(number),
+                parts=(),
+                status="crashed",
+                reason="why",
+                temp_bytes=peak,
             ),
-            peak_bytes=peak,
             fits=peak <= 10,
-            cached=False,
         )
         for number, peak in enumerate(peaks)
     ]

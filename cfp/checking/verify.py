@@ -144,10 +144,9 @@ def verify(
     environment = environment_parts(list(mesh.devices.flat))
     rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))
-    job = _job(plan, analysis, where)
-    mine = RaceProgram(name=_NAME, job=job, predicted_ms=plan.predicted_ms)
+    mine = _program(plan, analysis, where)
     programs = zip(rivals, programs_of(analysis, rivals, where), strict=True)
-    distinct = [pair for pair in programs if not _is_same(*pair, job, analysis)]
+    distinct = [pair for pair in programs if not _is_same(*pair, mine.job, analysis)]
     rivals, others = [one for one, _ in distinct], [one for _, one in distinct]
     built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
@@ -173,7 +172,8 @@ def verify(
             )
         )
     own, *rest = results
-    named = [replace(own, name=plan.winner), *rest]
+    winner = replace(own.candidate, name=plan.winner)
+    named = [replace(own, program=replace(own.program, candidate=winner)), *rest]
     rows = tuple(map(race_row, named))
     if best is own:
         made = replace(
@@ -254,13 +254,13 @@ def _described(plan: Plan) -> DescribedMesh | None:
         return None  # A kind that this version does not know.
 
 
-def _job(plan: Plan, analysis: Analysis, environment: Parts) -> Job:
-    """The whole program under a plan from elsewhere."""
+def _program(plan: Plan, analysis: Analysis, environment: Parts) -> RaceProgram:
+    """The whole program under a plan from elsewhere, of which no choice is known."""
     frame = analysis.frame
     any_choice = next(iter(presets(frame).values()))
-    blank = Candidate(_NAME, any_choice, options=plan.options)
-    [blank_program] = programs_of(analysis, [blank], environment)
-    job = blank_program.job
+    blank = Candidate(_NAME, any_choice, plan.predicted_ms, options=plan.options)
+    [program] = programs_of(analysis, [blank], environment)
+    job = program.job
     argument = {value: i for i, value in enumerate(frame.program.args)}
     output = {value: i for i, value in enumerate(frame.program.outputs)}
     told = [
@@ -270,7 +270,7 @@ def _job(plan: Plan, analysis: Analysis, environment: Parts) -> Job:
         [repr(one) for one in plan.constraints.recompute],
     ]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-    return replace(
+    job = replace(
         job,
         key=ProfileKey((*job.key.parts, ("plan", digest))),
         constraints=plan.constraints,
@@ -278,6 +278,7 @@ def _job(plan: Plan, analysis: Analysis, environment: Parts) -> Job:
         out_specs=tuple(plan.output_specs[output[v]] for v in job.part.outputs),
         choice="",
     )
+    return replace(program, job=job)
 
 
 def verified_data(found: Verified) -> Mapping[str, Any]:
@@ -300,7 +301,7 @@ def verified_data(found: Verified) -> Mapping[str, Any]:
 def _row(row: RaceResult) -> dict[str, Any]:
     return {
         "name": row.name,
-        "predicted_ms": row.predicted_ms,
+        "predicted_ms": row.candidate.predicted_ms,
         "samples_ms": list(row.samples_ms),
         "peak_bytes": row.peak_bytes,
         "note": "" if row.ran else f"{row.record.status}: {row.record.reason}",

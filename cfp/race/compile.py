@@ -167,13 +167,10 @@ def results_of(
             record = record.record("timeout", reason="not timed yet")
         found.append(
             RaceResult(
-                name=one.name,
-                predicted_ms=one.predicted_ms,
+                program=one,
                 record=record,
-                peak_bytes=round(one.ratios.memory * record.peak_bytes),
                 fits=fits(record, budget_bytes),
                 cached=digest in cached,
-                ratios=one.ratios,
                 is_built=is_built,
             )
         )

@@ -22,7 +22,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import with_options
-from cfp.race.programs import RaceResult, TimedCandidate
+from cfp.race.programs import RaceResult
 from cfp.settings import (
     COMPILED_TO_PREDICTED,
     LIMITED_MEMORY_AT_LEAST,
@@ -134,8 +134,8 @@ class Admitted:
         too_large: predicted not to fit, so that they were not compiled.
     """
 
-    fitting: list[TimedCandidate] = field(default_factory=list)
-    refused: list[TimedCandidate] = field(default_factory=list)
+    fitting: list[RaceResult] = field(default_factory=list)
+    refused: list[RaceResult] = field(default_factory=list)
     far: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ def enough_that_fit(
         first, allowed = [ways[0] for ways in queue], MOST_REFUSED - len(refused)
         near = []
         if reach is not None and allowed > 0:
-            fitting = [one for one, _ in found.fitting]
+            fitting = [made.candidate for made in found.fitting]
             near = near_among(first, anyway, reach, fitting)
         if not near and not found.fitting:
             near = [one for one in first if allowed > 0 or one.key in known][:1]
@@ -203,9 +203,9 @@ def enough_that_fit(
         sizes = compile_all([one for one, *_ in tried])
         for (one, *ways), compiled in zip(tried, sizes, strict=True):
             if compiled.may_race:
-                found.fitting.append((one, compiled))
+                found.fitting.append(compiled)
                 continue
-            found.refused.append((one, compiled))
+            found.refused.append(compiled)
             refused.add((one.choice, one.level))
             if (
                 memory is not None
@@ -217,6 +217,7 @@ def enough_that_fit(
             if ways:
                 queue.append(ways)
                 limited.add(one.choice)
-        refused -= {(one.choice, one.level) for one, _ in found.fitting}
+        fitting = (made.candidate for made in found.fitting)
+        refused -= {(one.choice, one.level) for one in fitting}
     found.far.extend(one for one, *_ in queue)
     return found

@@ -24,18 +24,21 @@ class RaceProgram:
     """A program that is compiled, and timed if it fits.
 
     Attributes:
-        name: what it is called in the table.
-        job: the whole program under one choice, or a truncated one.
-        predicted_ms: what the profiles say, or None.
+        candidate: what it is of.
+        job: the whole program under its choice, or a truncated one.
         place: the program and the mesh, where they are not those of the race.
         ratios: what it says about the whole program.
     """
 
-    name: str
+    candidate: Candidate
     job: Job
-    predicted_ms: float | None = None
     place: tuple[Program, Mesh] | None = None
     ratios: Ratios = WHOLE
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+        return self.candidate.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +46,33 @@ class RaceResult:
     """How a program did.
 
     Attributes:
-        name, predicted_ms, ratios: as in :class:`RaceProgram`.
+        program: which.
         record: what was measured; a failure is a record, too.
-        peak_bytes: memory that the compiled program needs on each device, or by
-            `ratios` the whole one.
         fits: whether what was compiled is within the budget.
         is_built: whether it was just compiled, and is not timed yet.
         cached: whether it was answered from the store.
     """
 
-    name: str
-    predicted_ms: float | None
+    program: RaceProgram
     record: ProfileRecord
-    peak_bytes: int
     fits: bool
-    cached: bool
-    ratios: Ratios = WHOLE
+    cached: bool = False
     is_built: bool = False
+
+    @property
+    def candidate(self) -> Candidate:
+        """What it is of."""
+        return self.program.candidate
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+        return self.candidate.name
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that the whole program needs on each device; 0 if not compiled."""
+        return round(self.program.ratios.memory * self.record.peak_bytes)
 
     @property
     def may_race(self) -> bool:
@@ -79,11 +92,12 @@ class RaceResult:
     @property
     def samples_ms(self) -> tuple[float, ...]:
         """Step times of the whole program."""
-        return tuple(self.ratios.time * ms for ms in self.record.samples_ms)
+        return tuple(self.program.ratios.time * ms for ms in self.record.samples_ms)
 
 
-# A candidate, and how it did.
-TimedCandidate = tuple[Candidate, RaceResult]
+def time_ms(result: RaceResult) -> float:
+    """What a program took; infinite for what failed or does not fit."""
+    return result.time_ms
 
 
 def programs_of(
@@ -95,7 +109,7 @@ def programs_of(
     """Candidates as programs: whole, or truncated."""
     return [
         RaceProgram(
-            name=one.name,
+            candidate=one,
             job=whole_job(
                 analysis,
                 one.choice,
@@ -105,7 +119,6 @@ def programs_of(
                 one.options,
                 truncated and truncated.programs[one.choice],
             ),
-            predicted_ms=one.predicted_ms,
             ratios=truncated.ratios_of(one.choice) if truncated else WHOLE,
         )
         for one in candidates
@@ -182,7 +195,7 @@ def race_row(result: RaceResult) -> RaceRow:
         note = "over the memory budget"
     return RaceRow(
         name=result.name,
-        predicted_ms=result.predicted_ms,
+        predicted_ms=result.candidate.predicted_ms,
         samples_ms=result.samples_ms,
         time_ms=median(result.samples_ms) if record.ok else None,
         peak_bytes=result.peak_bytes,

@@ -25,29 +25,25 @@ from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.profiling.key import Parts
 from cfp.race.candidates import candidates_of
-from cfp.race.enough import Admitted
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
     UNTRIED,
     RaceOutcome,
+    RaceResult,
     RaceRow,
-    TimedCandidate,
     as_predicted,
     left_out,
     not_run,
     programs_of,
     race_row,
+    time_ms,
 )
 from cfp.race.remembered import keep_answer
-from cfp.race.run import Run, time_ms
+from cfp.race.run import Run
 from cfp.race.truncated import truncate
-from cfp.race.turns import complexity, tied_with
-from cfp.settings import (
-    SURELY_TOO_LARGE,
-    WHOLE_TRIES,
-    ConstraintLevel,
-)
+from cfp.race.turns import Ranking
+from cfp.settings import SURELY_TOO_LARGE, WHOLE_TRIES, ConstraintLevel
 from cfp.solution import Candidate, Solution, predicted_bytes
 
 # Kept apart from the first race: what leads must not change with this one.
@@ -67,20 +63,21 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     run = Run(context, analysis, solution)
     candidates = candidates_of(context, analysis, solution)
-    if context.described is not None and not context.races:
-        rows = tuple(not_run(candidates))
-        if context.compiles_alone:
-            found = _first_that_fits(run, candidates)
-            counts = {**found.counts, "memory_compiled": 1}
-            return replace(found, rows=rows, counts=counts)
-        return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
+    described = context.described
     if context.races and not solution.interrupted:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
-        described = context.described
         return as_predicted(raced, described.rung) if described else raced
-    if context.memory is not None:
-        return _first_that_fits(run, candidates)
-    return RaceOutcome(winner=solution.best, counts=solution.counts)
+    rows = tuple(not_run(candidates)) if described else ()
+    counts = solution.counts
+    compiled = context.compiles_alone if described else context.memory is not None
+    if not compiled:
+        return RaceOutcome(winner=solution.best, rows=rows, counts=counts)
+    if described:
+        counts = {**counts, "memory_compiled": 1}
+    fits = _first_that_fits(run, candidates)
+    return RaceOutcome(
+        winner=fits.candidate, peak_bytes=fits.peak_bytes, rows=rows, counts=counts
+    )
 
 
 # ---------------------------------------------------------------------- whole programs
@@ -90,53 +87,40 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     known, asked = run.remember(candidates)
-    keys = {one.key for one in known}
-    new = [one for one in candidates if one.key not in keys]
-    admitted = run.admit([*new, *known], keys)
-    refused, far = admitted.refused, admitted.far
-    fitting = [one for one, _ in admitted.fitting]
-    raced = run.time(fitting, run.rounds) if fitting else []
-    if not any(result.ran for _, result in raced):
-        # What is far behind is better than nothing.
-        behind = run.admit(far) if run.context.memory is None and far else Admitted()
-        last = run.last_resort(Admitted(refused=[*refused, *behind.refused]))
-        refused, far = last.refused, behind.far
-        more = [one for one, _ in (*behind.fitting, *last.fitting)]
-        if more:
-            raced = run.time([*fitting, *more], run.rounds)
-    again, others = run.leaders_again(raced, None)
-    # What was not among the leaders has lost already, at another time.
-    able = [one for one in again if one[1].ran] or others
-    results = [result for _, result in (*again, *others)]
-    results += [made for _, made in refused]
-    best = min(able, key=time_ms, default=None)
+    fitting, refused, too_large, far = [], [], [], []
+    ranking = Ranking((), ())
+    for made in run.attempts(candidates, known):
+        refused += made.refused
+        too_large += made.too_large
+        far = made.far
+        if made.fitting:
+            fitting += [one.candidate for one in made.fitting]
+            ranking = run.rank(fitting)
+        if ranking.best is not None:
+            break
+    best, results = ranking.best, [*ranking.results, *refused]
     if asked is not None:
-        ended = best[1].samples_ms if best is not None and best[1].ran else ()
         jobs = [one.job for one in programs_of(run.analysis, known, ())]
-        keep_answer(asked, run.context.store, [job.choice for job in jobs], ended)
-    if best is None or not best[1].ran:
+        samples_ms = best.samples_ms if best else ()
+        keep_answer(asked, run.context.store, [job.choice for job in jobs], samples_ms)
+    if best is None:
         raise run.nothing_fits(results)
-    ties = tied_with(best[1], able)
-    best = min(ties, key=complexity, default=best)
     rows = [race_row(result) for result in results]
-    rows += [*left_out(far, TOO_FAR), *left_out(admitted.too_large, TOO_LARGE)]
-    return run.outcome(best, rows, ties, run.built.get(best[0].name))
+    rows += [*left_out(far, TOO_FAR), *left_out(too_large, TOO_LARGE)]
+    others = len({one.samples_ms for one in ranking.ties}) - 1
+    counts = {"ties": others} if others else {}
+    return run.outcome(best, rows, run.built.get(best.name), counts)
 
 
-def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceOutcome:
+def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceResult:
     """The best by prediction whose whole program, compiled, fits in memory."""
     known, _ = run.remember(candidates)
-    keys = {one.key for one in known}
-    new = [one for one in candidates if one.key not in keys]
-    admitted = run.admit([*new, *known], keys, one_is_enough=True)
-    if not admitted.fitting:
-        admitted = run.last_resort(admitted)
-    if not admitted.fitting:
-        raise run.nothing_fits([made for _, made in admitted.refused])
-    winner, made = admitted.fitting[0]
-    return RaceOutcome(
-        winner=winner, peak_bytes=made.peak_bytes, counts=run.solution.counts
-    )
+    refused: list[RaceResult] = []
+    for made in run.attempts(candidates, known, one_is_enough=True):
+        if made.fitting:
+            return made.fitting[0]
+        refused += made.refused
+    raise run.nothing_fits(refused)
 
 
 # ------------------------------------------------------------------ truncated programs
@@ -167,49 +151,32 @@ def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None
     if short is None:
         return None
     run.built.clear()
-    again, others = run.leaders_again(
-        run.time(near, run.rounds, truncated=short), short
-    )
-    best = _best_that_ran(again, others)
-    if best is None:
+    ranking = run.rank(near, short)
+    if ranking.best is None:
         return None
     if context.stand_in is not None and time.monotonic() > context.end:
-        return _late_answer(run, again, others, left)
-    ranked = sorted((*again, *others), key=time_ms)
+        return _late_answer(run, ranking.sieved(context.budget_bytes), left)
     timed = time.perf_counter()
-    won, refused = _first_whole(run, [best, *ranked], most_bytes)
+    ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
+    won, refused = _first_whole(run, ranked, most_bytes)
     # What kept others out of reach may not run: then these may be the fastest.
     rest = [one for one in left if (one.choice, one.level) not in refused]
     missed = refused and rest and any(c not in near for c in run.near_among(rest))
     if won is None or missed:
         return None
-    rows = [_row(one, refused) for one in (*again, *others)]
+    rows = [_row(one, refused) for one in ranking.results]
     far = [one for one in left if one not in near]
     rows += [*left_out(far, TOO_FAR), *left_out(large, TOO_LARGE)]
     counts = {
         "segments": len(run.analysis.segments),
-        "segments_raced": len(short.programs[won[0].choice].segments),
+        "segments_raced": len(short.programs[won.candidate.choice].segments),
         "winner_seconds": time.perf_counter() - timed,
     }
-    return run.outcome(won, rows, built=run.built.get(won[0].name), counts=counts)
-
-
-def _best_that_ran(
-    again: Sequence[TimedCandidate], others: Sequence[TimedCandidate]
-) -> TimedCandidate | None:
-    """The simplest of the fastest, of the leaders if any of them ran."""
-    able = [one for one in again if one[1].ran] or [one for one in others if one[1].ran]
-    if not able:
-        return None
-    fastest = min(able, key=time_ms)
-    return min(tied_with(fastest[1], able), key=complexity, default=fastest)
+    return run.outcome(won, rows, run.built.get(won.name), counts)
 
 
 def _late_answer(
-    run: Run,
-    again: Sequence[TimedCandidate],
-    others: Sequence[TimedCandidate],
-    candidates: Sequence[Candidate],
+    run: Run, ranking: Ranking, candidates: Sequence[Candidate]
 ) -> RaceOutcome:
     """The best of truncated programs whose whole one fits, by its scaled memory.
 
@@ -221,17 +188,14 @@ def _late_answer(
     """
     problem, kept = run.solution.problem, run.context.settings.repeats
     assert problem is not None and kept is not None, "programs were truncated"
-    again, others = map(run.sieve, (again, others))
-    best = _best_that_ran(again, others)
-    results = {one.name: result for one, result in (*again, *others)}
-    ways = [] if best else run.smaller([*again, *others], candidates)
+    results, best = {one.name: one for one in ranking.results}, ranking.best
+    ways = [] if best else run.smaller(ranking.results, candidates)
     shorts = [truncate(run.analysis, problem, [one.choice], kept) for one in ways]
-    for one, short in sorted(
-        zip(ways, shorts, strict=True), key=lambda pair: pair[1] is None
-    ):
-        [made] = run.sieve(run.time([one], run.rounds, truncated=short))
-        results[one.name] = made[1]
-        best = made if made[1].ran else None
+    pairs = zip(ways, shorts, strict=True)
+    for one, short in sorted(pairs, key=lambda pair: pair[1] is None):
+        tried = Ranking((), run.time([one], 1, truncated=short))
+        tried = tried.sieved(run.context.budget_bytes)
+        results[one.name], best = tried.others[0], tried.best
         if best or short is None:  # Whole, one takes as long as all of the others.
             break
     if best is None:
@@ -240,36 +204,37 @@ def _late_answer(
 
 
 # What did not run whole, by choice and level: with other options it is as large.
-_Refused = Mapping[tuple[Choice, ConstraintLevel], TimedCandidate]
+_Refused = Mapping[tuple[Choice, ConstraintLevel], RaceResult]
 
 
 def _first_whole(
-    run: Run, ranked: Sequence[TimedCandidate], most_bytes: float
-) -> tuple[TimedCandidate | None, _Refused]:
+    run: Run, ranked: Sequence[RaceResult], most_bytes: float
+) -> tuple[RaceResult | None, _Refused]:
     """The first of those that ran truncated whose whole program fits and runs."""
-    refused: dict[tuple[Choice, ConstraintLevel], TimedCandidate] = {}
+    refused: dict[tuple[Choice, ConstraintLevel], RaceResult] = {}
     tries = 0
-    for one, short in ranked:
+    for short in ranked:
+        one = short.candidate
         if not short.ran or (one.choice, one.level) in refused:
             continue
         if short.peak_bytes > most_bytes:
-            refused[one.choice, one.level] = one, replace(short, fits=False)
+            refused[one.choice, one.level] = replace(short, fits=False)
             continue
         if tries == WHOLE_TRIES:
             break
         tries += 1
         run.built.clear()
-        [(_, whole)] = run.time([one], run.context.defaults.rounds, _ALONE)
+        [whole] = run.time([one], run.context.defaults.rounds, _ALONE)
         if whole.ran:
-            return (one, whole), refused
-        refused[one.choice, one.level] = one, whole
+            return whole, refused
+        refused[one.choice, one.level] = whole
     return None, refused
 
 
-def _row(timed: TimedCandidate, refused: _Refused) -> RaceRow:
+def _row(short: RaceResult, refused: _Refused) -> RaceRow:
     """How a candidate did, as a plan keeps it: truncated, unless refused whole."""
-    one, short = timed
-    other, whole = refused.get((one.choice, one.level), (one, short))
-    if other.key != one.key:
+    one = short.candidate
+    whole = refused.get((one.choice, one.level), short)
+    if whole.candidate.key != one.key:
         return left_out([one], UNTRIED)[0]
-    return race_row(replace(whole, name=one.name))
+    return replace(race_row(whole), name=one.name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -12,12 +12,7 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.race.candidates import (
-    leanest_of,
-    predicted_size,
-    smaller_than,
-    with_options,
-)
+from cfp.race.candidates import leanest_of, predicted_size, smaller_than, with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
@@ -27,35 +22,20 @@ from cfp.race.enough import (
     near_among,
     raced_anyway,
 )
-from cfp.race.programs import (
-    RaceOutcome,
-    RaceResult,
-    RaceRow,
-    TimedCandidate,
-    programs_of,
-)
+from cfp.race.programs import RaceOutcome, RaceResult, RaceRow, programs_of, time_ms
 from cfp.race.remembered import answer_to, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
-from cfp.race.turns import race_programs
-from cfp.settings import (
-    LEADERS,
-    MOST_REFUSED,
-    STAY_AFTER_TURN,
-)
+from cfp.race.turns import Ranking, race_programs
+from cfp.settings import LEADERS, MOST_REFUSED, STAY_AFTER_TURN
 from cfp.solution import Candidate, Solution
 
 # Kept apart from the first race: what leads must not change with this one.
 SECOND: Parts = (("race", "with other compiler options"),)
 
 
-def time_ms(timed: TimedCandidate) -> float:
-    """What a candidate took."""
-    return timed[1].time_ms
-
-
 def second_race(
-    field: Sequence[TimedCandidate],
+    field: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
     presets: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
@@ -71,13 +51,14 @@ def second_race(
         Those, and variants of leaders with options; nothing if there are no variants.
     """
     ranked = sorted(field, key=time_ms)
+    known = [one for one in ranked if one.candidate.choice in presets][:1]
+    ran = [one for one in ranked if one.ran]
     # The plan may be a preset: one program, under two names.
-    distinct = {one.key: (one, r) for one, r in reversed(ranked) if r.ran}
+    distinct = {one.candidate.key: one for one in reversed(ran)}
     able = [*distinct.values()][::-1][:LEADERS]
-    known = [(one, r) for one, r in ranked if one.choice in presets]
-    leaders = {one.key: one for one, r in [*able, *known[:1]] if r.ran}
-    keys = {one.key for one, _ in field}
-    names = {one.name for one, _ in field}
+    leaders = {one.candidate.key: one.candidate for one in (*able, *known) if one.ran}
+    keys = {one.candidate.key for one in field}
+    names = {one.name for one in field}
     # What is remembered may be a variant of something.
     new = {
         one.key: one
@@ -87,8 +68,8 @@ def second_race(
     if not new:
         return [], []
     limit_ms = STAY_AFTER_TURN * min(map(time_ms, able), default=0.0)
-    close = [(one, r) for one, r in ranked if r.ran and r.time_ms <= limit_ms]
-    first = {one.name: one for one, r in [*able, *close, *known[:1]] if r.ran}
+    close = [one for one in ran if one.time_ms <= limit_ms]
+    first = {one.name: one.candidate for one in (*able, *close, *known) if one.ran}
     return [*first.values()], [*{one.name: one for one in new.values()}.values()]
 
 
@@ -121,20 +102,11 @@ class Run:
     def presets(self) -> set[Choice]:
         return set(self.solution.presets.values())
 
-    @property
-    def rounds(self) -> int:
-        """Of a race after which leaders run again, or in which times say little."""
-        few = self.context.compiler_options or self.context.by_estimates
-        return 1 if few else self.context.defaults.rounds
-
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
-        context, analysis = self.context, self.analysis
-        programs = programs_of(analysis, candidates, context.environment)
-        found = compile_programs(self.builder, programs)
-        pairs = zip(candidates, found, strict=True)
-        self.fresh.extend(one.name for one, made in pairs if not made.cached)
-        return found
+        environment = self.context.environment
+        programs = programs_of(self.analysis, candidates, environment)
+        return self._noted(compile_programs(self.builder, programs))
 
     def time(
         self,
@@ -142,32 +114,67 @@ class Run:
         rounds: int,
         stage: Parts = (),
         truncated: Truncated | None = None,
-    ) -> list[TimedCandidate]:
+    ) -> list[RaceResult]:
         """How candidates do, timed in turn."""
-        context, analysis = self.context, self.analysis
-        where = (*context.environment, *stage)
-        programs = programs_of(analysis, candidates, where, truncated)
-        results = race_programs(self.builder, programs, rounds)
-        self.fresh.extend(result.name for result in results if not result.cached)
-        return list(zip(candidates, results, strict=True))
+        where = (*self.context.environment, *stage)
+        programs = programs_of(self.analysis, candidates, where, truncated)
+        return self._noted(race_programs(self.builder, programs, rounds))
 
-    def leaders_again(
-        self, raced: list[TimedCandidate], truncated: Truncated | None
-    ) -> tuple[list[TimedCandidate], list[TimedCandidate]]:
-        """Races leaders with other compiler options; how these did, and the others."""
-        context = self.context
+    def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
+        self.fresh.extend(one.name for one in results if not one.cached)
+        return results
+
+    def rank(
+        self, candidates: Sequence[Candidate], truncated: Truncated | None = None
+    ) -> Ranking:
+        """How candidates do, and the leaders again, with other compiler options."""
+        context, rounds = self.context, self.context.defaults.rounds
+        # Of a race after which leaders run again, or in which times say little.
+        few = context.compiler_options or context.by_estimates
+        raced = self.time(candidates, 1 if few else rounds, truncated=truncated)
         first, new = second_race(raced, context.compiler_options, self.presets)
         if not new or context.agreement.is_over(context.end):
-            return [], raced
+            return Ranking((), raced)
         names = {one.name for one in first}
         for name in self.built.keys() - names:
             del self.built[name]
-        rounds = context.defaults.rounds
         again = self.time([*first, *new], rounds, SECOND, truncated)
-        ranked = sorted(raced, key=time_ms)
-        return again, [(one, r) for one, r in ranked if one.name not in names]
+        # What was not among the leaders has lost already, at another time.
+        return Ranking(again, [one for one in raced if one.name not in names])
 
-    def admit(
+    def attempts(
+        self,
+        candidates: Sequence[Candidate],
+        known: Sequence[Candidate] = (),
+        one_is_enough: bool = False,
+    ) -> Iterator[Admitted]:
+        """Candidates, compiled: what is near, and more, as long as that is asked for.
+
+        What is far behind is better than nothing; and where nothing else fits, so is
+        what needs least. What that needs is what an error names.
+
+        Args:
+            candidates: the best by prediction first.
+            known: what is known to fit; it is tried in any case.
+            one_is_enough: whether one that fits is, without a race.
+        """
+        keys = {one.key for one in known}
+        new = [one for one in candidates if one.key not in keys]
+        found = self._admit([*new, *known], keys, one_is_enough)
+        yield found
+        refused = found.refused
+        if self.context.memory is None and found.far and not one_is_enough:
+            found = self._admit(found.far)
+            yield found
+            refused = [*refused, *found.refused]
+        for find in (self.smaller, self._limited):
+            for one in find(refused):
+                [made] = self.compile_all([one])
+                fitting, large = ([made], []) if made.may_race else ([], [made])
+                yield Admitted(fitting, large, found.far)
+                refused = [*refused, *large]
+
+    def _admit(
         self,
         candidates: Sequence[Candidate],
         known: Collection[object] = (),
@@ -185,71 +192,44 @@ class Run:
             known=known,
         )
 
-    def last_resort(self, admitted: Admitted) -> Admitted:
-        """The leanest by prediction; and the smallest compiled, with the memory limit.
-
-        What these need is what an error names.
-        """
-        memory, problem = self.context.memory, self.solution.problem
-        refused = list(admitted.refused)
-        if problem is not None:
-            lean = leanest_of(self.analysis, problem)
-            [made] = self.compile_all([lean])
-            if made.may_race:
-                return Admitted([(lean, made)], refused)
-            refused.append((lean, made))
-        plain = [(c, m) for c, m in refused if MEMORY_SHARE not in c.options]
-        large = [(c, m) for c, m in plain if not m.fits]
-        if memory is None or not large:
-            return Admitted([], refused)
-        smallest, made = min(large, key=lambda pair: pair[1].peak_bytes)
-        options = limit_options(memory, made.record)
-        variants = with_options([smallest], options)
-        known = {one.key for one, _ in refused}
-        variants = [one for one in variants if one.key not in known]
-        for one in variants:
-            [made] = self.compile_all([one])
-            if made.may_race:
-                return Admitted([(one, made)], refused)
-            refused.append((one, made))
-        return Admitted([], refused)
-
-    def sieve(self, timed: Sequence[TimedCandidate]) -> list[TimedCandidate]:
-        """The same; what is too large, scaled to the whole program, does not fit."""
-        most = self.context.budget_bytes
-        if most is None:
-            return [*timed]
-        return [
-            (one, replace(made, fits=made.fits and made.peak_bytes <= most))
-            for one, made in timed
-        ]
-
     def smaller(
-        self, large: Sequence[TimedCandidate], others: Sequence[Candidate]
+        self, refused: Sequence[RaceResult], others: Sequence[Candidate] = ()
     ) -> list[Candidate]:
         """What may fit where none of what was compiled does, the likeliest first.
 
         The best if memory is as far off as theirs, the leanest by prediction, and of
         the others what is predicted to fit, the smallest first.
         """
-        problem, most = self.solution.problem, self.context.budget_bytes
-        if problem is None or most is None:
+        analysis, problem = self.analysis, self.solution.problem
+        if problem is None:
             return []
-        needs = {one.choice: made.peak_bytes for one, made in large if made.peak_bytes}
-        best = smaller_than(self.analysis, problem, needs, most)
-        sizes = [
-            (size.peak_bytes, one)
-            for one in others
-            if (size := predicted_size(self.analysis, problem, one.choice))
-        ]
-        sizes.sort(key=lambda pair: pair[0])
-        fitting = [one for size, one in sizes if size <= most]
-        ways = [best, leanest_of(self.analysis, problem), *fitting]
+        ways = [leanest_of(analysis, problem)]
+        tried = {one.candidate.choice: one.peak_bytes for one in refused}
+        if (most := self.context.budget_bytes) is not None:
+            best = smaller_than(analysis, problem, tried, most)
+            sizes = [(predicted_size(analysis, problem, o.choice), o) for o in others]
+            known = [(size.peak_bytes, one) for size, one in sizes if size is not None]
+            fitting = [pair for pair in known if pair[0] <= most]
+            fitting.sort(key=lambda pair: pair[0])
+            ways = [*([best] if best else []), *ways, *(one for _, one in fitting)]
         found = dict[Choice, Candidate]()
-        for one in filter(None, ways):
-            found.setdefault(one.choice, one)
-        new = [one for choice, one in found.items() if choice not in needs]
-        return new[:MOST_REFUSED]
+        for one in ways:
+            if one.choice not in tried:
+                found.setdefault(one.choice, one)
+        return [*found.values()][:MOST_REFUSED]
+
+    def _limited(self, refused: Sequence[RaceResult]) -> list[Candidate]:
+        """The smallest of what was compiled, with the memory limit."""
+        memory = self.context.memory
+        plain = [o for o in refused if MEMORY_SHARE not in o.candidate.options]
+        large = [one for one in plain if not one.fits]
+        if memory is None or not large:
+            return []
+        smallest = min(large, key=lambda one: one.peak_bytes)
+        options = limit_options(memory, smallest.record)
+        tried = {one.candidate.key for one in refused}
+        variants = with_options([smallest.candidate], options)
+        return [one for one in variants if one.key not in tried]
 
     def remember(
         self, candidates: Sequence[Candidate]
@@ -270,36 +250,33 @@ class Run:
         return near_among(candidates, anyway, self.context.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
+        """The error where none of what was compiled fits, or runs."""
         memory = self.context.memory
         reserve = memory.reserve_bytes if memory else 0
         return no_winner(self.analysis, results, self.context.budget_bytes, reserve)
 
     def outcome(
         self,
-        won: TimedCandidate,
+        won: RaceResult,
         rows: Sequence[RaceRow],
-        ties: Sequence[TimedCandidate] = (),
         built: Built | None = None,
         counts: Mapping[str, float] | None = None,
     ) -> RaceOutcome:
-        found = {
-            **self.solution.counts,
-            "race_seconds": time.perf_counter() - self.started,
-            "race_cached": float(not self.fresh),
-            **(counts or {}),
-        }
-        if (count := len({result.samples_ms for _, result in ties})) > 1:
-            found["ties"] = count - 1
-        absent = [
-            RaceRow(name=name, predicted_ms=None, note=why)
-            for name, why in self.solution.unraced.items()
-        ]
-        winner, result = won
+        """What comes of a race that something won."""
+        absent = self.solution.unraced.items()
         return RaceOutcome(
-            winner=winner,
-            result=result,
-            peak_bytes=result.peak_bytes,
+            winner=won.candidate,
+            result=won,
+            peak_bytes=won.peak_bytes,
             built=built,
-            rows=(*rows, *absent),
-            counts=found,
+            rows=(
+                *rows,
+                *(RaceRow(name=n, predicted_ms=None, note=why) for n, why in absent),
+            ),
+            counts={
+                **self.solution.counts,
+                "race_seconds": time.perf_counter() - self.started,
+                "race_cached": float(not self.fresh),
+                **(counts or {}),
+            },
         )

@@ -79,7 +79,7 @@ def no_winner(
     )
     # A truncated program does not say what the whole one's memory is for.
     use = {}
-    if best.ratios == WHOLE:
+    if best.program.ratios == WHOLE:
         use = {**compiled_use(best.record), RESERVE: reserve_bytes}
     return _error(analysis, first, needed, use, choice_of(analysis, best.record))
 

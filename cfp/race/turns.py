@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
@@ -23,7 +23,7 @@ from cfp.race.compile import (
     known_records,
     results_of,
 )
-from cfp.race.programs import RaceProgram, RaceResult, TimedCandidate
+from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ENOUGH_SAMPLES,
@@ -126,7 +126,8 @@ def _run_in_turn(
     def timed(digest: str, timing: TimingOptions) -> ProfileRecord:
         one, run_one = by_key[digest], builder.options.run or run
         place = one.place or (builder.program, builder.mesh)
-        with marks.doing(one.job.key, one.job.label, "run", one.predicted_ms or 0.0):
+        expected_ms = one.candidate.predicted_ms or 0.0
+        with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
     most = rounds + MORE_ROUNDS
@@ -212,21 +213,59 @@ def _error(samples: Sequence[float]) -> float:
     return _OF_MEDIAN * interquartile_range(samples) / _SIGMAS / sqrt(len(samples))
 
 
-def tied_with(won: RaceResult, field: Sequence[TimedCandidate]) -> list[TimedCandidate]:
-    """What ran as fast as the fastest within the spread of samples, and that itself.
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How programs did that were timed in turn, the leaders of them a second time.
 
-    Nothing where there are too few samples to tell. What was timed for a larger budget,
-    and is too large for this one, ties with nothing.
+    Attributes:
+        leaders: timed again, and variants of them; empty where there was no second
+            race. What won is one of them, if any of them ran.
+        others: those that lost before, at another time.
     """
-    return [
-        (candidate, result)
-        for candidate, result in field
-        if result.ran and is_tie(result.samples_ms, won.samples_ms)
-    ]
 
+    leaders: Sequence[RaceResult]
+    others: Sequence[RaceResult]
 
-def complexity(raced: TimedCandidate) -> tuple[bool, int, float]:
-    """What decides a tie: presets before plans, fewer compiler options, the time."""
-    candidate, result = raced
-    is_preset = candidate.name.partition(", ")[0] in CLASSICS
-    return not is_preset, len(candidate.options), result.time_ms
+    @property
+    def results(self) -> list[RaceResult]:
+        """All, the leaders first."""
+        others = sorted(self.others, key=time_ms) if self.leaders else self.others
+        return [*self.leaders, *others]
+
+    @property
+    def ties(self) -> list[RaceResult]:
+        """What ran as fast as the fastest within the spread of samples, and that.
+
+        With too few samples to tell that alone. What was timed for a larger budget,
+        and is too large for this one, ties with nothing.
+        """
+        ran = [one for one in self.leaders if one.ran] or [
+            one for one in self.others if one.ran
+        ]
+        if not ran:
+            return []
+        fastest = min(ran, key=time_ms)
+        tied = [one for one in ran if is_tie(one.samples_ms, fastest.samples_ms)]
+        return tied or [fastest]
+
+    @property
+    def best(self) -> RaceResult | None:
+        """The simplest of ties: presets before plans, fewer compiler options, the time.
+
+        None where nothing ran.
+        """
+
+        def complexity(one: RaceResult) -> tuple[bool, int, float]:
+            is_preset = one.name.partition(", ")[0] in CLASSICS
+            return not is_preset, len(one.candidate.options), one.time_ms
+
+        return min(self.ties, key=complexity, default=None)
+
+    def sieved(self, most_bytes: int | None) -> Ranking:
+        """The same; what is too large, scaled to the whole program, does not fit."""
+
+        def sieve(one: RaceResult) -> RaceResult:
+            fits = most_bytes is None or one.peak_bytes <= most_bytes
+            return replace(one, fits=one.fits and fits)
+
+        return Ranking([*map(sieve, self.leaders)], [*map(sieve, self.others)])

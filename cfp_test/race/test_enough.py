@@ -47,6 +47,7 @@ class Compiler:
             size = CompiledBytes(argument_bytes=size.argument_bytes, temp_bytes=less)
         peak = size.peak_bytes
         return SimpleNamespace(
+            candidate=candidate,
             peak_bytes=peak,
             record=size,
             fits=peak <= BUDGET,
@@ -78,7 +79,7 @@ def bases(candidates):
 
 
 def fitting(found):
-    return bases(one for one, _ in found.fitting)
+    return bases(made.candidate for made in found.fitting)
 
 
 def test_what_fits_and_is_in_reach_is_compiled_and_nothing_else():
@@ -151,7 +152,8 @@ def test_with_fewer_constraints_a_choice_needs_no_less():
         size_of=lambda one: split(compiler.sizes[one.name]),
         reach=REACH,
     )
-    levels = {one.level for one, _ in found.fitting if MEMORY_SHARE in one.options}
+    fitting = [made.candidate for made in found.fitting]
+    levels = {one.level for one in fitting if MEMORY_SHARE in one.options}
     assert levels == {ConstraintLevel.EVERYTHING}
     assert found.too_large == [less]
 
@@ -178,7 +180,7 @@ def test_what_was_out_of_reach_of_something_too_large_is_compiled():
     times = {"planned": 10.0, "hoped": 7.0, "near": 10.5, "far": 12.0}
     found, _ = admit(sizes, times, stubborn={"hoped"})
     assert fitting(found) == {"planned", "near"}
-    assert bases(one for one, _ in found.refused) == {"hoped"}
+    assert bases(made.candidate for made in found.refused) == {"hoped"}
     found, _ = admit(sizes, times)
     assert "near" not in fitting(found) and bases(found.far) >= {"far"}
 
@@ -228,13 +230,13 @@ def test_nothing_in_reach_of_the_fastest_that_fits_is_left_out(others, limits):
     found, asked = admit(sizes, times, limits=limits)
     assert len(asked) == len(set(asked))
     best_ms = min(times[name] for name in fitting(found))
-    plain = {one.name for one, _ in found.fitting}
+    plain = {made.candidate.name for made in found.fitting}
     for name, size in sizes.items():
         if size <= BUDGET and times[name] <= best_ms:
             assert name in plain
     for one in found.far:
         assert one.predicted_ms > best_ms
-    every = [*found.far, *found.too_large, *(one for one, _ in found.refused)]
+    every = [*found.far, *found.too_large, *(made.candidate for made in found.refused)]
     assert bases(every) | fitting(found) == set(sizes)
 
 
@@ -243,6 +245,6 @@ def test_what_fails_is_refused_and_the_next_has_its_turn(name):
     sizes = {"planned": 90, "first": 90, "next": 90}
     times = {"planned": 10.0, "first": 5.0, "next": 10.1}
     found, _ = admit({**sizes, name: 0}, times, predicted=sizes)
-    assert bases(one for one, _ in found.refused) == {name}
+    assert bases(made.candidate for made in found.refused) == {name}
     expected = {"planned", "next"} if name == "first" else {"first", "next"}
     assert fitting(found) <= expected and fitting(found)

@@ -19,13 +19,14 @@ from cfp.race import run as steps
 from cfp.race import truncated
 from cfp.race.candidates import with_options
 from cfp.race.enough import limit_options
-from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED, RaceResult
+from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
 from cfp.race.run import second_race
 from cfp.report.tables import plan_text
 from cfp.search.costs import Costs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 from cfp_test.race.deep import LAYERS, arguments, step
+from cfp_test.race.results import result_of
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,13 @@ def plan(mesh, folder):
         )
 
     return make
+
+
+def slowed(result, factor):
+    """A result that took so many times as long."""
+    program = result.program
+    ratios = replace(program.ratios, time=factor * program.ratios.time)
+    return replace(result, program=replace(program, ratios=ratios))
 
 
 def patient(monkeypatch, **changes):
@@ -164,10 +172,7 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
             assert len(order) > 3 and not known & {*order[:2]}
             ms = dict(zip(order, (10.0, 10.1, 10.2, *range(20, 99)), strict=False))
             factors = [ms[r.record.key] / r.time_ms for r in results]
-            results = [
-                replace(r, ratios=replace(r.ratios, time=f * r.ratios.time))
-                for r, f in zip(results, factors, strict=True)
-            ]
+            results = [slowed(r, f) for r, f in zip(results, factors, strict=True)]
         stages.append((programs, results))
         return results
 
@@ -398,15 +403,9 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     assert not any(row.peak_bytes for row in refused)
 
 
-def result_of(entry, ms=9.0):
-    return RaceResult(
-        name=entry.name,
-        predicted_ms=None,
-        record=ProfileRecord(key=entry.name, parts=(), status="ok", samples_ms=(ms,)),
-        peak_bytes=1,
-        fits=True,
-        cached=False,
-    )
+def timed(entry, ms=9.0):
+    record = ProfileRecord(key=entry.name, parts=(), status="ok", samples_ms=(ms,))
+    return result_of(entry, record)
 
 
 def test_a_plan_that_is_a_preset_takes_one_leaders_place():
@@ -418,7 +417,7 @@ def test_a_plan_that_is_a_preset_takes_one_leaders_place():
         (Candidate("tensor_parallel", "a third"), 11.0),
     ]
     options = defaults_of("gpu").compiler_options
-    first, new = second_race([(e, result_of(e, ms)) for e, ms in field], options, ())
+    first, new = second_race([timed(e, ms) for e, ms in field], options, ())
     varied = {one.name.partition(",")[0] for one in new}
     assert varied == {"planned", "data_parallel"}
     asked = [*first, *new]
@@ -432,7 +431,7 @@ def test_no_two_programs_of_a_race_have_one_name():
     limited = with_options([Candidate("one", "a choice", 9.0)], limits)
     assert len({one.key for one in limited}) == 3
     options = defaults_of("gpu").compiler_options
-    first, new = second_race([(e, result_of(e)) for e in limited], options, ())
+    first, new = second_race([timed(e) for e in limited], options, ())
     asked = [*first, *new]
     names = [one.name for one in asked]
     assert len(set(names)) == len(names) == len({one.key for one in asked})

@@ -10,17 +10,20 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.programs import RaceResult, race_row
+from cfp.race.programs import race_row
 from cfp.race.remembered import remembered
 from cfp.search.measure import whole_job
 from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
+from cfp_test.race.results import result_of
 
 STEP, ARGS = stack_step()
 HERE = (("device", "some"),)
@@ -174,14 +177,7 @@ def test_a_row_names_no_earlier_budget():
         reason="needs 9 bytes of 5",
         temp_bytes=9,
     )
-    refused = RaceResult(
-        name="plan",
-        predicted_ms=None,
-        record=record,
-        peak_bytes=9,
-        fits=False,
-        cached=True,
-    )
+    refused = result_of(Candidate("plan", Choice((), ())), record, fits=False)
     row = race_row(refused)
     assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
     ran_out = replace(record, run_seconds=1.0)

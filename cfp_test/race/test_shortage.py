@@ -18,8 +18,10 @@ from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.measure import can_recompute, whole_job
 from cfp.settings import defaults_of
+from cfp.solution import Candidate
 from cfp.units import format_bytes
 from cfp_test.program.stacks import stack_step
+from cfp_test.race.results import result_of
 
 MIB = 2**20
 
@@ -102,14 +104,7 @@ def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
         choice=job.choice,
         **use,
     )
-    return RaceResult(
-        name="plan",
-        predicted_ms=None,
-        record=record,
-        peak_bytes=record.peak_bytes,
-        fits=False,
-        cached=False,
-    )
+    return result_of(Candidate("plan", choice), record, fits=False)
 
 
 def test_what_is_computed_again_already_is_told(analysis):

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfp.analysis.layout import Choice
 from cfp.profiling.record import ProfileRecord
-from cfp.race.programs import RaceOutcome, RaceResult, as_predicted, race_row
-from cfp.race.turns import complexity, is_tie, tied_with
+from cfp.race.programs import RaceOutcome, as_predicted, race_row
+from cfp.race.turns import Ranking, is_tie
 from cfp.solution import Candidate
+from cfp_test.race.results import result_of
 
 
 def test_two_samples_each_decide_nothing():
@@ -34,15 +36,8 @@ def test_what_is_far_apart_is_never_a_tie(seed, noise, count):
 
 def entrant(name, samples, options=(), fits=True):
     record = ProfileRecord(key=name, parts=(), status="ok", samples_ms=tuple(samples))
-    result = RaceResult(
-        name=name,
-        predicted_ms=None,
-        record=record,
-        peak_bytes=1,
-        fits=fits,
-        cached=False,
-    )
-    return Candidate(name, None, options=dict(options)), result
+    one = Candidate(name, Choice((), ()), options=dict(options))
+    return result_of(one, record, fits=fits)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +57,14 @@ def entrant(name, samples, options=(), fits=True):
 def test_the_simplest_of_ties_wins(others, winner):
     planned = entrant("planned", (38.0, 38.2, 38.9, 38.4))
     contest = [planned, *(entrant(*other) for other in others)]
-    ties = tied_with(planned[1], contest)
-    assert min(ties, key=complexity)[0].name == winner
+    assert Ranking((), contest).best.name == winner
+    assert Ranking(contest, [entrant("zero1", (1.0, 1.0))]).best.name == winner
 
 
 def test_what_was_timed_for_a_larger_budget_ties_with_nothing():
     planned = entrant("planned", (38.0, 38.2, 38.9, 38.4))
     too_large = entrant("data_parallel", (38.1, 38.3, 38.9, 38.5), fits=False)
-    assert tied_with(planned[1], [planned, too_large]) == [planned]
+    assert Ranking((), [planned, too_large]).ties == [planned]
 
 
 def test_one_program_under_two_names_is_told_where_samples_are_left_out():
@@ -79,9 +74,8 @@ def test_one_program_under_two_names_is_told_where_samples_are_left_out():
         entrant("data_parallel", samples),
         entrant("zero1", (39.1, 39.3)),
     ]
-    winner, result = contest[1]
-    raced = tuple(race_row(result) for _, result in contest)
-    outcome = RaceOutcome(winner=winner, result=result, rows=raced)
+    won, raced = contest[1], tuple(map(race_row, contest))
+    outcome = RaceOutcome(winner=won.candidate, result=won, rows=raced)
     rows = as_predicted(outcome, "one device").rows
     assert [row.note for row in rows] == ["the same program as data_parallel", "", ""]
     assert all(row.samples_ms == () and row.predicted_ms for row in rows)

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import jax
 import pytest
 
+from cfp.analysis.layout import Choice
 from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.options import MeasureOptions
@@ -15,6 +16,11 @@ from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
+from cfp.solution import Candidate
+
+
+def entrant(case, name):
+    return RaceProgram(candidate=Candidate(name, Choice((), ())), job=case.job(name))
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def timed(case, store, monkeypatch):
         names: str, retry_failures=False, **how
     ) -> tuple[list[str], dict[str, ProfileRecord]]:
         turns.clear()
-        programs = [RaceProgram(name=name, job=case.job(name)) for name in names]
+        programs = [entrant(case, name) for name in names]
         how["options"] = MeasureOptions(retry_failures=retry_failures)
         where = {"program": case.program, "mesh": case.mesh, "store": store}
         results = race_programs(Builder(**where, **how), programs, rounds=1)
@@ -232,7 +238,7 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
         return built.record("ok", samples_ms=[slow * alone_ms] * 4, run_seconds=0.1)
 
     monkeypatch.setattr(room, "run", turn)
-    programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
+    programs = [entrant(case, name) for name in "abc"]
     builder = Builder(
         program=case.program,
         mesh=case.mesh,
@@ -261,7 +267,7 @@ def test_who_is_far_behind_sits_out(case, store, monkeypatch):
         return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
 
     monkeypatch.setattr(room, "run", turn)
-    programs = [RaceProgram(name=name, job=case.job(name)) for name in "abc"]
+    programs = [entrant(case, name) for name in "abc"]
     builder = Builder(program=case.program, mesh=case.mesh, store=store)
     race_programs(builder, programs, rounds=3)
     assert turns == ["a", "b", "c", "b", "a", "a", "b"]
@@ -301,7 +307,7 @@ def compiled(case, store, monkeypatch):
                 budget_bytes=budget_bytes,
                 options=MeasureOptions(**options),
             )
-            program = RaceProgram(name=name, job=case.job(name))
+            program = entrant(case, name)
             [found] = compile_programs(builder, [program])
             if found.may_race:
                 peak = found.peak_bytes

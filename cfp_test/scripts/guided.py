@@ -33,6 +33,7 @@ from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.measure import whole_job
 from cfp.search.wanted import Wanted, WantedMaker, measured_options
+from cfp.solution import Candidate
 
 
 def enumerate_pool(
@@ -104,7 +105,9 @@ def main() -> None:
                 "predicted_ms": best.cost_ms,
             }
             job = whole_job(analysis, choice, context.environment, name)
-            programs.append(RaceProgram(name=name, job=job, predicted_ms=best.cost_ms))
+            programs.append(
+                RaceProgram(candidate=Candidate(name, choice, best.cost_ms), job=job)
+            )
         program = analysis.frame.program
         builder = Builder(program=program, mesh=mesh, store=context.store)
         results = race_programs(builder, programs, rounds=6)

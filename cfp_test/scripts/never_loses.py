@@ -129,7 +129,7 @@ def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
         "compared": [
             {
                 "name": result.name,
-                "predicted_ms": result.predicted_ms,
+                "predicted_ms": result.candidate.predicted_ms,
                 "samples_ms": list(result.samples_ms),
                 "peak_bytes": result.peak_bytes,
                 "fits": result.fits,

@@ -14,8 +14,8 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import NONE, Strategy
-from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.measure import turning_point
+from cfp.cost.estimate import Estimator, SegmentEstimate
+from cfp.cost.memory import turning_point
 
 MODES = tuple(Storage)
 

@@ -16,22 +16,12 @@ import numpy as np
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.estimate import Estimator, SegmentEstimate
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
-from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.problem import Problem, SegmentChoice, Solved
+from cfp.search.problem import Problem, Solved
 from cfp.settings import MIXED_PRESETS
-
-
-def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """The part of a whole program's choice that concerns one segment."""
-    segment = analysis.segments[index]
-    modes = [choice.storage[g] for g in segment.groups]
-    storage = max(set(modes), key=modes.count) if modes else Storage.USED
-    strategies = tuple(choice.blocks[b] for b in segment.blocks)
-    kernel = dict(choice.kernels).get(index, "")
-    remat = index in choice.remat
-    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:

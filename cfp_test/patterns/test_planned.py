@@ -12,11 +12,11 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings
+from cfp.cost.choice import segment_candidate, segment_layout
+from cfp.cost.memory import segment_bytes
 from cfp.models.registry import build, initialise
 from cfp.presets.classics import presets
-from cfp.search.choices import segment_candidate
 from cfp.search.kernels import Kernels
-from cfp.search.measure import segment_bytes, segment_layout
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
 

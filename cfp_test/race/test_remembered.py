@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceResult, race_row
 from cfp.race.remembered import remembered
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp_test.program.stacks import stack_step
 

@@ -13,13 +13,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.layout import lay_out
+from cfp.cost.costs import Costs
+from cfp.cost.transitions import transition_ms
 from cfp.models import registry
 from cfp.search import bounds, dynamic
+from cfp.search.build import build_problem
 from cfp.search.choices import whole_choice
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, solution
-from cfp.search.transitions import transition_ms
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

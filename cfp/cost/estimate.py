@@ -17,9 +17,9 @@ import numpy as np
 from cfp.analysis.layout import Frame, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.cost.choice import SegmentChoice
+from cfp.cost.terms import BlockTerms, Made, Terms
 from cfp.profiling.collectives import Rates
-from cfp.search.problem import SegmentChoice
-from cfp.search.terms import BlockTerms, Made, Terms
 
 
 @dataclass(frozen=True)

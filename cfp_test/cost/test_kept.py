@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from cfp.analysis.analyze import analyze
+from cfp.cost.kept import kept_values
+from cfp.cost.memory import turning_point
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.kept import kept_values
-from cfp.search.measure import turning_point
 from cfp_test.checking import make_mesh
 
 ROWS, WIDTH, WIDE = 16, 8, 32

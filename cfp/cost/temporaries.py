@@ -16,11 +16,11 @@ from functools import cache
 from cfp.analysis.layout import Frame, Layout
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
+from cfp.cost.kept import uses_through
+from cfp.cost.memory import held_values
+from cfp.cost.orders import summed_in_two_orders
 from cfp.program.graph import Op, Program
 from cfp.program.makeable import CHEAP
-from cfp.search.kept import uses_through
-from cfp.search.measure import held_values
-from cfp.search.orders import summed_in_two_orders
 
 # Of these the reader reads what they are made of, where it lies.
 _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})

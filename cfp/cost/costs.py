@@ -1,30 +1,26 @@
-"""What the options of a search cost, and the problem that they make up."""
+"""What segments cost by estimate: memory, and what moves between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, Storage, lay_out
+from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.segments import Segment
-from cfp.presets.classics import preset
-from cfp.profiling.collectives import Rates
-from cfp.search.choices import segment_candidate
-from cfp.search.kept import kernel_sites, shares_made
-from cfp.search.measure import (
+from cfp.cost.choice import SegmentChoice, segment_candidate, segment_layout
+from cfp.cost.kept import kernel_sites, shares_made
+from cfp.cost.memory import (
     SegmentBytes,
-    argument_bytes,
     can_recompute,
+    fixed_bytes,
     segment_bytes,
-    segment_layout,
 )
-from cfp.search.problem import Option, Problem, SegmentChoice
-from cfp.search.temporaries import bytes_in_memory, course_of
-from cfp.search.terms import Terms
-from cfp.search.transitions import reshard_ms
+from cfp.cost.temporaries import bytes_in_memory, course_of
+from cfp.cost.terms import Terms
+from cfp.cost.transitions import reshard_ms
+from cfp.profiling.collectives import Rates
 from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 
@@ -119,11 +115,15 @@ class Costs:
         return state + round(LIMITED_MEMORY_AT_LEAST * peak)
 
     def reshardings_ms(
-        self, left: int, right: int, before: Iterable[Option], after: Iterable[Option]
+        self,
+        left: int,
+        right: int,
+        before: Iterable[SegmentChoice],
+        after: Iterable[SegmentChoice],
     ) -> list[list[float]]:
-        """``[option][option]`` milliseconds between two segments, there and back."""
-        rows = [(self._number(a.candidate), a.candidate) for a in before]
-        columns = [(self._number(b.candidate), b.candidate) for b in after]
+        """``[choice][choice]`` milliseconds between two segments, there and back."""
+        rows = [(self._number(a), a) for a in before]
+        columns = [(self._number(b), b) for b in after]
         known = self._reshardings_ms
         for m, a in rows:
             for n, b in columns:
@@ -156,56 +156,3 @@ class Costs:
         """Pairs of segments, none a neighbour, between which something passes."""
         pairs = {(min(p), max(p)) for p in self.analysis.passing}
         return tuple(sorted((a, b) for a, b in pairs if b > a + 1))
-
-
-def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
-    """Arguments that are no state, such as a batch, as data parallelism has them.
-
-    Args:
-        analysis: of the program.
-        values: which of its arguments.
-
-    Returns:
-        What they take on each device.
-    """
-    frame = analysis.frame
-    roles = ("data",) * len(frame.mesh)
-    layout = lay_out(frame, preset(frame, roles, Storage.USED))
-    counted = set(values)
-    return sum(
-        argument_bytes(layout, position)
-        for position, value in enumerate(frame.program.args)
-        if value in counted and position not in frame.group_of_arg
-    )
-
-
-def build_problem(
-    costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
-) -> Problem:
-    """The search problem over some options of every kind of segment.
-
-    Args:
-        costs: of the program's segments.
-        options: for each kind what may be chosen.
-        budget_bytes: memory of one device, or None.
-    """
-    analysis = costs.analysis
-    segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
-    pairs: dict[tuple[int, int], tuple[int, int]] = {}
-    for left, right in pairwise(segments):
-        pairs.setdefault((left.kind, right.kind), (left.index, right.index))
-    far = {
-        (a, b): costs.reshardings_ms(a, b, options[kinds[a]], options[kinds[b]])
-        for a, b in costs.distant
-    }
-    return Problem(
-        kinds=tuple(kinds),
-        options=tuple(map(tuple, options)),
-        edge_ms={
-            (a, b): costs.reshardings_ms(*pair, options[a], options[b])
-            for (a, b), pair in pairs.items()
-        },
-        far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
-        fixed_bytes=costs.fixed_bytes,
-        budget_bytes=budget_bytes,
-    )

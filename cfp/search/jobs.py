@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import ceil
+from dataclasses import asdict, replace
 
 from cfp.analysis.abridge import Abridged
 from cfp.analysis.analyze import Analysis
@@ -14,25 +13,23 @@ from cfp.analysis.layout import (
     Choice,
     Frame,
     Layout,
-    Storage,
     constraints,
     lay_out,
 )
-from cfp.analysis.segments import Segment
-from cfp.analysis.specs import even_spec, spec_ways
+from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
+from cfp.cost.choice import SegmentChoice, parts_layout, segment_layout
+from cfp.cost.kept import kernel_sites
+from cfp.cost.memory import turning_point
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
-from cfp.program.makeable import makeable
 from cfp.program.part import numbered
 from cfp.program.recompute import VERSION, Recompute, recomputable
 from cfp.program.replace import Replacement
-from cfp.search.kept import kept_values, kernel_sites, unmade
-from cfp.search.problem import SegmentChoice
 from cfp.settings import ConstraintLevel
 
 
@@ -111,43 +108,6 @@ def _recomputed(
     return tuple(one for one in found if one is not None)
 
 
-def can_recompute(frame: Frame, segment: Segment) -> bool:
-    """Whether a segment keeps anything that it might compute again instead."""
-    return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
-
-
-def segment_layout(analysis: Analysis, index: int, candidate: SegmentChoice) -> Layout:
-    """The layout of one segment under a candidate.
-
-    Segments of the same kind right before and behind are laid out alike, so that
-    what crosses into them is handed over as they would read it.
-    """
-    segments, kind = analysis.segments, analysis.segments[index].kind
-    near = (i for i in (index - 1, index + 1) if 0 <= i < len(segments))
-    alike = [i for i in near if segments[i].kind == kind]
-    return _layout(
-        analysis,
-        {**dict.fromkeys(alike, candidate), index: candidate},
-        dict.fromkeys(segments[index].groups, candidate.storage),
-    )
-
-
-def _layout(
-    analysis: Analysis,
-    candidates: Mapping[int, SegmentChoice],
-    storage: Mapping[int, Storage],
-) -> Layout:
-    """The layout of some segments' blocks, and of some storage groups."""
-    strategies = {
-        block: strategy
-        for index, candidate in candidates.items()
-        for block, strategy in zip(
-            analysis.segments[index].blocks, candidate.strategies, strict=True
-        )
-    }
-    return Layout(analysis.frame, strategies, storage)
-
-
 def part_job(
     analysis: Analysis,
     candidates: Mapping[int, SegmentChoice],
@@ -171,7 +131,7 @@ def part_job(
             for index, candidate in candidates.items()
             for group in segments[index].groups
         }
-        layout = _layout(analysis, candidates, stored)
+        layout = parts_layout(analysis, candidates, stored)
     ops = sorted(op for index in candidates for op in segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
@@ -311,67 +271,3 @@ def _key(
             *environment,
         )
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentBytes:
-    """What a segment keeps on each device at least, apart from its temporaries."""
-
-    state_bytes: int
-    residual_bytes: int
-
-
-def segment_bytes(
-    segment: Segment, layout: Layout, remat: bool = False, kernel: str = ""
-) -> SegmentBytes:
-    """State, and values that live from the forward to the backward pass.
-
-    Of a segment that is computed again only what others read is kept, and of what a
-    kernel computes what it returns.
-    """
-    frame = layout.frame
-    groups = (frame.groups[index] for index in segment.groups)
-    state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
-    held = held_values(frame, segment, remat) - unmade(layout, segment, kernel)
-    residual = sum(value_bytes(layout, v) for v in held)
-    return SegmentBytes(state_bytes=state, residual_bytes=residual)
-
-
-def held_values(frame: Frame, segment: Segment, remat: bool = False) -> set[int]:
-    """Values of a segment that live from the forward to the backward pass."""
-    program = frame.program
-    turn = turning_point(frame)
-    if not remat:
-        return kept_values(program, segment.ops, turn)
-    mine = set(segment.ops)
-    read = {
-        v
-        for op_id in segment.ops
-        if op_id < turn and op_id not in program.leaf_ops
-        for v in program.ops[op_id].results
-        if any(user not in mine for user, _ in program.users[v])
-    }
-    return read - makeable(program, read).keys()
-
-
-def argument_bytes(layout: Layout, position: int) -> int:
-    """What an argument takes on each device."""
-    program = layout.frame.program
-    size = program.values[program.args[position]].size_bytes
-    return ceil(size / spec_ways(layout.arg_spec(position), layout.frame.mesh))
-
-
-def value_bytes(layout: Layout, v: int) -> int:
-    """What a value takes on each device.
-
-    As its reader has it: what is gathered in the forward pass stays so.
-    """
-    spec = layout.read_spec(v) or layout.spec(v) or ()
-    size = layout.frame.program.values[v].size_bytes
-    return ceil(size / spec_ways(spec, layout.frame.mesh))
-
-
-def turning_point(frame: Frame) -> int:
-    """The id of the first op of the backward pass; behind all ops if there is none."""
-    derived = [m.op for b in frame.blocks for m in b.members if m.derived]
-    return min(derived, default=len(frame.program.ops))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from cfp.cost.kept import uses_through
 from cfp.program.graph import Op, Program
-from cfp.search.kept import uses_through
 
 # How a tensor is read: its dims in the order in which they are read, those of size 1
 # left out; none where it is read as it lies in memory.

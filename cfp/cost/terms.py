@@ -23,10 +23,10 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
+from cfp.cost.transitions import transition_ms
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
-from cfp.search.transitions import transition_ms
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 

@@ -5,17 +5,18 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import Costs
+from cfp.cost.orders import summed_in_two_orders
+from cfp.cost.temporaries import Course, _steps, is_in_memory
 from cfp.presets.classics import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import estimate_kinds, segment_candidate
-from cfp.search.costs import Costs
+from cfp.search.choices import estimate_kinds
 from cfp.search.expected import estimate_options
-from cfp.search.measure import whole_job
-from cfp.search.orders import summed_in_two_orders
-from cfp.search.temporaries import Course, _steps, is_in_memory
+from cfp.search.jobs import whole_job
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 

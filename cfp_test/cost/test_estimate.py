@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.estimate import Estimator
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.search.choices import best_candidates, leading_classics, segment_candidate
-from cfp.search.estimate import Estimator
-from cfp.search.problem import SegmentChoice
+from cfp.search.choices import best_candidates, leading_classics
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of

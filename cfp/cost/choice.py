@@ -45,33 +45,33 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
     return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
 
 
-def segment_layout(analysis: Analysis, index: int, candidate: SegmentChoice) -> Layout:
-    """The layout of one segment under a candidate.
+def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
+    """The layout of some segments.
 
-    Segments of the same kind right before and behind are laid out alike, so that
-    what crosses into them is handed over as they would read it.
+    Of one by itself those of the same kind right before and behind are laid out alike,
+    so that what crosses into them is handed over as they would read it.
+
+    Args:
+        analysis: of the program.
+        candidates: the choice for each segment, by its index.
     """
-    segments, kind = analysis.segments, analysis.segments[index].kind
-    near = (i for i in (index - 1, index + 1) if 0 <= i < len(segments))
-    alike = [i for i in near if segments[i].kind == kind]
-    return parts_layout(
-        analysis,
-        {**dict.fromkeys(alike, candidate), index: candidate},
-        dict.fromkeys(segments[index].groups, candidate.storage),
-    )
-
-
-def parts_layout(
-    analysis: Analysis,
-    candidates: Mapping[int, SegmentChoice],
-    storage: Mapping[int, Storage],
-) -> Layout:
-    """The layout of some segments' blocks, and of some storage groups."""
+    segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
+    if len(candidates) == 1:
+        [(index, candidate)] = candidates.items()
+        kind, near = segments[index].kind, {index - 1, index + 1}
+        alike = (s.index for s in segments if s.index in near and s.kind == kind)
+        laid_out = dict.fromkeys(alike, candidate)
+    laid_out.update(candidates)
     strategies = {
         block: strategy
-        for index, candidate in candidates.items()
+        for index, candidate in laid_out.items()
         for block, strategy in zip(
-            analysis.segments[index].blocks, candidate.strategies, strict=True
+            segments[index].blocks, candidate.strategies, strict=True
         )
+    }
+    storage = {
+        group: candidate.storage
+        for index, candidate in candidates.items()
+        for group in segments[index].groups
     }
     return Layout(analysis.frame, strategies, storage)

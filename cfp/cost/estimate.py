@@ -8,18 +8,17 @@ The estimate ranks choices; only what is worth measuring is then measured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
 
 import numpy as np
 
-from cfp.analysis.layout import Frame, Storage
+from cfp.analysis.layout import Storage
 from cfp.analysis.segments import Segment
-from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.analysis.strategies import Spec, Strategy, block_strategies
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.terms import BlockTerms, Made, Terms
-from cfp.profiling.collectives import Rates
 
 
 @dataclass(frozen=True)
@@ -47,156 +46,133 @@ class SegmentEstimate:
 
     def total_ms(self, candidate: SegmentChoice) -> float:
         """The estimated time of one candidate."""
-        picks = self._picks(candidate)
-        nodes = self.node_ms[candidate.storage]
-        total = sum(float(row[pick]) for row, pick in zip(nodes, picks, strict=True))
-        return total + self._edges(picks)
+        pairs = zip(self.numbers, candidate.strategies, strict=True)
+        picks = [numbers[strategy] for numbers, strategy in pairs]
+        nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
+        total = sum(float(row[pick]) for row, pick in nodes)
+        return total + sum(
+            float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
+        )
 
     def without_twin(self) -> SegmentEstimate:
         """The estimate of the segment by itself, whatever follows it."""
         return replace(self, edge_ms=self.own_edge_ms)
 
-    def _picks(self, candidate: SegmentChoice) -> list[int]:
-        pairs = zip(self.numbers, candidate.strategies, strict=True)
-        return [numbers[strategy] for numbers, strategy in pairs]
 
-    def _edges(self, picks: Sequence[int]) -> float:
-        return sum(
-            float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
-        )
+def estimate_segment(
+    terms: Terms, segment: Segment, twin: Segment | None
+) -> SegmentEstimate:
+    """Estimates a segment.
 
-
-class Estimator:
-    """Estimates segments of one program on one mesh."""
-
-    def __init__(self, frame: Frame, rates: Rates) -> None:
-        self.frame = frame
-        self.terms = Terms(frame, rates)
-
-    def segment(self, segment: Segment, twin: Segment | None) -> SegmentEstimate:
-        """Estimates a segment.
-
-        Args:
-            segment: the segment.
-            twin: the segment of the same kind that follows right behind it, if any:
-                what moves between the two is then part of the estimate.
-        """
-        numbers = [self._number(b) for b in segment.blocks]
-        strategies = tuple(_firsts(numbered) for numbered in numbers)
-        terms = [
-            [self.terms.block(b, s) for s in options]
-            for b, options in zip(segment.blocks, strategies, strict=True)
-        ]
-        owned = self.terms.owned_groups(segment.groups, [row[0] for row in terms])
-        inside = [[self.terms.inside_ms(t) for t in options] for options in terms]
-        node_ms = {}
-        for mode in Storage:
-            node_ms[mode] = []
-            for place, options in enumerate(terms):
-                state = [self.terms.state_ms(owned[place], t, mode) for t in options]
-                times = [
-                    t.matmul_ms + t.memory_ms + update_ms + moved_ms + gather_ms
-                    for t, (update_ms, gather_ms), moved_ms in zip(
-                        options, state, inside[place], strict=True
-                    )
-                ]
-                node_ms[mode].append(np.array(times))
-        edges = own_edges = self._edges(terms)
-        if twin is not None:
-            edges = dict(own_edges)
-            self._add_twin_edges(edges, segment, twin, strategies, terms)
-        return SegmentEstimate(
-            segment,
-            strategies,
-            node_ms,
-            edges,
-            own_edges,
-            tuple(numbers),
-        )
-
-    def _number(self, block: int) -> dict[Strategy, int]:
-        """Numbers a block's strategies; those that shard all ops alike get one."""
-        frame = self.frame
-        known: dict[Hashable, int] = {}
-        return {
-            strategy: known.setdefault(
-                tuple(frame.shardings[block].factor_axes(strategy).values()),
-                len(known),
-            )
-            for strategy in block_strategies(
-                frame.program, frame.blocks[block], frame.mesh
-            )
-        }
-
-    def _edges(
-        self, terms: Sequence[Sequence[BlockTerms]]
-    ) -> dict[tuple[int, int], np.ndarray]:
-        return {
-            (a, b): self._pair(terms[a], terms[b])
-            for a in range(len(terms))
-            for b in range(a + 1, len(terms))
-            if _crossing(terms[a], terms[b]) or _crossing(terms[b], terms[a])
-        }
-
-    def _pair(
-        self, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
-    ) -> np.ndarray:
-        """What moves between two blocks, both ways, for all of their strategies."""
-        return self._one_way(left, right) + self._one_way(right, left).T
-
-    def _one_way(
-        self, makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]
-    ) -> np.ndarray:
-        """``[maker's strategy][reader's strategy]`` milliseconds."""
-        total = np.zeros((len(makers), len(readers)))
-        for v in _crossing(makers, readers):
-            made = [_handed_over(t, v) for t in makers]
-            read = [t.reads[v] for t in readers]
-            # Many strategies treat one value alike: each way is priced once.
-            rows, columns = _numbers(made), _numbers(read)
-            costs = np.array(
+    Args:
+        terms: of the program on its mesh.
+        segment: the segment.
+        twin: the segment of the same kind that follows right behind it, if any:
+            what moves between the two is then part of the estimate.
+    """
+    numbered = [_numbered(terms, block) for block in segment.blocks]
+    strategies = tuple(firsts for firsts, _ in numbered)
+    blocks = _blocks(terms, segment, strategies)
+    owned = terms.owned_groups(segment.groups, [row[0] for row in blocks])
+    inside = [[_inside_ms(terms, t) for t in row] for row in blocks]
+    node_ms = {
+        mode: [
+            np.array(
                 [
-                    [self.terms.move_ms(v, how, wants) for wants in columns]
-                    for how in rows
+                    t.matmul_ms + t.memory_ms + update_ms + moved_ms + gather_ms
+                    for t, moved_ms in zip(row, moved, strict=True)
+                    for update_ms, gather_ms in [terms.state_ms(groups, t, mode)]
                 ]
             )
-            total += costs[np.ix_([rows[m] for m in made], [columns[r] for r in read])]
-        return total
-
-    def _add_twin_edges(
-        self,
-        edges: dict[tuple[int, int], np.ndarray],
-        segment: Segment,
-        twin: Segment,
-        strategies: tuple[tuple[Strategy, ...], ...],
-        terms: Sequence[Sequence[BlockTerms]],
-    ) -> None:
-        """Adds what moves between a segment and its twin, as if both chose alike."""
-        if len(twin.blocks) != len(segment.blocks):
-            return
-        theirs = [
-            [self.terms.block(b, s) for s in options]
-            for b, options in zip(twin.blocks, strategies, strict=True)
+            for row, moved, groups in zip(blocks, inside, owned, strict=True)
         ]
-        for a, mine in enumerate(terms):
-            for b, other in enumerate(theirs):
-                if not _crossing(mine, other) and not _crossing(other, mine):
-                    continue
-                matrix = self._pair(mine, other)
-                if a == b:  # a block chooses as its own twin does
-                    matrix = np.diag(np.diag(matrix))
-                elif a > b:
-                    matrix = matrix.T
-                place = min(a, b), max(a, b)
-                edges[place] = edges[place] + matrix if place in edges else matrix
+        for mode in Storage
+    }
+    edges = {
+        (a, b): matrix
+        for a, left in enumerate(blocks)
+        for b, right in enumerate(blocks)
+        if a < b and (matrix := _pair_ms(terms, left, right)) is not None
+    }
+    with_twin = dict(edges)
+    if twin is not None and len(twin.blocks) == len(segment.blocks):
+        # As if both chose alike: a block, too, as its own twin does.
+        behind = _blocks(terms, twin, strategies)
+        for (a, left), (b, right) in product(enumerate(blocks), enumerate(behind)):
+            matrix = _pair_ms(terms, left, right)
+            if matrix is None:
+                continue
+            if a == b:
+                matrix = np.diag(np.diag(matrix))
+            elif a > b:
+                matrix = matrix.T
+            place = min(a, b), max(a, b)
+            with_twin[place] = with_twin.get(place, 0.0) + matrix
+    numbers = tuple(numbers for _, numbers in numbered)
+    return SegmentEstimate(segment, strategies, node_ms, with_twin, edges, numbers)
 
 
-def _firsts(numbers: Mapping[Strategy, int]) -> tuple[Strategy, ...]:
-    """The first strategy of each number."""
-    found: dict[int, Strategy] = {}
-    for strategy, number in numbers.items():
-        found.setdefault(number, strategy)
-    return tuple(found.values())
+def _numbered(
+    terms: Terms, block: int
+) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
+    """A block's strategies, numbered: those that shard all ops alike are one.
+
+    Returns:
+        The first strategy of each number, and the number of each.
+    """
+    frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
+    for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
+        axes = tuple(frame.shardings[block].factor_axes(strategy).values())
+        first = firsts.setdefault(axes, strategy)
+        numbers[strategy] = numbers.get(first, len(firsts) - 1)
+    return tuple(firsts.values()), numbers
+
+
+def _blocks(
+    terms: Terms, segment: Segment, strategies: Sequence[Sequence[Strategy]]
+) -> list[list[BlockTerms]]:
+    """The terms of a segment's blocks under some strategies of each."""
+    return [
+        [terms.block(block, strategy) for strategy in options]
+        for block, options in zip(segment.blocks, strategies, strict=True)
+    ]
+
+
+def _inside_ms(terms: Terms, block: BlockTerms) -> float:
+    """What moves between the ops of one block."""
+    return sum(
+        terms.move_ms(v, made, block.reads.get(v, ()))
+        for v, made in block.makes.items()
+    )
+
+
+def _pair_ms(
+    terms: Terms, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
+) -> np.ndarray | None:
+    """What moves between two blocks, both ways, for all of their strategies."""
+    ahead, back = _crossing(left, right), _crossing(right, left)
+    if not ahead and not back:
+        return None
+    return _one_way(terms, left, right, ahead) + _one_way(terms, right, left, back).T
+
+
+def _one_way(
+    terms: Terms,
+    makers: Sequence[BlockTerms],
+    readers: Sequence[BlockTerms],
+    values: Iterable[int],
+) -> np.ndarray:
+    """``[maker's strategy][reader's strategy]`` milliseconds to hand some values on."""
+    total = np.zeros((len(makers), len(readers)))
+    for v in values:
+        # Many strategies treat one value alike: each way is priced once.
+        rows: dict[Made, int] = {}
+        columns: dict[tuple[Spec, ...], int] = {}
+        made = [rows.setdefault(_handed_over(t, v), len(rows)) for t in makers]
+        read = [columns.setdefault(t.reads[v], len(columns)) for t in readers]
+        costs = [[terms.move_ms(v, how, wants) for wants in columns] for how in rows]
+        total += np.array(costs)[np.ix_(made, read)]
+    return total
 
 
 def _handed_over(maker: BlockTerms, v: int) -> Made:
@@ -207,13 +183,6 @@ def _handed_over(maker: BlockTerms, v: int) -> Made:
     return have, partial
 
 
-def _numbers(items: Sequence[Hashable]) -> dict[Any, int]:
-    """The distinct items, numbered."""
-    return {item: number for number, item in enumerate(dict.fromkeys(items))}
-
-
 def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
-    """Values that one block makes and another reads."""
-    if not makers or not readers:
-        return []
+    """Values that one block makes and another reads, under any strategy."""
     return [v for v in makers[0].makes if v in readers[0].reads]

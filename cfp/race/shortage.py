@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.naming import scope_path
-from cfp.cost.kept import unmade
-from cfp.cost.memory import argument_bytes, can_recompute, held_values, value_bytes
+from cfp.cost.memory import argument_bytes, can_recompute, residuals_under, value_bytes
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
@@ -145,8 +144,12 @@ def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str
         )
         for segment in analysis.segments
         for v in sorted(
-            held_values(frame, segment, segment.index in choice.remat)
-            - unmade(layout, segment, kernels.get(segment.index, ""))
+            residuals_under(
+                layout,
+                segment,
+                segment.index in choice.remat,
+                kernels.get(segment.index, ""),
+            )
         )
     ]
     if TEMPORARIES in large and kept:

@@ -27,7 +27,8 @@ def build_problem(
         pairs.setdefault((left.kind, right.kind), (left.index, right.index))
     far = {
         (a, b): costs.reshardings_ms(a, b, candidates[kinds[a]], candidates[kinds[b]])
-        for a, b in costs.distant
+        for a, b in sorted({(min(pair), max(pair)) for pair in analysis.passing})
+        if b > a + 1
     }
     return Problem(
         kinds=tuple(kinds),

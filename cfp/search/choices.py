@@ -17,7 +17,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.cost.estimate import Estimator, SegmentEstimate
+from cfp.cost.estimate import SegmentEstimate, estimate_segment
+from cfp.cost.terms import Terms
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
 from cfp.search.problem import Problem, Solved
@@ -141,13 +142,13 @@ def choose_candidates(
 
 def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:
     """Estimates the representative of every kind of segment."""
-    estimator = Estimator(analysis.frame, rates)
+    terms = Terms(analysis.frame, rates)
     segments = analysis.segments
     found = []
     for kind, index in enumerate(analysis.representatives):
         behind = segments[index + 1] if index + 1 < len(segments) else None
         twin = behind if behind is not None and behind.kind == kind else None
-        found.append(estimator.segment(segments[index], twin))
+        found.append(estimate_segment(terms, segments[index], twin))
     return tuple(found)
 
 

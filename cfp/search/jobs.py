@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
 from cfp.analysis.abridge import Abridged
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import (
     Choice,
-    Frame,
     Layout,
     constraints,
     lay_out,
@@ -20,15 +19,14 @@ from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
-from cfp.cost.choice import SegmentChoice, parts_layout, segment_layout
-from cfp.cost.kept import kernel_sites
-from cfp.cost.memory import turning_point
+from cfp.cost.choice import SegmentChoice, layout_of
+from cfp.cost.memory import kernel_sites, turning_point
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.part import numbered
-from cfp.program.recompute import VERSION, Recompute, recomputable
+from cfp.program.recompute import VERSION, recomputable
 from cfp.program.replace import Replacement
 from cfp.settings import ConstraintLevel
 
@@ -43,31 +41,44 @@ def constraints_of(
         choice: for all of it.
         level: how much the compiler is constrained.
     """
-    layout = lay_out(analysis.frame, choice)
-    return _constrain(analysis, layout, choice.remat, dict(choice.kernels), level)
+    layout, part = lay_out(analysis.frame, choice), _whole(analysis)
+    return _constrain(analysis, layout, part, choice.remat, choice.kernels, level)
+
+
+def _whole(analysis: Analysis) -> Part:
+    program = analysis.frame.program
+    return cut_part(program, [op.id for op in program.ops if op.parent < 0])
 
 
 def _constrain(
     analysis: Analysis,
     layout: Layout,
+    part: Part,
     remat: Iterable[int],
-    kernels: Mapping[int, str],
+    kernels: Iterable[tuple[int, str]],
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
-    part: Part | None = None,
 ) -> Constraints:
-    """The constraints of a program, or of a part, reduced to a level.
+    """The constraints of a part of a program, reduced to a level.
 
-    With what is rematerialized and replaced of some segments, by their indices. What a
-    kernel of attention reads it has sharded as it wants it: keys that are to go round
-    in a ring must not be gathered before.
+    With what is rematerialized and replaced of some segments, by their indices: kernels
+    in the place of attentions, and parts of vocabularies. What a kernel of attention
+    reads it has sharded as it wants it: keys that are to go round in a ring must not be
+    gathered before.
     """
-    program = layout.frame.program
-    constrained = constraints(
-        layout, None if part is None else program.with_bodies(part.ops)
+    frame, program = layout.frame, layout.frame.program
+    replaced: list[Replacement] = []
+    for index, kernel in kernels:
+        ops = analysis.segments[index].ops
+        attentions, losses = kernel_sites(layout, ops, kernel)
+        for match, way in attentions:
+            replaced += replacements(program, match, way)
+        replaced += losses
+    turn, within = turning_point(frame), set(part.ops)
+    again = (
+        recomputable(program, within & {*analysis.segments[index].ops}, turn, within)
+        for index in remat
     )
-    if level is not ConstraintLevel.EVERYTHING:
-        constrained = replace(constrained, values={}, uses={})
-    replaced = _replaced(analysis, layout, kernels)
+    constrained = constraints(layout, program.with_bodies(part.ops))
     own = {
         use
         for one in replaced
@@ -75,37 +86,16 @@ def _constrain(
         for stage in one.stages
         for use in stage.reads
     }
+    values = constrained.values
     uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
-    again = _recomputed(analysis, remat, part)
-    return replace(constrained, uses=uses, recompute=again, replaced=replaced)
-
-
-def _replaced(
-    analysis: Analysis, layout: Layout, kernels: Mapping[int, str]
-) -> tuple[Replacement, ...]:
-    """Kernels in the place of attentions of segments, and parts of vocabularies."""
-    found: list[Replacement] = []
-    for index, kernel in kernels.items():
-        ops = analysis.segments[index].ops
-        attentions, losses = kernel_sites(layout, ops, kernel)
-        for match, way in attentions:
-            found += replacements(layout.frame.program, match, way)
-        found += losses
-    return tuple(found)
-
-
-def _recomputed(
-    analysis: Analysis, indices: Iterable[int], part: Part | None
-) -> tuple[Recompute, ...]:
-    """What is computed again of some segments, or of what a part has of them."""
-    frame = analysis.frame
-    turn = turning_point(frame)
-    owned = [set(analysis.segments[i].ops) for i in indices]
-    within = None if part is None else set(part.ops)
-    if within is not None:
-        owned = [ops & within for ops in owned]
-    found = (recomputable(frame.program, ops, turn, within) for ops in owned)
-    return tuple(one for one in found if one is not None)
+    if level is not ConstraintLevel.EVERYTHING:
+        values, uses = {}, {}
+    return Constraints(
+        values,
+        uses,
+        recompute=tuple(one for one in again if one is not None),
+        replaced=tuple(replaced),
+    )
 
 
 def part_job(
@@ -122,21 +112,12 @@ def part_job(
         environment: what measurements depend on.
         label: what progress calls it.
     """
-    segments = analysis.segments
-    if len(candidates) == 1:
-        layout = segment_layout(analysis, *next(iter(candidates.items())))
-    else:
-        stored = {
-            group: candidate.storage
-            for index, candidate in candidates.items()
-            for group in segments[index].groups
-        }
-        layout = parts_layout(analysis, candidates, stored)
-    ops = sorted(op for index in candidates for op in segments[index].ops)
+    layout = layout_of(analysis, candidates)
+    ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
-    kernels = {index: candidate.kernel for index, candidate in candidates.items()}
-    constrained = _constrain(analysis, layout, again, kernels, part=part)
+    kernels = [(index, candidate.kernel) for index, candidate in candidates.items()]
+    constrained = _constrain(analysis, layout, part, again, kernels)
     job = _job(layout, part, constrained, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
@@ -161,36 +142,50 @@ def whole_job(
         options: of the compiler.
         abridged: what is to stand for the program, and for the choice.
     """
+    tuned = tuple(sorted((options or {}).items()))
     what = "abridged program" if abridged else "whole program"
     environment = (*environment, ("what", f"{what}, raced"))
-    if options:
-        environment = (*environment, ("options", repr(sorted(options.items()))))
-    layout, program = lay_out(analysis.frame, choice), analysis.frame.program
-    again, kernels = choice.remat, dict(choice.kernels)
+    if tuned:
+        environment = (*environment, ("options", repr([*tuned])))
+    again, kernels, chosen = choice.remat, choice.kernels, ""
     if abridged:
-        part, chosen = abridged.part, ""
-        again = [index for index in again if index in abridged.segments]
-        kernels = {i: kernels[i] for i in abridged.segments if i in kernels}
-        constrained = _constrain(analysis, layout, again, kernels, level, part)
+        part, left = abridged.part, set(abridged.segments)
+        again = [index for index in again if index in left]
+        kernels = [(index, kernel) for index, kernel in kernels if index in left]
     else:
-        part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
-        constrained = _constrain(analysis, layout, again, kernels, level)
+        part = _whole(analysis)
         kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
         chosen = json.dumps(kept)
+    layout = lay_out(analysis.frame, choice)
+    constrained = _constrain(analysis, layout, part, again, kernels, level)
     job = _job(layout, part, constrained, environment, label)
-    return replace(job, options=tuple(sorted((options or {}).items())), choice=chosen)
+    return replace(job, options=tuned, choice=chosen)
 
 
 def _job(
     layout: Layout, part: Part, constrained: Constraints, environment: Parts, label: str
 ) -> Job:
-    """The job that measures a part of a program under a layout."""
+    """The job that measures a part of a program under a layout.
+
+    Its key has its ops and shardings numbered from its own start: equal layers of
+    different models, or of different depths, have equal keys.
+    """
     frame, program = layout.frame, layout.frame.program
+
+    def even(v: int, spec: Spec | None) -> Spec:
+        """A sharding that arguments and results of a program may have."""
+        shape = program.values[v].shape
+        return even_spec(spec or ((),) * len(shape), shape, frame.mesh)
+
+    made_before = {v for v in part.inputs if program.values[v].producer >= 0}
+    in_specs = tuple(
+        even(v, layout.read_spec(v) if v in made_before else layout.spec(v))
+        for v in part.inputs
+    )
+    specs = [even(v, layout.spec(v)) for v in part.outputs]
     position = {v: i for i, v in enumerate(program.args)}
-    in_specs = tuple(_input_spec(layout, v) for v in part.inputs)
     out_place = {v: i for i, v in enumerate(part.outputs)}
-    out_specs = [_even(layout, v, layout.spec(v)) for v in part.outputs]
-    feedback = []
+    pairs: list[tuple[int, int]] = []
     settled: set[int] = set()
     for place, v in enumerate(part.inputs):
         argument = position.get(v)
@@ -201,73 +196,42 @@ def _job(
         if made in settled or made not in out_place:
             continue  # one value that becomes two arguments goes back into the first
         settled.add(made)
-        out_specs[out_place[made]] = in_specs[place]
+        specs[out_place[made]] = in_specs[place]
         if program.alias[argument] is not None:
-            feedback.append((place, out_place[made]))
+            pairs.append((place, out_place[made]))
+    out_specs = tuple(specs)
+
+    numbers = numbered(program, part)
+    local, local_op = numbers.values, numbers.ops
+    values = sorted((local[v], s) for v, s in constrained.values.items())
+    uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
+    digest = hashlib.sha256()
+    digest.update(repr((values, uses, in_specs, out_specs, pairs)).encode())
+    for one in constrained.recompute:
+        again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
+        digest.update(repr((VERSION, again)).encode())
+    for one in constrained.replaced:
+        if (local_one := one.translated(local, local_op)) is not None:
+            digest.update(repr(local_one).encode())
+    given = dict(zip(program.args, program.given, strict=False))
+    decided = [
+        (local[v], given[v].hex())
+        for v in part.inputs
+        if given.get(v) and deciding(program, v)
+    ]
+    key = (
+        ("ops", numbers.digest),
+        ("shardings", digest.hexdigest()),
+        *([("given", repr(sorted(decided)))] if decided else []),
+        ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
+        *environment,
+    )
     return Job(
-        key=_key(
-            frame, part, constrained, in_specs, tuple(out_specs), feedback, environment
-        ),
+        key=ProfileKey(key),
         label=label,
         part=part,
         constraints=constrained,
         in_specs=in_specs,
-        out_specs=tuple(out_specs),
-        feedback=tuple(feedback),
-    )
-
-
-def _input_spec(layout: Layout, v: int) -> Spec:
-    program = layout.frame.program
-    value = program.values[v]
-    spec = layout.spec(v) if value.producer < 0 else layout.read_spec(v)
-    return _even(layout, v, spec)
-
-
-def _even(layout: Layout, v: int, spec: Spec | None) -> Spec:
-    """A sharding that arguments and results of a program may have."""
-    shape = layout.frame.program.values[v].shape
-    return even_spec(spec or ((),) * len(shape), shape, layout.frame.mesh)
-
-
-def _key(
-    frame: Frame,
-    part: Part,
-    constrained: Constraints,
-    in_specs: tuple[Spec, ...],
-    out_specs: tuple[Spec, ...],
-    feedback: Sequence[tuple[int, int]],
-    environment: Parts,
-) -> ProfileKey:
-    """The key of a job: its ops and shardings, numbered from its own start.
-
-    Equal layers of different models, or of different depths, have equal keys.
-    """
-    numbers = numbered(frame.program, part)
-    local, local_op = numbers.values, numbers.ops
-    told_digest = hashlib.sha256()
-    values = sorted((local[v], s) for v, s in constrained.values.items())
-    uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
-    shardings = (values, uses, in_specs, out_specs, feedback)
-    told_digest.update(repr(shardings).encode())
-    for one in constrained.recompute:
-        again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
-        told_digest.update(repr((VERSION, again)).encode())
-    for one in constrained.replaced:
-        if (local_one := one.translated(local, local_op)) is not None:
-            told_digest.update(repr(local_one).encode())
-    given = dict(zip(frame.program.args, frame.program.given, strict=False))
-    decided = [
-        (local[v], given[v].hex())
-        for v in part.inputs
-        if given.get(v) and deciding(frame.program, v)
-    ]
-    return ProfileKey(
-        (
-            ("ops", numbers.digest),
-            ("shardings", told_digest.hexdigest()),
-            *([("given", repr(sorted(decided)))] if decided else []),
-            ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
-            *environment,
-        )
+        out_specs=out_specs,
+        feedback=tuple(pairs),
     )

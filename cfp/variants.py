@@ -37,7 +37,7 @@ from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.units import parse_bytes
 
 

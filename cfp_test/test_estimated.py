@@ -9,6 +9,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings as settings_of
+from cfp.cost.costs import Costs
 from cfp.presets.classics import presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.rates import Rates
@@ -18,8 +19,8 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
+from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, whole_choice
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
 from cfp.search.problem import Solved

@@ -13,6 +13,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import device_memory, open_context
+from cfp.cost.costs import Costs
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
@@ -30,7 +31,6 @@ from cfp.race.enough import near_among, raced_anyway
 from cfp.race.programs import TOO_LARGE
 from cfp.race.run import Run
 from cfp.race.shortage import no_winner
-from cfp.search.costs import Costs
 from cfp.search.guided import explore
 from cfp.settings import ConstraintLevel, defaults_of
 from cfp.solution import Candidate

@@ -14,8 +14,9 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import NONE, Strategy
-from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.measure import turning_point
+from cfp.cost.estimate import SegmentEstimate, estimate_segment
+from cfp.cost.memory import turning_point
+from cfp.cost.terms import Terms
 
 MODES = tuple(Storage)
 
@@ -96,13 +97,13 @@ def formulate(analysis: Analysis, prices: Any) -> Formulation:
         ops=tuple(op.id for op in frame.program.ops if op.parent < 0),
         groups=tuple(range(len(frame.groups))),
     )
-    estimator = Estimator(frame, prices)
-    estimate = estimator.segment(everything, None)
+    terms = Terms(frame, prices)
+    estimate = estimate_segment(terms, everything, None)
     allowed = [_allowed(options) for options in estimate.strategies]
-    first = [estimator.terms.block(b, o[0]) for b, o in enumerate(estimate.strategies)]
-    owned = estimator.terms.owned_groups(everything.groups, first)
-    kept = _kept_bytes(estimator, estimate)
-    held = {mode: _state_bytes(estimator, estimate, owned, mode) for mode in MODES}
+    first = [terms.block(b, o[0]) for b, o in enumerate(estimate.strategies)]
+    owned = terms.owned_groups(everything.groups, first)
+    kept = _kept_bytes(terms, estimate)
+    held = {mode: _state_bytes(terms, estimate, owned, mode) for mode in MODES}
     place = [{old: new for new, old in enumerate(keep)} for keep in allowed]
 
     def table(of: Mapping[Storage, Sequence[np.ndarray]], block: int) -> np.ndarray:
@@ -137,13 +138,13 @@ def _allowed(options: Sequence[Strategy]) -> list[int]:
 
 
 def _state_bytes(
-    estimator: Estimator,
+    terms: Terms,
     estimate: SegmentEstimate,
     owned: Sequence[Sequence[int]],
     mode: Storage,
 ) -> list[np.ndarray]:
     """For each block and strategy, bytes of state on each device."""
-    frame, terms = estimator.frame, estimator.terms
+    frame = terms.frame
     values, args = frame.program.values, frame.program.args
 
     def held(index: int, block: int, strategy: Strategy) -> float:
@@ -161,16 +162,16 @@ def _state_bytes(
     ]
 
 
-def _kept_bytes(estimator: Estimator, estimate: SegmentEstimate) -> list[np.ndarray]:
+def _kept_bytes(terms: Terms, estimate: SegmentEstimate) -> list[np.ndarray]:
     """For each block and strategy, bytes that the backward pass reads of it."""
-    frame = estimator.frame
+    frame = terms.frame
     program = frame.program
     turn = turning_point(frame)
     found = []
     for block, options in enumerate(estimate.strategies):
         sizes = np.zeros(len(options))
         for number, strategy in enumerate(options):
-            for v, (spec, _) in estimator.terms.block(block, strategy).makes.items():
+            for v, (spec, _) in terms.block(block, strategy).makes.items():
                 early = program.values[v].producer < turn
                 if early and any(user >= turn for user, _ in program.users[v]):
                     size = program.values[v].size_bytes

@@ -1,1 +1,1 @@
-"""What a choice should take: times that are computed, not measured."""
+"""What a choice should take: time and memory that are computed, not measured."""

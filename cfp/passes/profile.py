@@ -9,21 +9,18 @@ from collections.abc import Mapping
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
+from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import Costs
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
-from cfp.search.choices import (
-    estimate_kinds,
-    leading_classics,
-    segment_candidate,
-)
-from cfp.search.costs import Costs
+from cfp.search.choices import estimate_kinds, leading_classics
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
+from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
-from cfp.search.measure import part_job
 from cfp.search.wanted import Explored, WantedMaker
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles

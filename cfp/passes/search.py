@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
+from cfp.cost.costs import Costs
 from cfp.errors import CfpError
 from cfp.passes.profile import compiles, may_save
 from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
+from cfp.search.build import build_problem
 from cfp.search.choices import picks_of, whole_choice
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.wanted import Explored, measured_options

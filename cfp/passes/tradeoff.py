@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext, open_context
+from cfp.cost.costs import Costs
+from cfp.cost.memory import can_recompute
 from cfp.passes.profile import look_up, measured_rates
 from cfp.planner_settings import PlannerSettings
-from cfp.search.costs import Costs, build_problem
-from cfp.search.measure import can_recompute
+from cfp.search.build import build_problem
 from cfp.search.problem import Problem
 from cfp.search.wanted import Explored, Wanted, computed_again, measured_options
 from cfp.settings import ROUND_SIZE

@@ -17,7 +17,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.program.graft import aval
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.raced import Raced
-from cfp.search.measure import constraints_of
+from cfp.search.jobs import constraints_of
 from cfp.search.problem import Problem
 from cfp.solution import predicted_bytes
 

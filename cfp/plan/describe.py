@@ -12,11 +12,11 @@ from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.cost.transitions import transition
 from cfp.patterns.build import split
 from cfp.plan.parts import PlanRow
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
-from cfp.search.transitions import transition
 from cfp.units import format_bytes
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")

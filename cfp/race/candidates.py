@@ -9,10 +9,10 @@ from dataclasses import replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import PlanContext
+from cfp.cost.memory import value_bytes
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
-from cfp.search.measure import value_bytes
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution, predicted_ms

@@ -14,7 +14,7 @@ from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.program.graph import Program
 from cfp.race.truncated import WHOLE, Ratios, Truncated
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.naming import scope_path
+from cfp.cost.memory import argument_bytes, can_recompute, residuals_under, value_bytes
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
@@ -17,8 +18,6 @@ from cfp.race.remembered import choice_of
 from cfp.race.truncated import WHOLE
 from cfp.search.choices import whole_choice
 from cfp.search.dynamic import leanest
-from cfp.search.kept import unmade
-from cfp.search.measure import argument_bytes, can_recompute, held_values, value_bytes
 from cfp.search.problem import Problem
 from cfp.units import format_bytes
 
@@ -145,8 +144,12 @@ def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str
         )
         for segment in analysis.segments
         for v in sorted(
-            held_values(frame, segment, segment.index in choice.remat)
-            - unmade(layout, segment, kernels.get(segment.index, ""))
+            residuals_under(
+                layout,
+                segment,
+                segment.index in choice.remat,
+                kernels.get(segment.index, ""),
+            )
         )
     ]
     if TEMPORARIES in large and kept:

@@ -14,8 +14,8 @@ from statistics import mean
 from cfp.analysis.abridge import Abridged, abridge, treatments
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.cost.memory import fixed_bytes
 from cfp.search.choices import picks_of
-from cfp.search.costs import fixed_bytes
 from cfp.search.problem import Problem
 from cfp.settings import TRUNCATED_AT_MOST
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
+from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
 from cfp.presets.classics import presets
 from cfp.printable import distinct_ends
-from cfp.search.choices import segment_candidate
-from cfp.search.problem import Option, SegmentChoice
+from cfp.search.problem import Option
 
 _RECOMPUTED = "recomputed"
 

@@ -16,22 +16,13 @@ import numpy as np
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.estimate import SegmentEstimate, estimate_segment
+from cfp.cost.terms import Terms
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
-from cfp.search.estimate import Estimator, SegmentEstimate
-from cfp.search.problem import Problem, SegmentChoice, Solved
+from cfp.search.problem import Problem, Solved
 from cfp.settings import MIXED_PRESETS
-
-
-def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """The part of a whole program's choice that concerns one segment."""
-    segment = analysis.segments[index]
-    modes = [choice.storage[g] for g in segment.groups]
-    storage = max(set(modes), key=modes.count) if modes else Storage.USED
-    strategies = tuple(choice.blocks[b] for b in segment.blocks)
-    kernel = dict(choice.kernels).get(index, "")
-    remat = index in choice.remat
-    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
@@ -151,13 +142,13 @@ def choose_candidates(
 
 def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:
     """Estimates the representative of every kind of segment."""
-    estimator = Estimator(analysis.frame, rates)
+    terms = Terms(analysis.frame, rates)
     segments = analysis.segments
     found = []
     for kind, index in enumerate(analysis.representatives):
         behind = segments[index + 1] if index + 1 < len(segments) else None
         twin = behind if behind is not None and behind.kind == kind else None
-        found.append(estimator.segment(segments[index], twin))
+        found.append(estimate_segment(terms, segments[index], twin))
     return tuple(found)
 
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.layout import Choice
+from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import Costs
+from cfp.cost.estimate import SegmentEstimate
+from cfp.search.build import build_problem
 from cfp.search.choices import choose_candidates, preset_parts
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.estimate import SegmentEstimate
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.problem import Option, SegmentChoice
+from cfp.search.problem import Option
 from cfp.search.wanted import Explored
 from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 

@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
+from cfp.search.build import build_problem
 from cfp.search.choices import ranked_candidates
-from cfp.search.costs import build_problem
 from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.expected import Outlook
 from cfp.search.kernels import with_kernels
-from cfp.search.problem import Option, Problem, SegmentChoice, scale_memory
+from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
 from cfp.settings import (
     ROUND_SIZE,

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from cfp.analysis.analyze import Analysis
 from cfp.attention.matching.graft import refused
 from cfp.attention.matching.matches import Match, among, way_of
+from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.patterns.build import joined, name_of
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
-from cfp.search.measure import segment_layout
-from cfp.search.problem import SegmentChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Kernels:
         losses = patterns_among(program, ops) if self.parts else []
         if not matches and not losses:
             return []
-        layout = segment_layout(analysis, index, candidate)
+        layout = layout_of(analysis, {index: candidate})
         name = name_of(self.parts)
         parts = [name] if losses and in_parts(layout, ops, name) else []
         kernels = []

@@ -5,32 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cfp.analysis.layout import Storage
-from cfp.analysis.strategies import Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentChoice:
-    """A choice for a segment: one strategy per block, one storage mode for all.
-
-    Attributes:
-        strategies: one for each block.
-        storage: of all its parameters.
-        estimate_ms: what it is estimated to take; choices that differ in it are equal.
-        remat: whether its forward pass is computed again in the backward pass.
-        kernel: what computes its attentions; "" as the program has it.
-    """
-
-    strategies: tuple[Strategy, ...]
-    storage: Storage
-    estimate_ms: float = field(default=0.0, compare=False)
-    remat: bool = False
-    kernel: str = ""
-
-    @property
-    def plain(self) -> SegmentChoice:
-        """The same with nothing computed again; both are laid out alike."""
-        return replace(self, remat=False) if self.remat else self
+from cfp.cost.choice import SegmentChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,20 +8,17 @@ from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import Costs
+from cfp.cost.estimate import SegmentEstimate
 from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import (
-    choose_candidates,
-    preset_parts,
-    segment_candidate,
-)
-from cfp.search.costs import Costs
-from cfp.search.estimate import SegmentEstimate
+from cfp.search.choices import choose_candidates, preset_parts
+from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels, with_kernels
-from cfp.search.measure import part_job
-from cfp.search.problem import Option, SegmentChoice
+from cfp.search.problem import Option
 from cfp.settings import LEAST_ADDED_SHARE
 
 

@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding
 from cfp.analysis.abridge import abridge, find_stretches, treatments
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
+from cfp.cost.memory import can_recompute
 from cfp.presets.classics import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.search.measure import can_recompute, whole_job
+from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
 from cfp_test.analysis.stacks import (

@@ -193,7 +193,7 @@ class Pair:
         self, analysis: Any, choice: Any, kernel: str
     ) -> tuple[tuple[int, str], ...]:
         """The kernel in each segment that can have it under a choice."""
-        from cfp.search.choices import segment_candidate
+        from cfp.cost.choice import segment_candidate
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.devices.flat[0].platform

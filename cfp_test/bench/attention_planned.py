@@ -87,8 +87,9 @@ def tokens_spread(frame: Any) -> Any:
 
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     """What a choice takes and needs by the estimates that plans are chosen by."""
+    from cfp.cost.costs import Costs
+    from cfp.search.build import build_problem
     from cfp.search.choices import estimate_kinds
-    from cfp.search.costs import Costs, build_problem
     from cfp.search.expected import estimate_options
     from cfp.solution import predicted_bytes, predicted_ms
 
@@ -334,7 +335,7 @@ class Maker:
         self, analysis: Any, choice: Any, is_ring: bool
     ) -> tuple[tuple[int, str], ...]:
         """The first kernel that each segment can have under a choice, or its ring."""
-        from cfp.search.choices import segment_candidate
+        from cfp.cost.choice import segment_candidate
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.stand_in.devices.flat[0].platform
@@ -357,7 +358,7 @@ class Maker:
         """What a choice needs, and, if it is short, what its computation takes."""
         from cfp.devices import mock
         from cfp.profiling.builder import BuildEnvironment, Built, build
-        from cfp.search.measure import whole_job
+        from cfp.search.jobs import whole_job
 
         analysis, here = analyzed.analysis, self.mesh.stand_in
         program = analysis.frame.program

@@ -19,10 +19,10 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.cost.choice import segment_candidate
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.classics import presets
-from cfp.search.choices import segment_candidate
 from cfp.search.kernels import Kernels
 from cfp.targets import resolve
 from cfp_test.bench.attention_planned import (

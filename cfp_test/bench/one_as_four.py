@@ -48,7 +48,7 @@ from cfp.profiling.runner import TimingOptions, execute, run
 from cfp.program.graft import Constraints
 from cfp.program.recompute import Recompute
 from cfp.program.trace import planning_mesh
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 from cfp_test.bench.kernels import device_events
 from cfp_test.bench.recorded import OPTIONS, Case, cases, tiny_cases

@@ -30,12 +30,12 @@ import jax
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.cost.costs import Costs
 from cfp.presets.classics import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds, leading_classics
-from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on

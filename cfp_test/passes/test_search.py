@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest
 from cfp.presets.classics import presets
-from cfp.search.costs import Costs, build_problem
+from cfp.search.build import build_problem
 from cfp.search.expected import estimate_options
 from cfp.settings import PRESETS_BY_ESTIMATE
 from cfp.solution import predicted_bytes, predicted_ms

@@ -12,11 +12,12 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings
+from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import Costs
 from cfp.models.registry import build, initialise
 from cfp.presets.classics import presets
-from cfp.search.choices import segment_candidate
+from cfp.profiling.rates import Rates
 from cfp.search.kernels import Kernels
-from cfp.search.measure import segment_bytes, segment_layout
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
 
@@ -88,17 +89,14 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
 
     program = prepare("gpt", make, (("x", 4),)).frame.program
     analysis = analyze(program, (("x", 4),))
-    frame, segments = analysis.frame, analysis.segments
-    choice = presets(frame)["data_parallel"]
+    costs = Costs(analysis, Rates.default(analysis.frame.mesh))
+    choice = presets(analysis.frame)["data_parallel"]
     kernels = Kernels(analysis=analysis, names=("chunked",), parts=4)
     held = {}
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
-        layout = segment_layout(analysis, index, plain)
         own = {
-            one.kernel: segment_bytes(
-                segments[index], layout, kernel=one.kernel
-            ).residual_bytes
+            one.kernel: costs.least_bytes(kind, one).residual_bytes
             for one in (plain, *kernels.variants(kind, plain))
         }
         if "chunked+vocabulary/4" in own:

@@ -10,6 +10,7 @@ from jax.extend.mlir import ir
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
+from cfp.cost.memory import turning_point
 from cfp.presets.classics import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
@@ -17,7 +18,7 @@ from cfp.program.graft import cut_part
 from cfp.program.makeable import makeable
 from cfp.program.recompute import recomputable, tag_of
 from cfp.program.trace import lower_step
-from cfp.search.measure import turning_point, whole_job
+from cfp.search.jobs import whole_job
 from cfp_test.checking import (
     differences,
     evaluate,
@@ -294,7 +295,7 @@ def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeyp
         return [job.key for job in made]
 
     before = keys()
-    monkeypatch.setattr("cfp.search.measure.VERSION", "another")
+    monkeypatch.setattr("cfp.search.jobs.VERSION", "another")
     assert [a == b for a, b in zip(before, keys(), strict=True)] == [True, False]
 
 

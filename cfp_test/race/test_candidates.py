@@ -10,6 +10,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
+from cfp.cost.choice import segment_candidate
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -18,8 +19,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race.candidates import predicted_size, rematerialized, with_options
 from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import Answer, known_to_fit
-from cfp.search.choices import segment_candidate
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Candidate

@@ -10,6 +10,7 @@ import pytest
 import cfp
 from cfp import api
 from cfp.context import MemoryBudget
+from cfp.cost.costs import Costs
 from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -22,7 +23,6 @@ from cfp.race.enough import limit_options
 from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
 from cfp.race.run import second_race
 from cfp.report.tables import plan_text
-from cfp.search.costs import Costs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 from cfp_test.race.deep import LAYERS, arguments, step

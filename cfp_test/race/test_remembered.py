@@ -19,7 +19,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import race_row
 from cfp.race.remembered import remembered
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step

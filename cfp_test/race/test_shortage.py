@@ -10,13 +10,14 @@ import pytest
 import cfp
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
+from cfp.cost.memory import can_recompute
 from cfp.presets.classics import preset
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
-from cfp.search.measure import can_recompute, whole_job
+from cfp.search.jobs import whole_job
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 from cfp.units import format_bytes

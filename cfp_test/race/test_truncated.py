@@ -5,11 +5,11 @@ from dataclasses import replace
 import jax
 import pytest
 
+from cfp.cost.choice import segment_candidate
+from cfp.cost.memory import fixed_bytes
 from cfp.presets.classics import presets
 from cfp.program.trace import planning_mesh
 from cfp.race.truncated import truncate
-from cfp.search.choices import segment_candidate
-from cfp.search.costs import fixed_bytes
 from cfp.search.problem import Option, Problem
 from cfp_test.analysis.stacks import ADAM, KEPT, analysed, plain, stack_of
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
+from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.errors import CfpError
 from cfp.presets.classics import presets
 from cfp.program.step import flatten_step
@@ -19,9 +20,8 @@ from cfp.program.trace import trace
 from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.words import candidate_words, option_names
-from cfp.search.choices import segment_candidate
 from cfp.search.explain import explain
-from cfp.search.problem import Option, Problem, SegmentChoice
+from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off
 from cfp_test.checking import make_mesh
 

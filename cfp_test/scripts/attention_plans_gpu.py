@@ -34,7 +34,7 @@ from cfp.presets.classics import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.program.trace import planning_mesh
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 
 _TIMING = TimingOptions(

@@ -28,6 +28,7 @@ from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.context import open_context
+from cfp.cost.costs import Costs
 from cfp.passes.profile import look_up, tuning_jobs
 from cfp.profiling import scheduler
 from cfp.profiling.collectives import measure_rates
@@ -35,7 +36,6 @@ from cfp.profiling.runner import profile
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.costs import Costs
 from cfp.search.wanted import WantedMaker
 
 

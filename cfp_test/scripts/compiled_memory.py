@@ -35,11 +35,12 @@ from jax.sharding import Mesh
 import cfp
 from cfp import platform
 from cfp.analysis.analyze import analyze
+from cfp.cost.memory import can_recompute
 from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.measure import can_recompute, whole_job
+from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 
 # Tuning kernels takes a device.

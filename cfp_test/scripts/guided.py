@@ -20,6 +20,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.cli.session import analyse, open_target
 from cfp.context import PlanContext, open_context
+from cfp.cost.costs import Costs
 from cfp.passes.profile import profile as profile_segments
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
@@ -28,10 +29,10 @@ from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
+from cfp.search.build import build_problem
 from cfp.search.choices import best_candidates, estimate_kinds, whole_choice
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import solve_dynamically
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.search.wanted import Wanted, WantedMaker, measured_options
 from cfp.solution import Candidate
 

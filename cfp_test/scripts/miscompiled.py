@@ -186,11 +186,12 @@ def farthest(expected: Any, got: Any) -> list[Row]:
 def played(rows: Rows, until: float, described: Path | None) -> None:
     """Programs of four devices, which one GPU plays or a file describes."""
     from cfp.analysis.analyze import analyze
+    from cfp.cost.memory import can_recompute
     from cfp.presets.classics import presets
     from cfp.program.graft import lower_part
     from cfp.program.step import flatten_step
     from cfp.program.trace import planning_mesh, trace
-    from cfp.search.measure import can_recompute, whole_job
+    from cfp.search.jobs import whole_job
 
     mesh = planning_mesh(played_mesh(described))
     name, *rest = PLAYED_TARGET.split()

@@ -138,7 +138,7 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     from cfp.profiling.builder import BuildEnvironment, Built, build
     from cfp.profiling.runner import TimingOptions, run
     from cfp.program.trace import planning_mesh
-    from cfp.search.measure import whole_job
+    from cfp.search.jobs import whole_job
     from cfp.targets import resolve
 
     axes, common = (("x", 4),), {}
@@ -187,7 +187,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     from cfp.planner_settings import PlannerSettings
     from cfp.presets.classics import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
-    from cfp.search.measure import whole_job
+    from cfp.search.jobs import whole_job
     from cfp.targets import resolve
 
     platform.select("cpu", (("x", 4),))

@@ -34,7 +34,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads
 from cfp.search.choices import picks_of, whole_choice
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.search.problem import Problem, solution
 
 _ONCE = TimingOptions(

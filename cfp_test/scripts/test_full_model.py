@@ -14,7 +14,7 @@ from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceOutcome, RaceRow
-from cfp.search.measure import whole_job
+from cfp.search.jobs import whole_job
 from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test.checking import make_mesh

@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
-from cfp.search.problem import Option, Problem, SegmentChoice
+from cfp.cost.choice import SegmentChoice
+from cfp.search.problem import Option, Problem
 
 MIB = 2**20
 

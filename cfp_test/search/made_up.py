@@ -3,11 +3,12 @@
 import random
 
 from cfp.analysis.analyze import analyze
+from cfp.cost.choice import segment_candidate
 from cfp.presets.classics import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import estimate_kinds, segment_candidate
+from cfp.search.choices import estimate_kinds
 from cfp.search.problem import Option
 from cfp_test.checking import make_mesh
 

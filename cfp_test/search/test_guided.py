@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
+from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import Costs
 from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
+from cfp.search.build import build_problem
 from cfp.search.choices import best_candidates, leading_classics
-from cfp.search.costs import Costs, build_problem
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
-from cfp.search.problem import Option, SegmentChoice
+from cfp.search.problem import Option
 from cfp.search.wanted import WantedMaker, measured_options
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.cost.costs import Costs
+from cfp.cost.memory import can_recompute
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.rates import Rates
@@ -15,8 +17,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.costs import Costs
-from cfp.search.measure import can_recompute, whole_job
+from cfp.search.jobs import whole_job
 from cfp.search.wanted import WantedMaker, computed_again
 from cfp_test.program.stacks import stack_step
 

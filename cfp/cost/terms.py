@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -23,10 +23,10 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
+from cfp.cost.transitions import transition
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
-from cfp.search.transitions import transition_ms
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -54,7 +54,7 @@ class Terms:
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
         self.rates = rates
-        self.transition_ms = cache(partial(transition_ms, rates, frame.mesh))
+        self.transition_ms = cache(self._transition_ms)
         self._sizes = dict(frame.mesh)
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
@@ -122,12 +122,14 @@ class Terms:
         moved = sum(program.values[v].size_bytes for v in written)
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
-    def inside_ms(self, terms: BlockTerms) -> float:
-        """What moves between the ops of one block."""
-        return sum(
-            self.move_ms(v, made, terms.reads.get(v, ()))
-            for v, made in terms.makes.items()
-        )
+    def _transition_ms(
+        self, size: float, have: Spec, unreduced: tuple[str, ...], want: Spec
+    ) -> float:
+        """The estimated time of a transition of a tensor of so many bytes."""
+        if have == want and not unreduced:
+            return 0.0
+        steps = transition(size, have, unreduced, want, self.frame.mesh)
+        return sum(self.rates.collective_ms(*step) for step in steps)
 
     def move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
         """What it takes that some readers get a value as they want it."""

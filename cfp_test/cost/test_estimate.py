@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.estimate import _pair_ms
+from cfp.cost.terms import Terms
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.search.choices import best_candidates, leading_classics, segment_candidate
-from cfp.search.estimate import Estimator
-from cfp.search.problem import SegmentChoice
+from cfp.search.choices import best_candidates, leading_classics
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -38,7 +39,7 @@ def test_beam_search_finds_the_cheapest(small, mode):
 
 def test_matrices_hold_what_each_pair_of_strategies_moves(small):
     analysis, estimates = small
-    estimator = Estimator(analysis.frame, rates_of(analysis.frame.mesh))
+    terms = Terms(analysis.frame, rates_of(analysis.frame.mesh))
     for estimate in estimates:
         if len(estimate.segment.blocks) < 2 or estimate.segment.kind in (
             s.kind for s in analysis.segments if s.index != estimate.segment.index
@@ -46,13 +47,13 @@ def test_matrices_hold_what_each_pair_of_strategies_moves(small):
             continue  # what moves into a twin is in the matrices, too
         for (a, b), matrix in estimate.edge_ms.items():
             for i, j in itertools.product(range(matrix.shape[0]), range(3)):
-                left = estimator.terms.block(
+                left = terms.block(
                     estimate.segment.blocks[a], estimate.strategies[a][i]
                 )
-                right = estimator.terms.block(
+                right = terms.block(
                     estimate.segment.blocks[b], estimate.strategies[b][j]
                 )
-                one = estimator._pair([left], [right])
+                one = _pair_ms(terms, [left], [right])
                 assert one.shape == (1, 1)
                 assert matrix[i, j] == pytest.approx(one[0, 0])
 

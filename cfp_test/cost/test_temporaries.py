@@ -5,17 +5,18 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import Costs
+from cfp.cost.fusion import summed_in_two_orders
+from cfp.cost.temporaries import peak_bytes, steps_of
 from cfp.presets.classics import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import estimate_kinds, segment_candidate
-from cfp.search.costs import Costs
+from cfp.search.choices import estimate_kinds
 from cfp.search.expected import estimate_options
-from cfp.search.measure import whole_job
-from cfp.search.orders import summed_in_two_orders
-from cfp.search.temporaries import Course, _steps, is_in_memory
+from cfp.search.jobs import whole_job
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 
@@ -110,7 +111,7 @@ def test_what_is_summed_and_read_in_two_orders_is_in_memory(turned):
     mesh = make_mesh((("x", 2),))
     analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
     program = analysis.frame.program
-    found = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    found = summed_in_two_orders(program)
     assert [program.values[v].shape for v in found] == [(rows, rows)] * (turned == 1)
     for v in found:
         op = program.ops[program.values[v].producer]
@@ -123,7 +124,7 @@ def test_transposes_with_a_reshape_between_them_do_not_cancel():
         return (x * turned).sum(axis=1)
 
     program, _ = trace(flatten_step(step, (normal(0, 16, 24),)), make_mesh((("x", 2),)))
-    [v] = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
+    [v] = summed_in_two_orders(program)
     assert program.ops[program.values[v].producer].kind == "multiply"
 
 
@@ -137,12 +138,11 @@ def test_what_a_tensor_in_memory_is_made_of_is_free_behind_it():
 
     args = (normal(0, rows, rows), normal(1, rows, rows), normal(2, rows, 2))
     program, _ = trace(flatten_step(step, args), make_mesh((("x", 2),)))
-    whole = summed_in_two_orders(program, lambda v: not is_in_memory(program, v))
-    [v] = whole
+    [v] = summed_in_two_orders(program)
     assert program.ops[program.values[v].producer].kind == "multiply"
     size = FLOAT_BYTES * rows * rows
     ops = [op.id for op in program.ops]
-    course = Course(_steps(program, ops, frozenset(), whole))
-    peak = course.peak_bytes(lambda v: program.values[v].size_bytes // size * size)
+    steps = steps_of(program, ops, frozenset())
+    peak = peak_bytes(steps, lambda v: program.values[v].size_bytes // size * size)
     # Both factors and the product; not these and the quotient.
     assert peak == 3 * size

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.search.transitions import transition
+from cfp.cost.transitions import transition
 
 MESH = (("x", 4), ("y", 2))
 R, X, Y, XY = (), ("x",), ("y",), ("x", "y")

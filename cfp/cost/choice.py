@@ -1,0 +1,77 @@
+"""What may be chosen for a segment, and how it is laid out then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.analysis.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChoice:
+    """A choice for a segment: one strategy per block, one storage mode for all.
+
+    Attributes:
+        strategies: one for each block.
+        storage: of all its parameters.
+        estimate_ms: what it is estimated to take; choices that differ in it are equal.
+        remat: whether its forward pass is computed again in the backward pass.
+        kernel: what computes its attentions; "" as the program has it.
+    """
+
+    strategies: tuple[Strategy, ...]
+    storage: Storage
+    estimate_ms: float = field(default=0.0, compare=False)
+    remat: bool = False
+    kernel: str = ""
+
+    @property
+    def plain(self) -> SegmentChoice:
+        """The same with nothing computed again; both are laid out alike."""
+        return replace(self, remat=False) if self.remat else self
+
+
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
+    """The part of a whole program's choice that concerns one segment."""
+    segment = analysis.segments[index]
+    modes = [choice.storage[g] for g in segment.groups]
+    storage = max(set(modes), key=modes.count) if modes else Storage.USED
+    strategies = tuple(choice.blocks[b] for b in segment.blocks)
+    kernel = dict(choice.kernels).get(index, "")
+    remat = index in choice.remat
+    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
+
+
+def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
+    """The layout of some segments.
+
+    Of one by itself those of the same kind right before and behind are laid out alike,
+    so that what crosses into them is handed over as they would read it.
+
+    Args:
+        analysis: of the program.
+        candidates: the choice for each segment, by its index.
+    """
+    segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
+    if len(candidates) == 1:
+        [(index, candidate)] = candidates.items()
+        kind, near = segments[index].kind, {index - 1, index + 1}
+        alike = (s.index for s in segments if s.index in near and s.kind == kind)
+        laid_out = dict.fromkeys(alike, candidate)
+    laid_out.update(candidates)
+    strategies = {
+        block: strategy
+        for index, candidate in laid_out.items()
+        for block, strategy in zip(
+            segments[index].blocks, candidate.strategies, strict=True
+        )
+    }
+    storage = {
+        group: candidate.storage
+        for index, candidate in candidates.items()
+        for group in segments[index].groups
+    }
+    return Layout(analysis.frame, strategies, storage)

@@ -1,0 +1,229 @@
+"""What segments cost by estimate: memory, and what moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Choice, Layout
+from cfp.analysis.strategies import Spec
+from cfp.attention.matching.matches import share_at_once
+from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
+from cfp.cost.memory import (
+    argument_bytes,
+    can_recompute,
+    fixed_bytes,
+    kernel_sites,
+    residuals,
+    residuals_under,
+    unmade,
+    value_bytes,
+)
+from cfp.cost.temporaries import Step, peak_bytes, steps_of
+from cfp.cost.terms import Terms
+from cfp.profiling.collectives import Rates
+from cfp.program.graph import dtype_bytes
+from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentBytes:
+    """What a segment keeps on each device at least, apart from its temporaries."""
+
+    state_bytes: int
+    residual_bytes: int
+
+
+class Costs:
+    """What segments keep in memory and what moves between them, remembered.
+
+    Args:
+        analysis: the program's analysis.
+        rates: the devices' rates.
+
+    Attributes:
+        fixed_bytes: what arguments that are no state take on each device.
+    """
+
+    def __init__(self, analysis: Analysis, rates: Rates) -> None:
+        self.analysis = analysis
+        self.fixed_bytes = fixed_bytes(analysis, analysis.frame.program.args)
+        self._terms = Terms(analysis.frame, rates)
+        self._kinds = [analysis.segments[i] for i in analysis.representatives]
+        # Candidates by number, those laid out alike once: their hashes take time.
+        self._numbers: dict[SegmentChoice, int] = {}
+        self._plain: list[SegmentChoice] = []
+        self._laid_out = cache(self._lay_out)
+        self._steps = cache(self._find_steps)
+        self._pass_ms = cache(self._find_pass_ms)
+        self.can_rematerialize = cache(self._can_rematerialize)
+        self.least_bytes = cache(self._least_bytes)
+
+    def _can_rematerialize(self, kind: int) -> bool:
+        """Whether segments of a kind can compute their forward pass again."""
+        return can_recompute(self.analysis.frame, self._kinds[kind])
+
+    def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
+        """What a segment of a kind keeps at least under a candidate.
+
+        Of a segment that is computed again only what others read is kept, and of what
+        a kernel computes what it returns.
+        """
+        segment, layout = self._kinds[kind], self._layout(kind, candidate)
+        groups = (layout.frame.groups[index] for index in segment.groups)
+        state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
+        held = residuals_under(layout, segment, candidate.remat, candidate.kernel)
+        residual = sum(value_bytes(layout, v) for v in held)
+        return SegmentBytes(state_bytes=state, residual_bytes=residual)
+
+    def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
+        """What a segment needs while it runs, besides what it keeps: an estimate."""
+        ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
+        # Of what a kernel changes, the part that is in memory while it computes.
+        shares = dict.fromkeys(unmade(layout, ops, candidate.kernel), 0.0)
+        sizes = dict(layout.frame.mesh)
+        for match, way in kernel_sites(layout, ops, candidate.kernel)[0]:
+            share = share_at_once(match.problem, way, sizes)
+            shares |= dict.fromkeys(match.found.between, share)
+
+        @cache
+        def size_of(v: int) -> int:
+            spec = layout.read_spec(v) or _updating_spec(layout, v)
+            return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
+
+        needed = peak_bytes(self._steps(kind), size_of)
+        return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
+
+    def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
+        """What a candidate's kernel should save, less what it takes.
+
+        Over parts of the vocabulary a cross-entropy makes its logits twice.
+        """
+        if not candidate.kernel:
+            return 0.0
+        program, ops = self.analysis.frame.program, self._kinds[kind].ops
+        layout, terms = self._layout(kind, candidate), self._terms
+        attentions, losses = kernel_sites(layout, ops, candidate.kernel)
+        saved = 0.0
+        for one in losses:
+            saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]
+        for match, way in attentions:
+            times = [
+                terms.compute_ms(program.ops[op], layout.axes[op])
+                for op in match.ops
+                if op in layout.axes
+            ]
+            products = sum(matmul_ms for matmul_ms, _ in times)
+            others = sum(memory_ms for _, memory_ms in times)
+            share = KERNEL_SHARE_OF_MATMUL[way.implementation]
+            saved += others + products - products / share
+        return saved
+
+    def least_peak_bytes(self, choice: Choice) -> int:
+        """What a program needs on each device whatever is computed again.
+
+        What a segment keeps for its backward pass is there while that runs; a compiler
+        that computes some of it again by itself leaves a share of it at least.
+        """
+        state, kept, peak = self.fixed_bytes, 0, 0
+        for segment in self.analysis.segments:
+            plain = segment_candidate(self.analysis, segment.index, choice)
+            own = again = self.least_bytes(segment.kind, plain)
+            if self.can_rematerialize(segment.kind):
+                again = self.least_bytes(segment.kind, replace(plain, remat=True))
+            state += own.state_bytes
+            peak = max(peak, kept + own.residual_bytes)
+            kept += again.residual_bytes
+        return state + round(LIMITED_MEMORY_AT_LEAST * peak)
+
+    def reshard_ms(
+        self, left: int, right: int, a: SegmentChoice, b: SegmentChoice
+    ) -> float:
+        """What moves between two segments, there and back, takes by estimate."""
+        return self._pass_ms(left, right, self._number(a), self._number(b))
+
+    def reshardings_ms(
+        self,
+        left: int,
+        right: int,
+        before: Iterable[SegmentChoice],
+        after: Iterable[SegmentChoice],
+    ) -> list[list[float]]:
+        """``[choice][choice]`` milliseconds between two segments, there and back."""
+        rows, columns = [*map(self._number, before)], [*map(self._number, after)]
+        return [[self._pass_ms(left, right, m, n) for n in columns] for m in rows]
+
+    def _number(self, candidate: SegmentChoice) -> int:
+        number = self._numbers.setdefault(candidate.plain, len(self._plain))
+        if number == len(self._plain):
+            self._plain.append(candidate.plain)
+        return number
+
+    def _lay_out(self, index: int, number: int) -> Layout:
+        return layout_of(self.analysis, {index: self._plain[number]})
+
+    def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
+        index = self.analysis.representatives[kind]
+        return self._laid_out(index, self._number(candidate))
+
+    def _find_steps(self, kind: int) -> tuple[Step, ...]:
+        frame, ops = self.analysis.frame, self._kinds[kind].ops
+        return steps_of(frame.program, ops, residuals(frame, ops))
+
+    def _find_pass_ms(self, left: int, right: int, m: int, n: int) -> float:
+        here, there = self._laid_out(left, m), self._laid_out(right, n)
+        passing = self.analysis.passing
+        ahead = self._one_way_ms(here, there, passing.get((left, right), ()))
+        return ahead + self._one_way_ms(there, here, passing.get((right, left), ()))
+
+    def _one_way_ms(
+        self, maker: Layout, reader: Layout, values: Sequence[int]
+    ) -> float:
+        """What it takes that one segment reads what another makes or stores."""
+        program = maker.frame.program
+        total = 0.0
+        for v in values:
+            have, want = maker.spec(v), _wanted(reader, v)
+            if have is None or want is None or have == want:
+                continue
+            value = program.values[v]
+            size = value.size_bytes
+            if value.producer < 0:
+                views = _views(maker, reader, v)
+                if not views and maker.read_spec(v) == want:
+                    continue  # It is gathered so for the segment that stores it, too.
+                read = (program.values[program.ops[op].results[0]] for op in views)
+                least = min(dtype_bytes(one.dtype) for one in (value, *read))
+                size = size * least / dtype_bytes(value.dtype)
+            total += self._terms.transition_ms(size, have, (), want)
+        return total
+
+
+def _updating_spec(layout: Layout, v: int) -> Spec | None:
+    """How an update of the state reads a value, such as a gradient."""
+    frame = layout.frame
+    uses = (use for use in frame.program.users[v] if use[0] in frame.group_of)
+    use = next(uses, None)
+    return None if use is None else layout.use_spec(*use)
+
+
+def _wanted(reader: Layout, value: int) -> Spec | None:
+    """How a segment reads a value: in its blocks, or else in an update of state."""
+    spec = reader.read_spec(value)
+    if spec is None:
+        for user, index in sorted(reader.frame.program.users[value]):
+            if reader.covers(user):
+                return reader.use_spec(user, index)
+    return spec
+
+
+def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
+    """Ops by which a segment casts or transposes a parameter before it is gathered."""
+    frame = maker.frame
+    group = frame.group_of_arg.get(frame.program.args.index(value))
+    if group is None or maker.spec(value) == maker.read_spec(value):
+        return []  # It is stored as it is used.
+    users = {user for user, _ in frame.program.users[value] if reader.covers(user)}
+    return sorted(users & {*frame.groups[group].reads})

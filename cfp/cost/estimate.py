@@ -1,0 +1,188 @@
+"""Estimated costs of a segment's choices, without compiling anything.
+
+A segment's time is taken apart into a term for each block (its compute, and what
+must move inside it) and a term for each pair of blocks (what must move between
+them). Collectives are priced by the measured curves, compute by the measured rates.
+The estimate ranks choices; only what is worth measuring is then measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from cfp.analysis.layout import Storage
+from cfp.analysis.segments import Segment
+from cfp.analysis.strategies import Spec, Strategy, block_strategies
+from cfp.cost.choice import SegmentChoice
+from cfp.cost.terms import BlockTerms, Made, Terms
+
+
+@dataclass(frozen=True)
+class SegmentEstimate:
+    """Estimated costs of one segment, for every strategy of every block.
+
+    Attributes:
+        segment: the segment.
+        strategies: for each of its blocks the strategies it may take.
+        node_ms: ``[storage mode][block][strategy]``.
+        edge_ms: for each pair of blocks (positions in the segment, the first not
+            behind the second) a matrix over their strategies. Pairs of a block with
+            itself hold what moves between a block and its twin in the next segment.
+        own_edge_ms: the same without what moves between the segment and its twin.
+        numbers: for each of its blocks the number in ``strategies`` of every strategy
+            of the block; those that shard all ops alike share one.
+    """
+
+    segment: Segment
+    strategies: tuple[tuple[Strategy, ...], ...]
+    node_ms: Mapping[Storage, Sequence[np.ndarray]]
+    edge_ms: Mapping[tuple[int, int], np.ndarray]
+    own_edge_ms: Mapping[tuple[int, int], np.ndarray]
+    numbers: tuple[Mapping[Strategy, int], ...]
+
+    def total_ms(self, candidate: SegmentChoice) -> float:
+        """The estimated time of one candidate."""
+        pairs = zip(self.numbers, candidate.strategies, strict=True)
+        picks = [numbers[strategy] for numbers, strategy in pairs]
+        nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
+        total = sum(float(row[pick]) for row, pick in nodes)
+        return total + sum(
+            float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
+        )
+
+    def without_twin(self) -> SegmentEstimate:
+        """The estimate of the segment by itself, whatever follows it."""
+        return replace(self, edge_ms=self.own_edge_ms)
+
+
+def estimate_segment(
+    terms: Terms, segment: Segment, twin: Segment | None
+) -> SegmentEstimate:
+    """Estimates a segment.
+
+    Args:
+        terms: of the program on its mesh.
+        segment: the segment.
+        twin: the segment of the same kind that follows right behind it, if any:
+            what moves between the two is then part of the estimate.
+    """
+    numbered = [_numbered(terms, block) for block in segment.blocks]
+    strategies = tuple(firsts for firsts, _ in numbered)
+    blocks = _blocks(terms, segment, strategies)
+    owned = terms.owned_groups(segment.groups, [row[0] for row in blocks])
+    inside = [[_inside_ms(terms, t) for t in row] for row in blocks]
+    node_ms = {
+        mode: [
+            np.array(
+                [
+                    t.matmul_ms + t.memory_ms + update_ms + moved_ms + gather_ms
+                    for t, moved_ms in zip(row, moved, strict=True)
+                    for update_ms, gather_ms in [terms.state_ms(groups, t, mode)]
+                ]
+            )
+            for row, moved, groups in zip(blocks, inside, owned, strict=True)
+        ]
+        for mode in Storage
+    }
+    edges = {
+        (a, b): matrix
+        for a, left in enumerate(blocks)
+        for b, right in enumerate(blocks)
+        if a < b and (matrix := _pair_ms(terms, left, right)) is not None
+    }
+    with_twin = dict(edges)
+    if twin is not None and len(twin.blocks) == len(segment.blocks):
+        # As if both chose alike: a block, too, as its own twin does.
+        behind = _blocks(terms, twin, strategies)
+        for (a, left), (b, right) in product(enumerate(blocks), enumerate(behind)):
+            matrix = _pair_ms(terms, left, right)
+            if matrix is None:
+                continue
+            if a == b:
+                matrix = np.diag(np.diag(matrix))
+            elif a > b:
+                matrix = matrix.T
+            place = min(a, b), max(a, b)
+            with_twin[place] = with_twin.get(place, 0.0) + matrix
+    numbers = tuple(numbers for _, numbers in numbered)
+    return SegmentEstimate(segment, strategies, node_ms, with_twin, edges, numbers)
+
+
+def _numbered(
+    terms: Terms, block: int
+) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
+    """A block's strategies, numbered: those that shard all ops alike are one.
+
+    Returns:
+        The first strategy of each number, and the number of each.
+    """
+    frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
+    for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
+        axes = tuple(frame.shardings[block].factor_axes(strategy).values())
+        first = firsts.setdefault(axes, strategy)
+        numbers[strategy] = numbers.get(first, len(firsts) - 1)
+    return tuple(firsts.values()), numbers
+
+
+def _blocks(
+    terms: Terms, segment: Segment, strategies: Sequence[Sequence[Strategy]]
+) -> list[list[BlockTerms]]:
+    """The terms of a segment's blocks under some strategies of each."""
+    return [
+        [terms.block(block, strategy) for strategy in options]
+        for block, options in zip(segment.blocks, strategies, strict=True)
+    ]
+
+
+def _inside_ms(terms: Terms, block: BlockTerms) -> float:
+    """What moves between the ops of one block."""
+    return sum(
+        terms.move_ms(v, made, block.reads.get(v, ()))
+        for v, made in block.makes.items()
+    )
+
+
+def _pair_ms(
+    terms: Terms, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
+) -> np.ndarray | None:
+    """What moves between two blocks, both ways, for all of their strategies."""
+    ahead, back = _crossing(left, right), _crossing(right, left)
+    if not ahead and not back:
+        return None
+    return _one_way(terms, left, right, ahead) + _one_way(terms, right, left, back).T
+
+
+def _one_way(
+    terms: Terms,
+    makers: Sequence[BlockTerms],
+    readers: Sequence[BlockTerms],
+    values: Iterable[int],
+) -> np.ndarray:
+    """``[maker's strategy][reader's strategy]`` milliseconds to hand some values on."""
+    total = np.zeros((len(makers), len(readers)))
+    for v in values:
+        # Many strategies treat one value alike: each way is priced once.
+        rows: dict[Made, int] = {}
+        columns: dict[tuple[Spec, ...], int] = {}
+        made = [rows.setdefault(_handed_over(t, v), len(rows)) for t in makers]
+        read = [columns.setdefault(t.reads[v], len(columns)) for t in readers]
+        costs = [[terms.move_ms(v, how, wants) for wants in columns] for how in rows]
+        total += np.array(costs)[np.ix_(made, read)]
+    return total
+
+
+def _handed_over(maker: BlockTerms, v: int) -> Made:
+    """How a block hands a value on: sums that it needs itself it has completed."""
+    have, partial = maker.makes[v]
+    if partial and v in maker.reads:
+        return maker.reads[v][0], ()
+    return have, partial
+
+
+def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
+    """Values that one block makes and another reads, under any strategy."""
+    return [v for v in makers[0].makes if v in readers[0].reads]

@@ -1,0 +1,172 @@
+"""What a program has in memory throughout, and what it keeps for its backward pass.
+
+A compiler keeps less than what a backward pass reads: elementwise work is done again
+inside the fusion that reads it, from tensors that are in memory anyway. What has to be
+there are results of heavy ops, what heavy ops read, and what enters from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import Frame, Layout, Storage, lay_out
+from cfp.analysis.segments import Segment
+from cfp.analysis.specs import spec_ways
+from cfp.analysis.strategies import Spec
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
+from cfp.cost.fusion import uses_through
+from cfp.patterns.build import split
+from cfp.patterns.sites import in_parts, no_longer_made
+from cfp.presets.classics import preset
+from cfp.program.graph import Program
+from cfp.program.makeable import CHEAP, makeable
+from cfp.program.recompute import recomputable
+from cfp.program.replace import Replacement
+
+# Of these the reader reads the tensor itself.
+_MOVING = frozenset({"convert", "reshape", "transpose"})
+
+
+def turning_point(frame: Frame) -> int:
+    """The id of the first op of the backward pass; behind all ops if there is none."""
+    derived = [m.op for b in frame.blocks for m in b.members if m.derived]
+    return min(derived, default=len(frame.program.ops))
+
+
+def can_recompute(frame: Frame, segment: Segment) -> bool:
+    """Whether a segment keeps anything that it might compute again instead."""
+    return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
+
+
+# --------------------------------------------------------------------- residuals
+
+
+def residuals_under(
+    layout: Layout, segment: Segment, remat: bool, kernel: str
+) -> set[int]:
+    """Values that a segment keeps for the backward pass under a choice."""
+    return residuals(layout.frame, segment.ops, remat) - unmade(
+        layout, segment.ops, kernel
+    )
+
+
+def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]:
+    """Values that some ops keep from the forward to the backward pass.
+
+    Args:
+        frame: of the program.
+        ops: ids of top-level ops, such as those of a segment.
+        remat: whether they are computed again: then they keep only what others read.
+    """
+    program, turn = frame.program, turning_point(frame)
+    mine = {op for op in ops if op < turn and op not in program.leaf_ops}
+    made = [v for op in sorted(mine) for v in program.ops[op].results]
+    if remat:
+        inside = set(ops)
+        read = {
+            v for v in made if any(user not in inside for user, _ in program.users[v])
+        }
+        return read - makeable(program, read).keys()
+    read_late = [v for v in made if any(user >= turn for user, _ in program.users[v])]
+    found = {v for v in read_late if _feeds_heavy(program, v, turn)}
+    # The rest is made again of tensors that are in memory.
+    stack = [v for v in read_late if v not in found]
+    seen = set(program.args)
+    while stack:
+        v = stack.pop()
+        producer = program.values[v].producer
+        if v in seen or producer in program.leaf_ops:
+            continue
+        seen.add(v)
+        op = program.ops[producer] if producer in mine else None
+        if op is None or op.kind not in CHEAP or _feeds_heavy(program, v, 0):
+            found.add(v)
+        else:
+            stack += op.operands
+    return found
+
+
+def _feeds_heavy(program: Program, v: int, first: int) -> bool:
+    """Whether a heavy op reads a value, at or behind some op."""
+    uses = uses_through(program, v, lambda op, _: op.kind in _MOVING)
+    return any(
+        op.id >= first and op.kind not in CHEAP and op.kind != "reduce"
+        for op, _ in uses
+    )
+
+
+def kernel_sites(
+    layout: Layout, ops: Sequence[int], kernel: str
+) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
+    """What a kernel computes of some ops.
+
+    Args:
+        layout: how they are spread.
+        ops: top-level ops, such as those of a segment.
+        kernel: of a segment's choice; "" computes nothing.
+
+    Returns:
+        Attentions, each with the way in which it is computed, and what takes the place
+        of cross-entropies.
+    """
+    program = layout.frame.program
+    attention, parts = split(kernel)
+    matches = among(program, ops) if attention else []
+    ways = [(one, way_of(program, one, attention, layout.axes)) for one in matches]
+    found = [(one, way) for one, way in ways if isinstance(way, Way)]
+    return found, in_parts(layout, ops, parts)
+
+
+def unmade(layout: Layout, ops: Sequence[int], kernel: str) -> set[int]:
+    """Values that are not in memory any more where a kernel computes some ops."""
+    attentions, losses = kernel_sites(layout, ops, kernel)
+    found = no_longer_made(layout.frame.program, losses)
+    less = (match for match, way in attentions if not keeps_scores(way))
+    return found.union(*(match.found.between for match in less))
+
+
+# ------------------------------------------------------------------------- bytes
+
+
+def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
+    """Arguments that are no state, such as a batch, as data parallelism has them.
+
+    Args:
+        analysis: of the program.
+        values: which of its arguments.
+
+    Returns:
+        What they take on each device.
+    """
+    frame = analysis.frame
+    roles = ("data",) * len(frame.mesh)
+    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    counted = set(values)
+    return sum(
+        argument_bytes(layout, position)
+        for position, value in enumerate(frame.program.args)
+        if value in counted and position not in frame.group_of_arg
+    )
+
+
+def argument_bytes(layout: Layout, position: int) -> int:
+    """What an argument takes on each device."""
+    value = layout.frame.program.args[position]
+    return value_bytes(layout, value, layout.arg_spec(position))
+
+
+def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
+    """What a value takes on each device.
+
+    Args:
+        layout: of the program, or of a part.
+        v: the value.
+        spec: how it is sharded; if None, as its reader has it: what is gathered in the
+            forward pass stays so.
+    """
+    spec = spec or layout.read_spec(v) or layout.spec(v) or ()
+    size = layout.frame.program.values[v].size_bytes
+    return ceil(size / spec_ways(spec, layout.frame.mesh))

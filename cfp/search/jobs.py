@@ -1,0 +1,237 @@
+"""From choices to things to measure: segments, and whole programs, as jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+
+from cfp.analysis.abridge import Abridged
+from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import (
+    Choice,
+    Layout,
+    constraints,
+    lay_out,
+)
+from cfp.analysis.specs import even_spec
+from cfp.analysis.strategies import Spec
+from cfp.attention.matching.graft import NAME as ATTENTION
+from cfp.attention.matching.matches import replacements
+from cfp.cost.choice import SegmentChoice, layout_of
+from cfp.cost.memory import kernel_sites, turning_point
+from cfp.profiling.builder import Job
+from cfp.profiling.key import Parts, ProfileKey
+from cfp.program.given import deciding
+from cfp.program.graft import Constraints, Part, cut_part
+from cfp.program.part import numbered
+from cfp.program.recompute import VERSION, recomputable
+from cfp.program.replace import Replacement
+from cfp.settings import ConstraintLevel
+
+
+def constraints_of(
+    analysis: Analysis, choice: Choice, level: ConstraintLevel
+) -> Constraints:
+    """The constraints of a whole program's choice.
+
+    Args:
+        analysis: of the program.
+        choice: for all of it.
+        level: how much the compiler is constrained.
+    """
+    layout, part = lay_out(analysis.frame, choice), _whole(analysis)
+    return _constrain(analysis, layout, part, choice.remat, choice.kernels, level)
+
+
+def _whole(analysis: Analysis) -> Part:
+    program = analysis.frame.program
+    return cut_part(program, [op.id for op in program.ops if op.parent < 0])
+
+
+def _constrain(
+    analysis: Analysis,
+    layout: Layout,
+    part: Part,
+    remat: Iterable[int],
+    kernels: Iterable[tuple[int, str]],
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+) -> Constraints:
+    """The constraints of a part of a program, reduced to a level.
+
+    With what is rematerialized and replaced of some segments, by their indices: kernels
+    in the place of attentions, and parts of vocabularies. What a kernel of attention
+    reads it has sharded as it wants it: keys that are to go round in a ring must not be
+    gathered before.
+    """
+    frame, program = layout.frame, layout.frame.program
+    replaced: list[Replacement] = []
+    for index, kernel in kernels:
+        ops = analysis.segments[index].ops
+        attentions, losses = kernel_sites(layout, ops, kernel)
+        for match, way in attentions:
+            replaced += replacements(program, match, way)
+        replaced += losses
+    turn, within = turning_point(frame), set(part.ops)
+    again = (
+        recomputable(program, within & {*analysis.segments[index].ops}, turn, within)
+        for index in remat
+    )
+    constrained = constraints(layout, program.with_bodies(part.ops))
+    own = {
+        use
+        for one in replaced
+        if one.name == ATTENTION
+        for stage in one.stages
+        for use in stage.reads
+    }
+    values = constrained.values
+    uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
+    if level is not ConstraintLevel.EVERYTHING:
+        values, uses = {}, {}
+    return Constraints(
+        values,
+        uses,
+        recompute=tuple(one for one in again if one is not None),
+        replaced=tuple(replaced),
+    )
+
+
+def part_job(
+    analysis: Analysis,
+    candidates: Mapping[int, SegmentChoice],
+    environment: Parts,
+    label: str,
+) -> Job:
+    """The job that measures a segment, or neighbouring ones together.
+
+    Args:
+        analysis: of the program.
+        candidates: the choice for each segment, by its index.
+        environment: what measurements depend on.
+        label: what progress calls it.
+    """
+    layout = layout_of(analysis, candidates)
+    ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
+    part = cut_part(analysis.frame.program, ops)
+    again = [index for index, candidate in candidates.items() if candidate.remat]
+    kernels = [(index, candidate.kernel) for index, candidate in candidates.items()]
+    constrained = _constrain(analysis, layout, part, again, kernels)
+    job = _job(layout, part, constrained, environment, label)
+    return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
+
+
+def whole_job(
+    analysis: Analysis,
+    choice: Choice,
+    environment: Parts,
+    label: str,
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+    options: Mapping[str, str] | None = None,
+    abridged: Abridged | None = None,
+) -> Job:
+    """The job that measures a whole program under a choice, with compiler options.
+
+    Args:
+        analysis: of the program.
+        choice: for all of it.
+        environment: what measurements depend on.
+        label: what progress calls it.
+        level: how much the compiler is constrained.
+        options: of the compiler.
+        abridged: what is to stand for the program, and for the choice.
+    """
+    tuned = tuple(sorted((options or {}).items()))
+    what = "abridged program" if abridged else "whole program"
+    environment = (*environment, ("what", f"{what}, raced"))
+    if tuned:
+        environment = (*environment, ("options", repr([*tuned])))
+    again, kernels, chosen = choice.remat, choice.kernels, ""
+    if abridged:
+        part, left = abridged.part, set(abridged.segments)
+        again = [index for index in again if index in left]
+        kernels = [(index, kernel) for index, kernel in kernels if index in left]
+    else:
+        part = _whole(analysis)
+        kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
+        chosen = json.dumps(kept)
+    layout = lay_out(analysis.frame, choice)
+    constrained = _constrain(analysis, layout, part, again, kernels, level)
+    job = _job(layout, part, constrained, environment, label)
+    return replace(job, options=tuned, choice=chosen)
+
+
+def _job(
+    layout: Layout, part: Part, constrained: Constraints, environment: Parts, label: str
+) -> Job:
+    """The job that measures a part of a program under a layout.
+
+    Its key has its ops and shardings numbered from its own start: equal layers of
+    different models, or of different depths, have equal keys.
+    """
+    frame, program = layout.frame, layout.frame.program
+
+    def even(v: int, spec: Spec | None) -> Spec:
+        """A sharding that arguments and results of a program may have."""
+        shape = program.values[v].shape
+        return even_spec(spec or ((),) * len(shape), shape, frame.mesh)
+
+    made_before = {v for v in part.inputs if program.values[v].producer >= 0}
+    in_specs = tuple(
+        even(v, layout.read_spec(v) if v in made_before else layout.spec(v))
+        for v in part.inputs
+    )
+    specs = [even(v, layout.spec(v)) for v in part.outputs]
+    position = {v: i for i, v in enumerate(program.args)}
+    out_place = {v: i for i, v in enumerate(part.outputs)}
+    pairs: list[tuple[int, int]] = []
+    settled: set[int] = set()
+    for place, v in enumerate(part.inputs):
+        argument = position.get(v)
+        output = frame.paired[argument] if argument is not None else None
+        if argument is None or output is None:
+            continue
+        made = program.outputs[output]
+        if made in settled or made not in out_place:
+            continue  # one value that becomes two arguments goes back into the first
+        settled.add(made)
+        specs[out_place[made]] = in_specs[place]
+        if program.alias[argument] is not None:
+            pairs.append((place, out_place[made]))
+    out_specs = tuple(specs)
+
+    numbers = numbered(program, part)
+    local, local_op = numbers.values, numbers.ops
+    values = sorted((local[v], s) for v, s in constrained.values.items())
+    uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
+    digest = hashlib.sha256()
+    digest.update(repr((values, uses, in_specs, out_specs, pairs)).encode())
+    for one in constrained.recompute:
+        again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
+        digest.update(repr((VERSION, again)).encode())
+    for one in constrained.replaced:
+        if (local_one := one.translated(local, local_op)) is not None:
+            digest.update(repr(local_one).encode())
+    given = dict(zip(program.args, program.given, strict=False))
+    decided = [
+        (local[v], given[v].hex())
+        for v in part.inputs
+        if given.get(v) and deciding(program, v)
+    ]
+    key = (
+        ("ops", numbers.digest),
+        ("shardings", digest.hexdigest()),
+        *([("given", repr(sorted(decided)))] if decided else []),
+        ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
+        *environment,
+    )
+    return Job(
+        key=ProfileKey(key),
+        label=label,
+        part=part,
+        constraints=constrained,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        feedback=tuple(pairs),
+    )

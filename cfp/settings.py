@@ -118,21 +118,20 @@ KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformDefaults:
-    """What platforms differ in.
+    """What platforms differ in; as a plan goes by it, with what was asked for instead.
 
     Attributes:
-        estimates: whether choices are made by estimates unless measuring is asked for.
+        estimates: whether choices are made by estimates unless measuring is asked for;
+            times vary there, too, and no race goes on until it is clear what is faster.
         plans: how many of the best plans race, by each way to predict.
         estimate_reach: see `PRESET_ESTIMATE_REACH`.
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by how much the compiler is constrained.
         levels: how much the compiler is constrained in presets; each way races.
         rounds: turns of a race that decides.
-        settles_ties: whether a race goes on while it is not clear what is faster.
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
-        attention: kernels that may take the place of attentions, the preferred first.
     """
 
     estimates: bool = False
@@ -141,11 +140,9 @@ class PlatformDefaults:
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
     rounds: int = ENOUGH_SAMPLES
-    settles_ties: bool = True
     limits_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    attention: tuple[str, ...] = ()
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
@@ -184,7 +181,6 @@ _CPU = PlatformDefaults(
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),
     rounds=2,
-    settles_ties=False,
 )
 _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 

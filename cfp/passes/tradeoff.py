@@ -46,7 +46,7 @@ def measure_all_budgets(
             again = _again(context, analysis, found)
             wanted += again
             jobs = [job for item in again for job in item.jobs]
-            if not context.is_alone:
+            if not context.agreement.alone:
                 end = math.inf  # A process that stops has the others wait.
             for start in range(0, len(jobs), ROUND_SIZE):
                 if looker.interrupted or time.monotonic() > end:

@@ -22,7 +22,8 @@ from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import PlanContext
+from cfp.context import DecidedBy, PlanContext
+from cfp.devices.described import DescribedMesh
 from cfp.profiling.key import Parts
 from cfp.race.candidates import candidates_of
 from cfp.race.enough import Admitted
@@ -67,20 +68,17 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     run = Run(context, analysis, solution)
     candidates = candidates_of(context, analysis, solution)
-    if context.described is not None and not context.races:
-        rows = tuple(not_run(candidates))
-        if context.compiles_alone:
-            found = _first_that_fits(run, candidates)
-            counts = {**found.counts, "memory_compiled": 1}
-            return replace(found, rows=rows, counts=counts)
-        return RaceOutcome(winner=solution.best, rows=rows, counts=solution.counts)
-    if context.races and not solution.interrupted:
+    described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
+    decided_by = context.decided_by(solution.interrupted)
+    if decided_by is DecidedBy.RACE:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
-        described = context.described
         return as_predicted(raced, described.rung) if described else raced
-    if context.memory is not None:
-        return _first_that_fits(run, candidates)
-    return RaceOutcome(winner=solution.best, counts=solution.counts)
+    found = RaceOutcome(winner=solution.best, counts=solution.counts)
+    if decided_by is DecidedBy.COMPILER:
+        found = _first_that_fits(run, candidates)
+        if described:
+            found = replace(found, counts={**found.counts, "memory_compiled": 1})
+    return replace(found, rows=tuple(not_run(candidates))) if described else found
 
 
 # ---------------------------------------------------------------------- whole programs
@@ -259,7 +257,7 @@ def _first_whole(
             break
         tries += 1
         run.built.clear()
-        [(_, whole)] = run.time([one], run.context.defaults.rounds, _ALONE)
+        [(_, whole)] = run.time([one], run.context.rules.rounds, _ALONE)
         if whole.ran:
             return (one, whole), refused
         refused[one.choice, one.level] = one, whole

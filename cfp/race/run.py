@@ -124,8 +124,8 @@ class Run:
     @property
     def rounds(self) -> int:
         """Of a race after which leaders run again, or in which times say little."""
-        few = self.context.compiler_options or self.context.by_estimates
-        return 1 if few else self.context.defaults.rounds
+        few = self.context.rules.compiler_options or self.context.rules.estimates
+        return 1 if few else self.context.rules.rounds
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
@@ -156,13 +156,13 @@ class Run:
     ) -> tuple[list[TimedCandidate], list[TimedCandidate]]:
         """Races leaders with other compiler options; how these did, and the others."""
         context = self.context
-        first, new = second_race(raced, context.compiler_options, self.presets)
+        first, new = second_race(raced, context.rules.compiler_options, self.presets)
         if not new or context.agreement.is_over(context.end):
             return [], raced
         names = {one.name for one in first}
         for name in self.built.keys() - names:
             del self.built[name]
-        rounds = context.defaults.rounds
+        rounds = context.rules.rounds
         again = self.time([*first, *new], rounds, SECOND, truncated)
         ranked = sorted(raced, key=time_ms)
         return again, [(one, r) for one, r in ranked if one.name not in names]
@@ -180,7 +180,7 @@ class Run:
             self.compile_all,
             memory=self.context.memory,
             size_of=lambda one: predicted_size(analysis, problem, one.choice),
-            reach=None if one_is_enough else self.context.reach,
+            reach=None if one_is_enough else self.context.rules.reach,
             presets=self.presets,
             known=known,
         )
@@ -256,7 +256,7 @@ class Run:
     ) -> tuple[list[Candidate], ProfileKey | None]:
         """What is known to fit and is no candidate yet; and what that answers."""
         context, problem = self.context, self.solution.problem
-        if context.memory is None or problem is None or not context.is_alone:
+        if context.memory is None or problem is None or not context.agreement.alone:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
@@ -267,7 +267,7 @@ class Run:
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
         anyway = raced_anyway(candidates, self.presets)
-        return near_among(candidates, anyway, self.context.reach)
+        return near_among(candidates, anyway, self.context.rules.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         memory = self.context.memory

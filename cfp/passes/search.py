@@ -53,8 +53,10 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and plans > 1:
-        # Programs that rematerialize may turn out smaller than predicted.
-        ways = [(1.0, plans - 1), (COMPILED_TO_PREDICTED, 1)][: 1 + compiled]
+        ways = [(1.0, plans - 1)]
+        if compiled:
+            # Programs that rematerialize may turn out smaller than predicted.
+            ways.append((COMPILED_TO_PREDICTED, 1))
     searches = [
         (scale_memory(p, share), count) for p in problems for share, count in ways
     ]

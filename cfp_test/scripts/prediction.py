@@ -168,7 +168,7 @@ def main() -> None:
             "run_seconds": sum(r.run_seconds for r in known),
             "profile_seconds": profile_seconds,
             "again_seconds": again_seconds,
-            "again_measured": again.measured,
+            "again_measured": again.counts["strategies_measured"],
         }
         environment_parts = dict(context.environment)
     found = [row for row, _, _ in rows]

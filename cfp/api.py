@@ -207,10 +207,9 @@ def _find_plan(
             context.agreement.same({"program": program, "preset": str(preset)})
             if preset is not None:
                 solution = preset_solution(analysis, preset)
-                is_there = context.described is None
-                rates = (
-                    known_rates(context.devices, context.store) if is_there else None
-                )
+                rates = None
+                if isinstance(analyzed.mesh, Mesh):
+                    rates = known_rates(analyzed.mesh, context.store)
             else:
                 profiles = profile(context, analysis)
                 interrupted, rates = profiles.interrupted, profiles.rates

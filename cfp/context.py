@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 import jax
@@ -50,6 +50,18 @@ class MemoryBudget:
     reserve_bytes: int = 0
 
 
+class DecidedBy(StrEnum):
+    """What says which candidate is the plan.
+
+    The best by prediction, of which nothing is compiled; the compiler, which says what
+    is the best of them that fits; or a race, of times or of what compiles.
+    """
+
+    PREDICTION = "prediction"
+    COMPILER = "compiler"
+    RACE = "race"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
     """What all passes of a plan have in common.
@@ -58,8 +70,10 @@ class PlanContext:
         mesh: the devices, which may only be described.
         store: where measurements are kept.
         settings: what was asked for.
-        defaults: what holds on the platform of the devices.
+        rules: what holds on the platform, and in its place what was asked for.
         environment: what measurements depend on.
+        agreement: of the processes that have the devices.
+        measure: how anything is built and timed.
         memory: the budget that was asked for; None if none was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
@@ -70,17 +84,14 @@ class PlanContext:
     mesh: Mesh | DescribedMesh
     store: ProfileStore
     settings: PlannerSettings
-    defaults: PlatformDefaults
+    rules: PlatformDefaults
     environment: Parts
-    memory: MemoryBudget | None = None
-    device_bytes: int | None = None
-    end: float = math.inf
-    stand_in: StandIn | None = None
-
-    @property
-    def described(self) -> DescribedMesh | None:
-        """The mesh, if its devices are not there."""
-        return self.mesh if isinstance(self.mesh, DescribedMesh) else None
+    agreement: Agreement
+    measure: MeasureOptions
+    memory: MemoryBudget | None
+    device_bytes: int | None
+    end: float
+    stand_in: StandIn | None
 
     @property
     def devices(self) -> Mesh:
@@ -90,89 +101,25 @@ class PlanContext:
         return mesh
 
     @property
-    def compiles(self) -> bool:
-        """Whether programs can be compiled for the devices, which may not be there."""
-        return self.described is None or self.stand_in is not None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other process has some of the devices."""
-        return self.agreement.alone
-
-    @property
-    def agreement(self) -> Agreement:
-        """Of the processes that have the devices."""
-        return agreement_of(self.mesh)
-
-    @property
-    def measure(self) -> MeasureOptions:
-        """How anything is built and timed."""
-        return MeasureOptions(
-            retry_failures=self.settings.retry_failures,
-            limits=self.settings.limits,
-            progress=self.settings.progress,
-            place=self.settings.place,
-            compiler_options=self.stand_in.compiler_options if self.stand_in else {},
-            run=self.stand_in,
-        )
-
-    @property
-    def by_estimates(self) -> bool:
-        """Whether choices are made by estimates, and none is measured but in a race."""
-        if self.described is not None:
-            return True
-        return self.settings.measure is None and self.defaults.estimates
-
-    @property
-    def races(self) -> bool:
-        """Whether whole programs are timed, unless the user interrupts before that."""
-        settings = self.settings
-        return self.compiles and settings.race and settings.measure is not False
-
-    @property
-    def compiles_alone(self) -> bool:
-        """Whether plans for described devices are compiled though none races."""
-        settings = self.settings
-        return self.stand_in is not None and settings.measure is not False
-
-    @property
-    def plans(self) -> int:
-        """How many of the best plans by each way to predict take part in the race."""
-        usual = PLANS_BY_ESTIMATE if self.stand_in else self.defaults.plans
-        return self.settings.plans or usual
-
-    @property
-    def levels(self) -> tuple[ConstraintLevel, ...]:
-        """How much the compiler is constrained in presets; each way races."""
-        return self.settings.extents or self.defaults.levels
-
-    @property
-    def reach(self) -> Mapping[ConstraintLevel, float]:
-        """How many times as long as the best a candidate may take, to be raced."""
-        asked = self.settings.reach or (REACH_BY_ESTIMATE if self.stand_in else None)
-        return dict.fromkeys(ConstraintLevel, asked) if asked else self.defaults.reach
-
-    @property
-    def compiler_options(self) -> Mapping[str, Mapping[str, str]]:
-        """What the leaders are raced with, too, by name."""
-        asked = self.settings.compiler_options
-        return self.defaults.compiler_options if asked is None else asked
-
-    @property
-    def attention(self) -> tuple[str, ...]:
-        """Kernels that may take the place of the step's attentions."""
-        asked = self.settings.attention
-        return self.defaults.attention if asked is None else asked
-
-    @property
-    def platform(self) -> str:
-        """Of the devices, by JAX's name for it."""
-        return dict(self.environment)["platform"]
-
-    @property
     def budget_bytes(self) -> int | None:
         """Memory that a plan may use on each device."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
+
+    def decided_by(self, interrupted: bool = False) -> DecidedBy:
+        """What says which candidate is the plan.
+
+        Args:
+            interrupted: whether the user has ended the measuring: then nothing races.
+        """
+        settings, is_described = self.settings, isinstance(self.mesh, DescribedMesh)
+        uses_devices = settings.measure is not False
+        if is_described and not (self.stand_in and uses_devices):
+            return DecidedBy.PREDICTION
+        if settings.race and uses_devices and not interrupted:
+            return DecidedBy.RACE
+        if is_described or self.memory is not None:
+            return DecidedBy.COMPILER
+        return DecidedBy.PREDICTION
 
 
 @contextlib.contextmanager
@@ -231,13 +178,41 @@ def open_context(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                defaults=defaults,
+                rules=_rules(defaults, settings, mesh, stand_in),
                 environment=environment,
+                agreement=agreement,
+                measure=MeasureOptions(
+                    retry_failures=settings.retry_failures,
+                    limits=settings.limits,
+                    progress=settings.progress,
+                    place=place,
+                    compiler_options=stand_in.compiler_options if stand_in else {},
+                    run=stand_in,
+                ),
                 memory=memory,
                 device_bytes=device_bytes,
                 end=time.monotonic() + settings.seconds,
                 stand_in=stand_in,
             )
+
+
+def _rules(
+    usual: PlatformDefaults,
+    settings: PlannerSettings,
+    mesh: Mesh | DescribedMesh,
+    stand_in: StandIn | None,
+) -> PlatformDefaults:
+    """A platform's defaults, and in their place what was asked for."""
+    reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
+    options, unasked = settings.compiler_options, settings.measure is None
+    return replace(
+        usual,
+        estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
+        plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
+        levels=settings.extents or usual.levels,
+        reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
+        compiler_options=usual.compiler_options if options is None else options,
+    )
 
 
 def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:

@@ -13,10 +13,6 @@ from math import inf
 
 # --------------------------------------------------------------- the profile pass
 
-# Presets that are estimated to take so many times as long as the best of them are not
-# measured. decisions.md, "a classic of 1.6 times the best one's estimate": on 4 H200
-# estimates were off by 1.4 against each other at most.
-PRESET_ESTIMATE_REACH = 1.6
 # Mixed presets of several axes that are measured. decisions.md, "Of the mixed
 # classics".
 MIXED_PRESETS = 6
@@ -66,7 +62,7 @@ MOST_REFUSED = 8
 LEADERS = 2
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
-# estimates were off by 1.4 against each other at most (see PRESET_ESTIMATE_REACH).
+# estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
 # What is slower than this many times the fastest of a turn sits out: after the first
@@ -118,34 +114,33 @@ KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformDefaults:
-    """What platforms differ in.
+    """What platforms differ in; as a plan goes by it, with what was asked for instead.
 
     Attributes:
-        estimates: whether choices are made by estimates unless measuring is asked for.
+        estimates: whether choices are made by estimates unless measuring is asked for;
+            times vary there, too, and no race goes on until it is clear what is faster.
         plans: how many of the best plans race, by each way to predict.
-        estimate_reach: see `PRESET_ESTIMATE_REACH`.
+        estimate_reach: presets that are estimated to take this many times as long as
+            the best of them are not measured. decisions.md, "a classic of 1.6 times the
+            best one's estimate": see `REACH_BY_ESTIMATE` for how far off these were.
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by how much the compiler is constrained.
         levels: how much the compiler is constrained in presets; each way races.
         rounds: turns of a race that decides.
-        settles_ties: whether a race goes on while it is not clear what is faster.
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
-        attention: kernels that may take the place of attentions, the preferred first.
     """
 
     estimates: bool = False
     plans: int = 2
-    estimate_reach: float = PRESET_ESTIMATE_REACH
+    estimate_reach: float = 1.6
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
     rounds: int = ENOUGH_SAMPLES
-    settles_ties: bool = True
     limits_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    attention: tuple[str, ...] = ()
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
@@ -184,7 +179,6 @@ _CPU = PlatformDefaults(
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),
     rounds=2,
-    settles_ties=False,
 )
 _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 

@@ -23,18 +23,14 @@ class Profiles:
         presets: those presets that are worth measuring.
         found: the options of every kind of segment, and what they take.
         rates: the devices' rates.
-        measured, cached, failed: counts of strategies.
-        seconds: how long the pass took.
+        counts: of strategies, and the seconds that the pass took, as plans keep them.
         interrupted: whether the user ended the measuring.
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
     found: Explored = field(repr=False)
     rates: Rates = field(repr=False)
-    measured: int = 0
-    cached: int = 0
-    failed: int = 0
-    seconds: float = 0.0
+    counts: Mapping[str, float]
     interrupted: bool = False
 
 

@@ -122,7 +122,7 @@ def test_its_file_keeps_the_rungs(plan):
 
 
 def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_path):
-    def planned(budget=None):
+    def planned(budget=None, measure=None):
         return cfp.plan(
             step,
             *arguments(),
@@ -130,7 +130,7 @@ def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_
             donate_argnums=0,
             memory_budget=budget,
             cache_dir=tmp_path,
-            settings=cfp.PlannerSettings(race=False),
+            settings=cfp.PlannerSettings(race=False, measure=measure),
         )
 
     before = len(ran)
@@ -146,6 +146,8 @@ def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_
     assert other.arg_specs != free.arg_specs
     with pytest.raises(cfp.MemoryBudgetError, match="compiled"):
         planned(budget=1000)
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        planned(budget=1000, measure=False)
     assert len(ran) == before
 
 

@@ -190,7 +190,7 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
                 "profiles.json": json.dumps(found, indent=1),
             },
         )
-    print(f"overlapped_profiling overall time {made.seconds}")
+    print(f"overlapped_profiling overall time {made.counts['profile_seconds']}")
 
 
 def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:

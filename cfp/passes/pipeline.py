@@ -37,14 +37,12 @@ class Analyzed:
     """A step, traced and analysed.
 
     Attributes:
-        step: over flat arguments.
         mesh: the devices, which may only be described.
         lowering: its module.
         analysis: its blocks and segments.
         seconds: how long tracing and analysing took.
     """
 
-    step: FlatStep
     mesh: Mesh | DescribedMesh
     lowering: Lowering
     analysis: Analysis
@@ -67,7 +65,6 @@ def analyze_step(
     axes = tuple(mesh.shape.items())
     analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
     return Analyzed(
-        step=step,
         mesh=mesh,
         lowering=lowering,
         analysis=analysis,

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import PlanContext
+from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
+from cfp.devices.described import DescribedMesh
 from cfp.presets.classics import presets
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
@@ -32,7 +33,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     Interrupted, once every kind has some, it makes do with what was measured.
     """
     started = time.perf_counter()
-    if context.by_estimates:
+    if context.rules.estimates:
         return _estimated(context, analysis, started)
     rates = measured_rates(context)
     named, found, looker = look_up(
@@ -40,16 +41,13 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
     cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
-    return Profiles(
-        named,
-        found,
-        rates,
-        measured=sum(record is not None for record in done) - cached,
-        cached=cached,
-        failed=sum(record is not None and not record.ok for record in done),
-        seconds=time.perf_counter() - started,
-        interrupted=looker.interrupted,
-    )
+    counts = {
+        "strategies_measured": sum(record is not None for record in done) - cached,
+        "strategies_cached": cached,
+        "strategies_failed": sum(r is not None and not r.ok for r in done),
+        "profile_seconds": time.perf_counter() - started,
+    }
+    return Profiles(named, found, rates, counts, looker.interrupted)
 
 
 def look_up(
@@ -63,13 +61,13 @@ def look_up(
         rates: the devices' rates.
         measure: whether to measure; otherwise no device is used.
     """
-    settings, alone = context.settings, context.is_alone
+    settings, alone = context.settings, context.agreement.alone
     estimates = estimate_kinds(analysis, rates)
     every = leading_classics(analysis, estimates, presets(analysis.frame))
     # What saves memory is worth measuring however long it takes, if need be, and so are
     # all where one could not be built or run; which depends on times, too, that several
     # processes may know differently.
-    near = leading_classics(analysis, estimates, every, context.defaults.estimate_reach)
+    near = leading_classics(analysis, estimates, every, context.rules.estimate_reach)
     costs, memory = Costs(analysis, rates), context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
@@ -93,7 +91,8 @@ def look_up(
 
     # Several processes measure the same, however long it takes.
     has_end = alone and math.isfinite(context.end)
-    limits = context.defaults.limits_memory and may_save(context)
+    limits = context.rules.limits_memory and context.device_bytes
+    limits = limits and context.decided_by() is not DecidedBy.PREDICTION
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
         where = (costs, leading, estimates, context.environment)
@@ -148,9 +147,9 @@ def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
     """What may compute the step's attentions and cross-entropies."""
     return Kernels(
         analysis=analysis,
-        names=context.attention,
+        names=context.settings.attention or (),
         parts=context.settings.cross_entropy,
-        platform=context.platform,
+        platform=dict(context.environment)["platform"],
     )
 
 
@@ -166,27 +165,12 @@ def measured_rates(context: PlanContext) -> Rates:
     )
 
 
-def compiles(context: PlanContext, interrupted: bool = False) -> bool:
-    """Whether a plan is compiled before it is the answer."""
-    if not context.compiles:
-        return False
-    if context.memory is not None or context.compiles_alone:
-        return True
-    return context.races and not interrupted
-
-
-def may_save(context: PlanContext, interrupted: bool = False) -> bool:
-    """Whether a compiler may make a program fit that by prediction does not."""
-    return bool(context.device_bytes) and compiles(context, interrupted)
-
-
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
     """Options by estimates, of virtual or described devices; nothing is run."""
     context.measure.tell("estimating what each strategy takes")
-    described = context.described
-    if described is not None:
-        rates = described.rates
-    elif context.is_alone:
+    if isinstance(context.mesh, DescribedMesh):
+        rates = context.mesh.rates
+    elif context.agreement.alone:
         rates = Rates.of_virtual_devices(context.devices)
     else:
         # What lies between processes may be anything, and is found out in seconds.
@@ -201,4 +185,8 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         budget_bytes=context.budget_bytes,
         kernels=_kernels(context, analysis),
     )
-    return Profiles(named, found, rates, seconds=time.perf_counter() - started)
+    counts = {
+        "strategies_estimated": sum(map(len, found.estimated)),
+        "estimate_seconds": time.perf_counter() - started,
+    }
+    return Profiles(named, found, rates, counts)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import PlanContext
+from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import CfpError
-from cfp.passes.profile import compiles, may_save
 from cfp.presets.classics import CLASSICS, presets
 from cfp.race.candidates import leanest_of, planned_around, rematerialized
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
@@ -19,7 +18,7 @@ from cfp.search.build import build_problem
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
-from cfp.search.wanted import Explored, measured_options
+from cfp.search.wanted import measured_options
 from cfp.settings import COMPILED_TO_PREDICTED, LIMITED_MEMORY, PRESETS_BY_ESTIMATE
 from cfp.solution import Candidate, Profiles, Solution, predicted_ms
 
@@ -35,24 +34,33 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
-    costs = Costs(analysis, profiles.rates)
-    problems = _problems(context, costs, profiles.found)
-    problem, named = problems[0], dict(profiles.presets)
-    interrupted = profiles.interrupted
-    compiled = compiles(context, interrupted)
-    if profiles.found.estimated and context.races and context.stand_in is None:
+    explored, named = profiles.found, dict(profiles.presets)
+    decided_by = context.decided_by(profiles.interrupted)
+    compiled = decided_by is not DecidedBy.PREDICTION
+    # With times in context, and with times alone; or with estimates.
+    costs, known = Costs(analysis, profiles.rates), (explored.wanted, explored.records)
+    sets = (
+        [explored.estimated]
+        if explored.estimated
+        else [measured_options(costs, *known, alone) for alone in (False, True)]
+    )
+    problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
+    problem, tight, plans = problems[0], explored.tight, context.rules.plans
+    if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
-    tight, plans = profiles.found.tight, context.plans
     # Where the compiler may yet save some memory, more may fit; it will say so.
-    saves = may_save(context, interrupted)
+    saves = compiled and context.device_bytes
     hoped = scale_memory(problem, LIMITED_MEMORY) if saves else problem
-    # What is searched, and for how many of its best.
-    searches: list[tuple[Problem, int]] = []
-    for one in problems:
-        searches.append((one, max(1, plans - 1) if tight else plans))
-        if tight and plans > 1 and compiled:
+    # Of each problem, with its memory as predicted or scaled, how many of the best.
+    ways = [(1.0, plans)]
+    if tight and plans > 1:
+        ways = [(1.0, plans - 1)]
+        if compiled:
             # Programs that rematerialize may turn out smaller than predicted.
-            searches.append((scale_memory(one, COMPILED_TO_PREDICTED), 1))
+            ways.append((COMPILED_TO_PREDICTED, 1))
+    searches = [
+        (scale_memory(p, share), count) for p in problems for share, count in ways
+    ]
     if tight:
         searches.append((hoped, 1))
     found: dict[Choice, float] = {}
@@ -74,13 +82,11 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         for number, (other, cost) in enumerate(others, 2)
     ]
     if context.stand_in is not None:
-        known = {*found, *named.values()}
+        around = planned_around(analysis, problem, profiles.presets)
         rivals += [
             Candidate(name, other, predicted_ms(analysis, problem, other))
-            for name, other in planned_around(
-                analysis, problem, profiles.presets
-            ).items()
-            if other not in known
+            for name, other in around.items()
+            if other not in {*found, *named.values()}
         ]
     # By estimates all are options; measured, under a budget, what needs less than it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
@@ -95,8 +101,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         presets=named,
         unraced=unraced,
         problem=problem,
-        counts={**_counts(profiles), "search_seconds": time.perf_counter() - started},
-        interrupted=interrupted,
+        counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
+        interrupted=profiles.interrupted,
     )
 
 
@@ -113,18 +119,6 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
             f"{', '.join(known)}."
         )
     return Solution(Candidate(name, known[name]))
-
-
-def _problems(context: PlanContext, costs: Costs, found: Explored) -> list[Problem]:
-    """What is to be searched: with times in context, and with times alone."""
-    budget = context.budget_bytes
-    if found.estimated:
-        return [build_problem(costs, found.estimated, budget)]
-    known = (found.wanted, found.records)
-    return [
-        build_problem(costs, measured_options(costs, *known, alone), budget)
-        for alone in (False, True)
-    ]
 
 
 def _fastest(
@@ -145,16 +139,3 @@ def _fastest(
 
     best = sorted(named, key=rank)[:PRESETS_BY_ESTIMATE]
     return {name: choice for name, choice in named.items() if name in best}
-
-
-def _counts(profiles: Profiles) -> dict[str, float]:
-    """What a plan says of how its choices were made."""
-    if profiles.found.estimated:
-        options = sum(map(len, profiles.found.estimated))
-        return {"strategies_estimated": options, "estimate_seconds": profiles.seconds}
-    return {
-        "strategies_measured": profiles.measured,
-        "strategies_cached": profiles.cached,
-        "strategies_failed": profiles.failed,
-        "profile_seconds": profiles.seconds,
-    }

@@ -38,7 +38,6 @@ def measure_all_budgets(
     Raises:
         CfpError: nothing can be measured.
     """
-    end = time.monotonic() + settings.seconds
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
         _, found, looker = look_up(context, analysis, rates, measure=True)
@@ -47,8 +46,8 @@ def measure_all_budgets(
             again = _again(context, analysis, found)
             wanted += again
             jobs = [job for item in again for job in item.jobs]
-            if not context.is_alone:
-                end = math.inf  # A process that stops has the others wait.
+            # A process that stops has the others wait.
+            end = context.end if context.agreement.alone else math.inf
             for start in range(0, len(jobs), ROUND_SIZE):
                 if looker.interrupted or time.monotonic() > end:
                     break  # Without the others there is a curve, too.

@@ -31,7 +31,7 @@ def candidates_of(
             predicted_ms(analysis, solution.problem, choice),
             level=level,
         )
-        for level in context.levels
+        for level in context.rules.levels
         for name, choice in solution.presets.items()
     ]
     return [solution.best, *presets, *solution.rivals]

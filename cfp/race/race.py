@@ -22,7 +22,8 @@ from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import PlanContext
+from cfp.context import DecidedBy, PlanContext
+from cfp.devices.described import DescribedMesh
 from cfp.profiling.key import Parts
 from cfp.race.candidates import candidates_of
 from cfp.race.programs import (
@@ -63,14 +64,14 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     run = Run(context, analysis, solution)
     candidates = candidates_of(context, analysis, solution)
-    described = context.described
-    if context.races and not solution.interrupted:
+    described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
+    decided_by = context.decided_by(solution.interrupted)
+    if decided_by is DecidedBy.RACE:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
         return as_predicted(raced, described.rung) if described else raced
     rows = tuple(not_run(candidates)) if described else ()
     counts = solution.counts
-    compiled = context.compiles_alone if described else context.memory is not None
-    if not compiled:
+    if decided_by is not DecidedBy.COMPILER:
         return RaceOutcome(winner=solution.best, rows=rows, counts=counts)
     if described:
         counts = {**counts, "memory_compiled": 1}
@@ -224,7 +225,7 @@ def _first_whole(
             break
         tries += 1
         run.built.clear()
-        [whole] = run.time([one], run.context.defaults.rounds, _ALONE)
+        [whole] = run.time([one], run.context.rules.rounds, _ALONE)
         if whole.ran:
             return whole, refused
         refused[one.choice, one.level] = whole

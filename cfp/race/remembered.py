@@ -70,7 +70,7 @@ class Answer:
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
     """What the answer to a race is kept under: programs that take part in any case."""
-    options = context.compiler_options.values()
+    options = context.rules.compiler_options.values()
     return ProfileKey(
         (
             ("what", "who took part in a race"),
@@ -184,7 +184,7 @@ def known_to_fit(
 
     def is_raced_anyway(one: Candidate) -> bool:
         leads = (one.choice, one.level) in alike - large
-        return leads and one.options in context.compiler_options.values()
+        return leads and one.options in context.rules.compiler_options.values()
 
     new = {  # Of those that are the same the fastest stays.
         one.key: (one, record)
@@ -198,7 +198,7 @@ def known_to_fit(
         chosen = [there[choice] for choice in answer.known if choice in there]
     elif fitting:
         limit_ms = LIMITED_TIME * _time_ms(fitting[0])
-        near = fitting[: context.plans]
+        near = fitting[: context.rules.plans]
         chosen = [pair for pair in near if _time_ms(pair) <= limit_ms]
     else:
         chosen = sorted(new.values(), key=lambda pair: pair[1].peak_bytes)[:1]
@@ -274,9 +274,10 @@ def _is_known(kernel: str) -> bool:
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """Whether all that a choice replaces may be replaced now."""
     named = [split(kernel) for _, kernel in choice.kernels]
+    allowed = context.settings.attention or ()
     return all(
         own in ("", name_of(context.settings.cross_entropy))
-        and (not attention or attention.partition(" ")[0] in context.attention)
+        and (not attention or attention.partition(" ")[0] in allowed)
         for attention, own in named
     )
 

@@ -128,17 +128,18 @@ class Run:
         self, candidates: Sequence[Candidate], truncated: Truncated | None = None
     ) -> Ranking:
         """How candidates do, and the leaders again, with other compiler options."""
-        context, rounds = self.context, self.context.defaults.rounds
+        context, rules = self.context, self.context.rules
         # Of a race after which leaders run again, or in which times say little.
-        few = context.compiler_options or context.by_estimates
-        raced = self.time(candidates, 1 if few else rounds, truncated=truncated)
-        first, new = second_race(raced, context.compiler_options, self.presets)
+        few = rules.compiler_options or rules.estimates
+        rounds = 1 if few else rules.rounds
+        raced = self.time(candidates, rounds, truncated=truncated)
+        first, new = second_race(raced, rules.compiler_options, self.presets)
         if not new or context.agreement.is_over(context.end):
             return Ranking((), raced)
         names = {one.name for one in first}
         for name in self.built.keys() - names:
             del self.built[name]
-        again = self.time([*first, *new], rounds, SECOND, truncated)
+        again = self.time([*first, *new], rules.rounds, SECOND, truncated)
         # What was not among the leaders has lost already, at another time.
         return Ranking(again, [one for one in raced if one.name not in names])
 
@@ -187,7 +188,7 @@ class Run:
             self.compile_all,
             memory=self.context.memory,
             size_of=lambda one: predicted_size(analysis, problem, one.choice),
-            reach=None if one_is_enough else self.context.reach,
+            reach=None if one_is_enough else self.context.rules.reach,
             presets=self.presets,
             known=known,
         )
@@ -236,7 +237,7 @@ class Run:
     ) -> tuple[list[Candidate], ProfileKey | None]:
         """What is known to fit and is no candidate yet; and what that answers."""
         context, problem = self.context, self.solution.problem
-        if context.memory is None or problem is None or not context.is_alone:
+        if context.memory is None or problem is None or not context.agreement.alone:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
@@ -247,7 +248,7 @@ class Run:
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
         anyway = raced_anyway(candidates, self.presets)
-        return near_among(candidates, anyway, self.context.reach)
+        return near_among(candidates, anyway, self.context.rules.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         """The error where none of what was compiled fits, or runs."""

@@ -147,7 +147,7 @@ def _run_in_turn(
             break
         settled = steady == min(times.values(), default=0.0)
         able = sorted((d for d in order if records[d].ok), key=time_of)
-        may_tie = defaults.settles_ties and len(able) > 1
+        may_tie = not defaults.estimates and len(able) > 1
         close = may_tie and is_tie(*map(samples_of, able[:2]))
         if turn + 1 >= rounds and settled and not close:
             break

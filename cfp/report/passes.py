@@ -176,9 +176,11 @@ def profiles_view(
             f"{min(times):.3f} ms" if times else "-",
             f"{max(times):.3f} ms" if times else "-",
         )
+    counts = profiles.counts
     line = (
-        f"{profiles.measured} strategies measured, {profiles.cached} from the cache, "
-        f"{profiles.failed} failed; {profiles.seconds:.1f} s"
+        f"{counts['strategies_measured']} strategies measured, "
+        f"{counts['strategies_cached']} from the cache, "
+        f"{counts['strategies_failed']} failed; {counts['profile_seconds']:.1f} s"
     )
     return Group(Fitted(table), Text(), Text(line))
 
@@ -206,10 +208,10 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
             }
         )
     return {
-        "measured": profiles.measured,
-        "cached": profiles.cached,
-        "failed": profiles.failed,
-        "seconds": profiles.seconds,
+        "measured": profiles.counts["strategies_measured"],
+        "cached": profiles.counts["strategies_cached"],
+        "failed": profiles.counts["strategies_failed"],
+        "seconds": profiles.counts["profile_seconds"],
         "rounds": profiles.found.rounds,
         "profiles": found,
     }

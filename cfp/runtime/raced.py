@@ -26,7 +26,6 @@ class Raced:
         content: a digest of the step's program, the values of all constants included.
         takes: positions of the argument leaves that it reads.
         gives: for each result leaf its place in what the program returns.
-        args, results: shapes and types of all of them, as the program has them.
     """
 
     compiled: jax.stages.Compiled
@@ -35,8 +34,6 @@ class Raced:
     content: str
     takes: tuple[int, ...]
     gives: tuple[int, ...]
-    args: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
-    results: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
 
     @classmethod
     def of(cls, program: Program, mesh: Mesh, job: Job, built: Built) -> Raced | None:
@@ -56,8 +53,6 @@ class Raced:
             content=program.content,
             takes=tuple(positions[v] for v in job.part.inputs),
             gives=tuple(places[v] for v in outputs),
-            args=tuple(aval(program, v) for v in program.args),
-            results=tuple(aval(program, v) for v in outputs),
         )
 
     def does(
@@ -91,8 +86,8 @@ class Raced:
             self.content == program.content
             and job.constraints == constraints
             and dict(job.options) == dict(options)
-            and _types(self.args) == _types(step.avals)
-            and _types(self.results) == _types(results)
+            and _types(aval(program, v) for v in program.args) == _types(step.avals)
+            and _types(aval(program, v) for v in program.outputs) == _types(results)
             and [NamedSharding(self.mesh, spec) for spec in (*given, *made)]
             == [*(ins[i] for i in self.takes), *outs]
             and overwritten == {i for i, given in enumerate(step.donated) if given}

@@ -164,10 +164,10 @@ def test_a_check_of_it_passes(planned):
 
 def test_on_virtual_devices_no_kernel_is_tried_unless_it_is_asked_for(mesh, tmp_path):
     with open_context(mesh, tmp_path) as context:
-        assert context.attention == ()
+        assert not context.settings.attention
     asked = cfp.PlannerSettings(attention=("chunked",))
     with open_context(mesh, tmp_path, None, asked) as context:
-        assert context.attention == ("chunked",)
+        assert context.settings.attention == ("chunked",)
 
 
 def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):

@@ -11,6 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -139,8 +140,8 @@ def known(analysis, tmp_path):
             memory=memory,
             store=store,
             environment=(),
-            plans=1,
-            compiler_options={"option": OPTION},
+            settings=PlannerSettings(),
+            rules=SimpleNamespace(plans=1, compiler_options={"option": OPTION}),
         )
         near = [
             Candidate("planned", classics["data_parallel"]),

@@ -149,7 +149,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
                 predicted_ms(analysis, solution.problem, choice),
                 level=level,
             )
-            for level in context.levels
+            for level in context.rules.levels
             for name, choice in solution.presets.items()
         }
         environment = dict(context.environment)

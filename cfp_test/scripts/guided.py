@@ -120,7 +120,7 @@ def main() -> None:
         row = {
             "target": [options.target, *rest],
             "rounds": profiles.found.rounds,
-            "guided_seconds": profiles.seconds,
+            "guided_seconds": profiles.counts["profile_seconds"],
             "remaining_seconds": seconds,
             "share": len(guided) / len(every),
             "same_plan": programs[0].job.key == programs[1].job.key,

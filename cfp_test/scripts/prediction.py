@@ -163,12 +163,12 @@ def main() -> None:
         counts = {
             "strategies": len(profiles.found.wanted),
             "jobs": len(jobs),
-            "failed": profiles.failed,
+            "failed": profiles.counts["strategies_failed"],
             "build_seconds": sum(r.build_seconds for r in known),
             "run_seconds": sum(r.run_seconds for r in known),
             "profile_seconds": profile_seconds,
             "again_seconds": again_seconds,
-            "again_measured": again.measured,
+            "again_measured": again.counts["strategies_measured"],
         }
         environment_parts = dict(context.environment)
     found = [row for row, _, _ in rows]

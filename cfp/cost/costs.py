@@ -51,19 +51,19 @@ class Costs:
         self.analysis = analysis
         self.fixed_bytes = fixed_bytes(analysis, analysis.frame.program.args)
         self._terms = Terms(analysis.frame, rates)
-        self._kinds = [analysis.segments[i] for i in analysis.representatives]
         # Candidates by number, those laid out alike once: their hashes take time.
         self._numbers: dict[SegmentChoice, int] = {}
         self._plain: list[SegmentChoice] = []
-        self._laid_out = cache(self._lay_out)
+        self._kinds = [analysis.segments[i] for i in analysis.representatives]
+        self._able = [can_recompute(analysis.frame, one) for one in self._kinds]
+        self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
         self._steps = cache(self._find_steps)
         self._pass_ms = cache(self._find_pass_ms)
-        self.can_rematerialize = cache(self._can_rematerialize)
         self.least_bytes = cache(self._least_bytes)
 
-    def _can_rematerialize(self, kind: int) -> bool:
+    def can_rematerialize(self, kind: int) -> bool:
         """Whether segments of a kind can compute their forward pass again."""
-        return can_recompute(self.analysis.frame, self._kinds[kind])
+        return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate.
@@ -161,14 +161,11 @@ class Costs:
             self._plain.append(candidate.plain)
         return number
 
-    def _lay_out(self, index: int, number: int) -> Layout:
-        return layout_of(self.analysis, {index: self._plain[number]})
-
     def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
         index = self.analysis.representatives[kind]
         return self._laid_out(index, self._number(candidate))
 
-    def _find_steps(self, kind: int) -> tuple[Step, ...]:
+    def _find_steps(self, kind: int) -> list[Step]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops
         return steps_of(frame.program, ops, residuals(frame, ops))
 

@@ -9,23 +9,16 @@ computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from cfp.cost.fusion import FUSED, is_in_memory, uses_through
 from cfp.program.graph import Op, Program
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One op: what it makes, what happens within it, and what is not read after it."""
-
-    made: tuple[int, ...]
-    inner: tuple[Step, ...]
-    freed: tuple[int, ...]
+# Of one op: the tensors that it makes, and those that are not read after it.
+Step = tuple[Sequence[int], Sequence[int]]
 
 
-def peak_bytes(steps: Sequence[Step], size_of: Callable[[int], int]) -> int:
+def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
     """The most that is in memory at once, of what some steps make.
 
     Args:
@@ -33,41 +26,37 @@ def peak_bytes(steps: Sequence[Step], size_of: Callable[[int], int]) -> int:
         size_of: what a tensor takes on a device; 0 if it is not made.
     """
     live = most = 0
-    for step in steps:
-        live += sum(map(size_of, step.made))
-        most = max(most, live + peak_bytes(step.inner, size_of))
-        live -= sum(map(size_of, step.freed))
+    for made, freed in steps:
+        live += sum(map(size_of, made))
+        most = max(most, live)
+        live -= sum(map(size_of, freed))
     return most
 
 
-def steps_of(program: Program, ops: Sequence[int], held: Set[int]) -> tuple[Step, ...]:
+def steps_of(program: Program, ops: Iterable[int], held: Set[int]) -> list[Step]:
     """The ops of a segment, or of a loop's body, one after another.
+
+    What a loop makes is there before what happens within it.
 
     Args:
         program: the program.
         ops: their ids.
         held: tensors that are kept for the backward pass.
     """
-    order, inside = sorted(ops), set(ops)
-    made: dict[int, list[int]] = {}
-    freed: dict[int, list[int]] = {}
-    for op_id in order:
-        if op_id in program.leaf_ops:
-            continue
-        for v in program.ops[op_id].results:
+    inside = set(ops)
+    made: dict[int, list[int]] = {op: [] for op in sorted(inside)}
+    freed: dict[int, list[int]] = {op: [] for op in inside}
+    for op in made.keys() - program.leaf_ops:
+        for v in program.ops[op].results:
             if v in held or is_in_memory(program, v):
-                made.setdefault(op_id, []).append(v)
-                last = max(op_id, _last_reader(program, v, inside))
-                freed.setdefault(last, []).append(v)
-    steps = []
-    for op_id in order:
-        body = program.ops[op_id].body
-        own = [op for op in body if program.ops[op].parent == op_id]
-        inner = steps_of(program, own, held) if own else ()
-        if inner or op_id in made or op_id in freed:
-            new, old = made.get(op_id, ()), freed.get(op_id, ())
-            steps.append(Step(tuple(new), inner, tuple(old)))
-    return tuple(steps)
+                made[op].append(v)
+                freed[max(op, _last_reader(program, v, inside))].append(v)
+    steps: list[Step] = []
+    for op, new in made.items():
+        body = program.ops[op].body
+        own = [other for other in body if program.ops[other].parent == op]
+        steps += [(new, ()), *steps_of(program, own, held), ((), freed[op])]
+    return [step for step in steps if any(step)]
 
 
 def _last_reader(program: Program, v: int, inside: Set[int]) -> int:

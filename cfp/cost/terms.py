@@ -33,7 +33,7 @@ Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced a
 
 @dataclass(frozen=True, slots=True)
 class BlockTerms:
-    """One block under one strategy.
+    """One block under one strategy, or one op.
 
     Attributes:
         matmul_ms: time of its contractions on one device.
@@ -69,41 +69,37 @@ class Terms:
 
     def block(self, block: int, strategy: Strategy) -> BlockTerms:
         """What a block computes, makes and reads under a strategy."""
-        matmul = memory = 0.0
-        makes: dict[int, Made] = {}
+        sharded = self.frame.shardings[block].factor_axes(strategy)
+        terms = [self._op(op, axes) for op, axes in sharded.items()]
         reads: dict[int, dict[Spec, None]] = {}
-        for op, axes in self.frame.shardings[block].factor_axes(strategy).items():
-            (matmul_ms, memory_ms), made, read = self._op(op, axes)
-            matmul += matmul_ms
-            memory += memory_ms
-            makes.update(made)
-            for operand, spec in read:
-                reads.setdefault(operand, {})[spec] = None
-        wants = {v: tuple(specs) for v, specs in reads.items()}
-        return BlockTerms(matmul, memory, makes, wants)
+        for one in terms:
+            for v, specs in one.reads.items():
+                reads.setdefault(v, {}).update(dict.fromkeys(specs))
+        return BlockTerms(
+            sum(one.matmul_ms for one in terms),
+            sum(one.memory_ms for one in terms),
+            {v: made for one in terms for v, made in one.makes.items()},
+            {v: tuple(specs) for v, specs in reads.items()},
+        )
 
-    def _op_terms(
-        self, op_id: int, axes: FactorAxes
-    ) -> tuple[tuple[float, float], list[tuple[int, Made]], list[tuple[int, Spec]]]:
-        """One op's times, what it makes and what it reads under one sharding."""
+    def _op_terms(self, op_id: int, axes: FactorAxes) -> BlockTerms:
+        """The same of one op under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
         rule = op.rule
         assert rule is not None
-        partial = reduced_axes(rule, axes)
-        return (
-            self.compute_ms(op, axes),
-            [
-                (self.same(result), (tensor_spec(rule, dims, axes), partial))
-                for dims, result in zip(rule.results, op.results, strict=False)
-            ],
-            [
-                (self.same(operand), tensor_spec(rule, dims, axes))
-                for dims, operand in zip(rule.operands, op.operands, strict=False)
-                if program.values[operand].shape
-                and program.values[operand].producer not in program.leaf_ops
-            ],
-        )
+        unreduced = reduced_axes(rule, axes)
+        makes = {
+            self.same(v): (tensor_spec(rule, dims, axes), unreduced)
+            for dims, v in zip(rule.results, op.results, strict=False)
+        }
+        reads: dict[int, tuple[Spec, ...]] = {}
+        for dims, v in zip(rule.operands, op.operands, strict=False):
+            value = program.values[v]
+            if value.shape and value.producer not in program.leaf_ops:
+                known = reads.get(self.same(v), ())
+                reads[self.same(v)] = (*known, tensor_spec(rule, dims, axes))
+        return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
         """Time as a contraction, and as anything else."""

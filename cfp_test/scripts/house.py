@@ -37,12 +37,19 @@ DECIDING = (
 )
 # Of that half, and now in rooms with other things.
 ELSEWHERE = ("plan/compose.py", "runtime/raced.py")
+# What estimates a choice's time and memory: in search/ at first, in cost/ since.
+_ESTIMATES = (
+    *("choice", "costs", "estimate", "fusion", "kept", "memory", "orders"),
+    *("temporaries", "terms", "transitions"),
+)
+ESTIMATES = tuple(f"{room}/{n}.py" for room in ("search", "cost") for n in _ESTIMATES)
 # What admits candidates to a race, or keeps them out: functions and classes.
 MECHANISMS = (
     *("in_reach", "computed_again", "nearly_fitting", "leanest_of", "by_size"),
     *("told_of_budget", "known_to_fit", "one_by_one", "let_down", "first_that_fits"),
     *("squeezed", "shorten", "first_whole", "Answer"),
     *("enough_that_fit", "rematerialized", "last_resort", "truncate"),
+    *("smaller", "attempts", "sieve"),
 )
 _WHERE_THEY_STAND = ("contest", "entries", "whole", "planner", "race")
 _OF_THE_SEARCH = ("race", "squeeze", "shortened", "answers")  # Before they had a room.
@@ -65,8 +72,11 @@ def count(files: Sources) -> dict[str, Any]:
         room["lines"] += len(text.splitlines())
         room["public"] += len(public_names(text))
     deciding = {
-        f: text for f, text in files.items() if room_of(f) in DECIDING or f in ELSEWHERE
+        file: text
+        for file, text in files.items()
+        if room_of(file) in DECIDING or file in (*ELSEWHERE, *ESTIMATES)
     }
+    estimating = sum(len(files.get(file, "").splitlines()) for file in ESTIMATES)
     numbers = {file: deciding_numbers(text) for file, text in deciding.items()}
     longest = max(files, key=lambda file: len(files[file].splitlines()))
     chain = longest_chain(files)
@@ -80,6 +90,7 @@ def count(files: Sources) -> dict[str, Any]:
         "rooms": dict(sorted(rooms.items())),
         "top_modules": sum("/" not in file for file in files),
         "deciding_lines": sum(len(t.splitlines()) for t in deciding.values()),
+        "estimating_lines": estimating,
         "deciding_modules": len(deciding),
         "deciding_public": sum(len(public_names(t)) for t in deciding.values()),
         "longest_file": [longest, len(files[longest].splitlines())],
@@ -207,6 +218,7 @@ _ROWS = (
     ("modules at the top of `cfp/`", "top_modules"),
     ("modules of the half that decides", "deciding_modules"),
     ("its lines", "deciding_lines"),
+    ("of them, what estimates time and memory", "estimating_lines"),
     ("its public names", "deciding_public"),
     ("numbers that decide there", "numbers"),
     ("of them in `settings.py`", "numbers_in_settings"),

@@ -70,8 +70,6 @@ PLANS_BY_ESTIMATE = 3
 # race is for what may win it".
 STAY_AFTER_LOOK = 1.08
 STAY_AFTER_TURN = 1.04
-# More turns until it is clear which is the fastest. Guess.
-MORE_ROUNDS = 3
 # With fewer samples nothing is known of their spread; and a difference of so many
 # standard errors is no accident. Guess, and the usual 95 %.
 ENOUGH_SAMPLES = 4

@@ -27,7 +27,6 @@ from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ENOUGH_SAMPLES,
-    MORE_ROUNDS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURE_STANDARD_ERRORS,
@@ -70,7 +69,8 @@ def race_programs(
     Args:
         builder: what compiles them, and where they run.
         programs: what takes part.
-        rounds: how many turns there are; a few more where it takes them to tell.
+        rounds: how many turns there are; up to twice as many where it takes them to
+            tell.
 
     Returns:
         One result for each program, in their order.
@@ -130,7 +130,7 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
-    most = rounds + MORE_ROUNDS
+    most = 2 * rounds
     for turn in range(most):
         known = [records[d].time_ms for d in order if turn]
         timing = _timing(platform, min(known, default=None))

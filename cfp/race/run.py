@@ -205,17 +205,18 @@ class Run:
         if problem is None:
             return []
         ways = [leanest_of(analysis, problem)]
-        tried = {one.candidate.choice: one.peak_bytes for one in refused}
+        needs = {one.candidate.choice: one.peak_bytes for one in refused}
         if (most := self.context.budget_bytes) is not None:
-            best = smaller_than(analysis, problem, tried, most)
+            best = smaller_than(analysis, problem, needs, most)
             sizes = [(predicted_size(analysis, problem, o.choice), o) for o in others]
             known = [(size.peak_bytes, one) for size, one in sizes if size is not None]
             fitting = [pair for pair in known if pair[0] <= most]
             fitting.sort(key=lambda pair: pair[0])
             ways = [*([best] if best else []), *ways, *(one for _, one in fitting)]
+        tried = {(one.candidate.choice, one.candidate.level) for one in refused}
         found = dict[Choice, Candidate]()
         for one in ways:
-            if one.choice not in tried:
+            if (one.choice, one.level) not in tried:
                 found.setdefault(one.choice, one)
         return [*found.values()][:MOST_REFUSED]
 

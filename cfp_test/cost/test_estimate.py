@@ -1,17 +1,14 @@
-"""Estimates: matrices against sums over pairs, and the shortlist of classics."""
+"""Estimates: matrices against sums over pairs."""
 
 import itertools
 
-import numpy as np
 import pytest
 
-from cfp.analysis.layout import Storage
-from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.choice import segment_candidate
 from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
 from cfp.models import registry
-from cfp.presets.classics import CLASSICS, presets
-from cfp.search.choices import best_candidates, leading_classics
+from cfp.presets.classics import presets
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -21,20 +18,6 @@ from cfp_test.search.made_up import estimated, rates_of
 def small(request):
     """A perceptron, whose choices can all be looked at, with its estimates."""
     return estimated(*PROGRAMS["mlp"]()[:2], request.param)
-
-
-@pytest.mark.parametrize("mode", list(Storage))
-def test_beam_search_finds_the_cheapest(small, mode):
-    _, estimates = small
-    for estimate in estimates:
-        every = [
-            estimate.total_ms(SegmentChoice(picks, mode))
-            for picks in itertools.product(*estimate.strategies)
-        ]
-        found = best_candidates(estimate, mode, 5, beam_width=len(every))
-        assert np.allclose([c.estimate_ms for c in found], sorted(every)[:5])
-        for candidate in found:
-            assert np.isclose(estimate.total_ms(candidate), candidate.estimate_ms)
 
 
 def test_matrices_hold_what_each_pair_of_strategies_moves(small):
@@ -99,53 +82,3 @@ def test_a_loop_costs_what_its_layers_cost(remat):
     ratios = [scanned[name] / unrolled[name] for name in unrolled]
     assert 0.8 < min(ratios) and max(ratios) < 1.6, ratios
     assert max(ratios) / min(ratios) < 1.3
-
-
-@pytest.mark.parametrize("reach", [1.0, 1.3, 2.0])
-def test_classics_far_behind_by_estimate_are_not_measured(reach):
-    step = registry.build("gpt", **TINY["gpt"])
-    analysis, estimates = estimated(*step, (("x", 2), ("y", 2)))
-    every = leading_classics(analysis, estimates, presets(analysis.frame))
-    found = leading_classics(analysis, estimates, every, reach)
-    kinds = [segment.kind for segment in analysis.segments]
-    total_ms = {
-        name: sum(
-            kinds.count(kind)
-            * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
-            for kind, index in enumerate(analysis.representatives)
-        )
-        for name, choice in every.items()
-    }
-    limit_ms = reach * min(total_ms.values())
-    assert found == {n: c for n, c in every.items() if total_ms[n] <= limit_ms}
-    assert 0 < len(found) < len(every)
-
-
-@pytest.mark.parametrize("reach", [1.6, float("inf")])
-def test_where_nothing_takes_any_time_no_classic_is_far_behind(reach):
-    analysis, estimates = estimated(lambda x: x, (np.ones((8, 8)),), (("x", 2),))
-    every = presets(analysis.frame)
-    assert len(every) > 1
-    assert leading_classics(analysis, estimates, every, reach) == every
-
-
-def test_few_of_many_classics_are_measured():
-    sizes = (("x", 2), ("y", 2), ("z", 2))
-    step = registry.build("gpt", **TINY["gpt"])
-    analysis, estimates = estimated(*step, sizes)
-    every = presets(analysis.frame)
-    chosen = leading_classics(analysis, estimates, every)
-    assert len(every) > 40
-    assert len(chosen) <= len(CLASSICS) + 6
-    assert set(chosen) >= set(every) & set(CLASSICS)
-    left_out = set(every) - set(chosen)
-
-    def total(name):
-        return sum(
-            [s.kind for s in analysis.segments].count(kind)
-            * estimates[kind].total_ms(segment_candidate(analysis, index, every[name]))
-            for kind, index in enumerate(analysis.representatives)
-        )
-
-    mixed = [total(name) for name in chosen if name not in CLASSICS]
-    assert max(mixed) <= min(total(name) for name in left_out)

@@ -37,7 +37,7 @@ from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display
 from cfp.report.tables import plan_text
-from cfp.search.wanted import Wanted
+from cfp.search.wanted import Measured, Wanted
 from cfp.targets import model_target
 from cfp.units import parse_bytes
 
@@ -197,13 +197,14 @@ def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
     analysis = session.analysis
     segment = analysis.segments[analysis.representatives[kind]]
     record = records[item.own_job.key.digest]
+    measured = item.measured(records)
     numbers = strategy_numbers(analysis, segment, item.candidate.strategies)
     return {
         "segment": kind,
         "strategies": numbers,
         "storage": str(item.candidate.storage),
         "status": record.status,
-        "time_ms": None if item.failure(records) else item.time_ms(records),
+        "time_ms": measured.time_ms if isinstance(measured, Measured) else None,
         "samples_ms": record.samples_ms,
         "peak_bytes": record.peak_bytes,
     }

@@ -273,8 +273,7 @@ def explain_choice(session: Session, found: Searched) -> Explanation:
 
 def _check_complete(context: PlanContext, profiles: Profiles) -> None:
     found = profiles.found
-    first = found.wanted[: found.required]
-    wanted = {job.key.digest: job for item in first for job in item.jobs}
+    wanted = {job.key.digest: job for item in found.rounds[0] for job in item.jobs}
     missing = [job for key, job in wanted.items() if key not in found.records]
     if missing:
         raise _profile_first(

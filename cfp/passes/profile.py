@@ -86,9 +86,6 @@ def look_up(
     def is_late() -> bool:
         return time.monotonic() > context.end
 
-    def is_over() -> bool:
-        return not alone or looker.interrupted or is_late()
-
     # Several processes measure the same, however long it takes.
     has_end = alone and math.isfinite(context.end)
     limits = context.rules.limits_memory and context.device_bytes
@@ -97,15 +94,15 @@ def look_up(
     def explored(leading: Mapping[str, Choice]) -> Explored:
         where = (costs, leading, estimates, context.environment)
         return explore(
-            WantedMaker(*where, settings.in_context, _kernels(context, analysis)),
+            WantedMaker(*where, settings.in_context, _kernels(context)),
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.
-            at_first=settings.others if alone else settings.per_kind,
+            others=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
-            look=looker,
-            look_in_time=looker.until(is_late) if has_end else None,
-            is_over=is_over,
+            look=looker.until(is_late) if has_end else looker,
+            look_anyway=looker if has_end else None,
+            is_over=lambda: not alone or looker.interrupted or is_late(),
             left=LIMITED_MEMORY if limits else 1.0,
         )
 
@@ -143,10 +140,9 @@ def tuning_jobs(
     ]
 
 
-def _kernels(context: PlanContext, analysis: Analysis) -> Kernels:
+def _kernels(context: PlanContext) -> Kernels:
     """What may compute the step's attentions and cross-entropies."""
     return Kernels(
-        analysis=analysis,
         names=context.settings.attention or (),
         parts=context.settings.cross_entropy,
         platform=dict(context.environment)["platform"],
@@ -183,7 +179,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         Costs(analysis, rates),
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
-        kernels=_kernels(context, analysis),
+        kernels=_kernels(context),
     )
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),

@@ -16,7 +16,13 @@ from cfp.passes.profile import look_up, measured_rates
 from cfp.planner_settings import PlannerSettings
 from cfp.search.build import build_problem
 from cfp.search.problem import Problem
-from cfp.search.wanted import Explored, Wanted, computed_again, measured_options
+from cfp.search.wanted import (
+    Explored,
+    Measured,
+    Wanted,
+    measured_options,
+    rematerialize,
+)
 from cfp.settings import ROUND_SIZE
 
 # More than any device has.
@@ -70,17 +76,15 @@ def _again(
         if not can_recompute(analysis.frame, analysis.segments[index]):
             continue
         good = [
-            item
+            (measured.time_ms, item)
             for item in explored.wanted
             if item.kind == kind
             and not item.candidate.remat
-            and (record := records.get(item.job.key.digest)) is not None
-            and record.ok
+            and isinstance(measured := item.measured(records), Measured)
         ]
-        good.sort(key=lambda item: item.time_ms(records))
-        for number, item in enumerate(good[: context.settings.per_kind], 1):
+        good.sort(key=lambda pair: pair[0])
+        for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):
             label = f"strategy {number} of segment {kind}, computed again"
-            where, alone = (analysis, context.environment), item.has_failed(records)
-            again = computed_again(*where, item, label, alone)
-            found.append((number, again))
+            where = (analysis, context.environment)
+            found.append((number, rematerialize(*where, item, label, records)))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -22,6 +22,7 @@ from cfp.plan.describe import block_collectives, op_text
 from cfp.printable import columns as columns_of_text
 from cfp.report.console import literal_console
 from cfp.report.fitted import Fitted
+from cfp.search.wanted import Measured
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 
@@ -166,8 +167,8 @@ def profiles_view(
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
         mine = (w for w in profiles.found.wanted if w.kind == kind)
-        known = [w for w in mine if w.is_known(records)]
-        times = [w.alone_ms(records) for w in known if not w.failure(records)]
+        known = [m for w in mine if (m := w.measured(records)) is not None]
+        times = [m.alone_ms for m in known if isinstance(m, Measured)]
         table.add_row(
             str(kind),
             ", ".join(map(str, members)),
@@ -191,7 +192,8 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     for wanted in profiles.found.wanted:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
         record = records.get(wanted.own_job.key.digest)
-        ran = wanted.is_known(records) and not wanted.failure(records)
+        measured = wanted.measured(records)
+        ran = isinstance(measured, Measured)
         numbers = strategy_numbers(analysis, segment, wanted.candidate.strategies)
         found.append(
             {
@@ -203,7 +205,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
                 "estimate_ms": wanted.candidate.estimate_ms,
                 "status": record.status if record else "missing",
                 "reason": record.reason if record else "",
-                "time_ms": wanted.alone_ms(records) if ran else None,
+                "time_ms": measured.alone_ms if ran else None,
                 "temp_bytes": record.temp_bytes if record else None,
             }
         )
@@ -212,7 +214,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
         "cached": profiles.counts["strategies_cached"],
         "failed": profiles.counts["strategies_failed"],
         "seconds": profiles.counts["profile_seconds"],
-        "rounds": profiles.found.rounds,
+        "rounds": len(profiles.found.rounds) - 1,
         "profiles": found,
     }
 

@@ -21,8 +21,12 @@ from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.presets.classics import CLASSICS
 from cfp.profiling.collectives import Rates
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem, Solved
 from cfp.settings import MIXED_PRESETS
+
+# Partial choices that a search for the best by estimate goes on with.
+BEAM_WIDTH = 256
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
@@ -62,82 +66,92 @@ def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] 
 
 
 def preset_parts(
-    analysis: Analysis, choices: Iterable[Choice]
-) -> list[list[SegmentChoice]]:
-    """For each kind of segment the parts of choices that concern it, each once.
+    analysis: Analysis, presets: Iterable[Choice]
+) -> list[dict[SegmentChoice, Choice]]:
+    """For each kind of segment the parts of presets that concern it, each once.
 
     Equal segments may differ in a preset: the last layer hands over to something else
     than to a layer.
+
+    Returns:
+        For each kind the first preset of each part, by part.
     """
-    found: list[dict[SegmentChoice, None]] = [{} for _ in analysis.representatives]
-    for choice in choices:
+    found: list[dict[SegmentChoice, Choice]] = [{} for _ in analysis.representatives]
+    for choice in presets:
         for segment in analysis.segments:
             part = segment_candidate(analysis, segment.index, choice)
-            found[segment.kind][part] = None
-    return [list(parts) for parts in found]
+            found[segment.kind].setdefault(part, choice)
+    return found
 
 
-def best_candidates(
-    estimate: SegmentEstimate,
-    storage: Storage,
-    count: int,
-    beam_width: int = 256,
-) -> list[SegmentChoice]:
-    """The ``count`` cheapest choices of a segment by estimate, cheapest first.
+def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoice]:
+    """The cheapest choices of a segment by estimate, cheapest first.
 
     A beam search over the blocks in order: exact where the beam holds every partial
     choice, and a good approximation otherwise.
+
+    Args:
+        estimate: of the segment.
+        count: how many for each way to store its parameters, at most.
     """
     before: dict[int, list[tuple[int, np.ndarray]]] = {}
     for (a, b), matrix in estimate.edge_ms.items():
         before.setdefault(b, []).append((a, matrix))
-    costs, picks = np.zeros(1), np.zeros((1, 0), int)
-    for place, options in enumerate(estimate.node_ms[storage]):
-        grown = costs[:, None] + options[None, :]
-        for a, matrix in before.get(place, ()):
-            grown = grown + (np.diag(matrix) if a == place else matrix[picks[:, a]])
-        best = np.argsort(grown, axis=None, kind="stable")[:beam_width]
-        rows, strategies = np.unravel_index(best, grown.shape)
-        costs = grown[rows, strategies]
-        picks = np.concatenate([picks[rows], strategies[:, None]], axis=1)
-    return [
-        SegmentChoice(
-            tuple(estimate.strategies[b][s] for b, s in enumerate(row)),
-            storage,
-            float(cost),
-        )
-        for cost, row in zip(costs[:count], picks[:count], strict=True)
-    ]
+    found = []
+    for storage in Storage if estimate.segment.groups else (Storage.USED,):
+        costs, picks = np.zeros(1), np.zeros((1, 0), int)
+        for place, options in enumerate(estimate.node_ms[storage]):
+            grown = costs[:, None] + options[None, :]
+            for a, matrix in before.get(place, ()):
+                grown = grown + (np.diag(matrix) if a == place else matrix[picks[:, a]])
+            best = np.argsort(grown, axis=None, kind="stable")[:BEAM_WIDTH]
+            rows, strategies = np.unravel_index(best, grown.shape)
+            costs = grown[rows, strategies]
+            picks = np.concatenate([picks[rows], strategies[:, None]], axis=1)
+        for cost, row in zip(costs[:count], picks[:count], strict=True):
+            picked = tuple(estimate.strategies[b][s] for b, s in enumerate(row))
+            found.append(SegmentChoice(picked, storage, float(cost)))
+    return sorted(found, key=lambda candidate: candidate.estimate_ms)
 
 
-def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoice]:
-    """The cheapest choices of a segment by estimate.
+def first_candidates(
+    analysis: Analysis,
+    estimates: Sequence[SegmentEstimate],
+    parts: Sequence[Iterable[SegmentChoice]],
+    kernels: Kernels,
+    *,
+    others: int,
+    per_kind: int | None = None,
+) -> list[list[SegmentChoice]]:
+    """For each kind of segment what to look at first, then the same with kernels.
 
-    So many for each way to store its parameters.
+    That is the parts of the presets, and the best by estimate: of these the best of
+    every way to store parameters come first, so that each is represented.
+
+    Args:
+        analysis: of the program.
+        estimates: of every kind.
+        parts: of the presets, for each kind.
+        kernels: what may compute attentions.
+        others: how many to look at besides the presets' parts, at most.
+        per_kind: how many in all, unless the presets have more parts; None for all.
     """
-    modes = list(Storage) if estimate.segment.groups else [Storage.USED]
-    found = [c for mode in modes for c in best_candidates(estimate, mode, count)]
-    return sorted(found, key=lambda c: c.estimate_ms)
-
-
-def choose_candidates(
-    estimate: SegmentEstimate,
-    required: Sequence[SegmentChoice],
-    count: int,
-) -> list[SegmentChoice]:
-    """What to measure of a segment: the required ones, and the best by estimate.
-
-    The best of every storage mode come first, so that each mode is represented.
-    """
-    found = dict.fromkeys(required)
-    ranked = ranked_candidates(estimate, count)
-    leaders = {c.storage: c for c in reversed(ranked)}
-    first = [leaders[mode] for mode in Storage if mode in leaders]
-    for candidate in (*first, *ranked):
-        if len(found) >= max(count, len(required)):
-            break
-        found.setdefault(candidate)
-    return list(found)
+    every = []
+    for kind, (estimate, required) in enumerate(zip(estimates, parts, strict=True)):
+        found = dict.fromkeys(required)
+        count = len(found) + others
+        if per_kind is not None:
+            count = max(len(found), min(per_kind, count))
+        ranked = ranked_candidates(estimate, count)
+        leaders = {c.storage: c for c in reversed(ranked)}
+        leading = [leaders[mode] for mode in Storage if mode in leaders]
+        for candidate in (*leading, *ranked):
+            if len(found) >= count:
+                break
+            found.setdefault(candidate)
+        changed = [v for one in found for v in kernels.variants(analysis, kind, one)]
+        every.append([*found, *changed])
+    return every
 
 
 def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:
@@ -166,8 +180,14 @@ def leading_classics(
         classics: all of them, by name.
         reach: how many times as long as the best of them one may be estimated to take.
     """
+    kinds = [segment.kind for segment in analysis.segments]
+    # What moves between kinds is left out.
     total_ms = {
-        name: _total_ms(analysis, estimates, choice)
+        name: sum(
+            kinds.count(kind)
+            * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
+            for kind, index in enumerate(analysis.representatives)
+        )
         for name, choice in classics.items()
     }
     # Of a program that only hands on what it got there is nothing to estimate.
@@ -180,15 +200,3 @@ def leading_classics(
         for name, choice in classics.items()
         if name in leading and total_ms[name] <= limit_ms
     }
-
-
-def _total_ms(
-    analysis: Analysis, estimates: Sequence[SegmentEstimate], choice: Choice
-) -> float:
-    """The estimated time of a whole program, what moves between kinds left out."""
-    kinds = [segment.kind for segment in analysis.segments]
-    return sum(
-        kinds.count(kind)
-        * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
-        for kind, index in enumerate(analysis.representatives)
-    )

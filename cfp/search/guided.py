@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
@@ -23,10 +22,16 @@ from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import ranked_candidates
 from cfp.search.dynamic import leanest, solve_dynamically
-from cfp.search.expected import Outlook
-from cfp.search.kernels import with_kernels
+from cfp.search.expected import expect
 from cfp.search.problem import Option, Problem, scale_memory
-from cfp.search.wanted import Explored, Wanted, WantedMaker, measured_options
+from cfp.search.wanted import (
+    Explored,
+    Measured,
+    Wanted,
+    WantedMaker,
+    measured_options,
+    rematerialize,
+)
 from cfp.settings import (
     ROUND_SIZE,
     SAFE_MEMORY_SHARE,
@@ -38,10 +43,10 @@ def explore(
     maker: WantedMaker,
     *,
     per_kind: int,
-    at_first: int = 1,
+    others: int = 1,
     budget_bytes: int | None,
     look: Look,
-    look_in_time: Look | None = None,
+    look_anyway: Look | None = None,
     is_over: Callable[[], bool] = lambda: False,
     left: float = 1.0,
 ) -> Explored:
@@ -50,11 +55,11 @@ def explore(
     Args:
         maker: makes candidates into things to measure.
         per_kind: how many candidates of each kind of segment to measure.
-        at_first: how many of each kind, of the best by estimate, with the presets'.
+        others: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
         look: measures jobs, or looks them up; what it has no record of stays unknown.
-        look_in_time: does the same while there is time, for what a plan can do without;
-            None where time has no end.
+        look_anyway: does the same for what a plan cannot do without, however late it
+            is; None where time has no end.
         is_over: whether to stop after a round.
         left: with what share of memory that is no state a compiler makes do if it
             must; 1 if it cannot save any.
@@ -62,29 +67,35 @@ def explore(
     Raises:
         DeviceError: no candidate of some segment could be measured.
     """
-    wanted = asked = maker.first(per_kind, at_first)
-    required, rounds, tight, before = len(wanted), 0, False, None
-    if look_in_time is None:
-        records = dict(look(_jobs(wanted)))
-    else:
-        records = _least(wanted, look)
-        records.update(look_in_time(_jobs(wanted)))
+    asked = maker.first(per_kind, others)
+    rounds, tight, before = [asked], False, None
+    records = _least(asked, look_anyway) if look_anyway else {}
+    records.update(look(_jobs(asked)))
     # What would be asked for next depends on what all of it takes.
     while all(job.key.digest in records for job in _jobs(asked)):
-        view = _View(maker, per_kind, budget_bytes, wanted, records)
-        tight = tight or view.is_tight
-        stays = before is not None and view.gained_on(before) <= WORTH_HAVING
-        if not view.is_cramped or stays:
+        wanted = [item for items in rounds for item in items]
+        options = measured_options(maker.costs, wanted, records)
+        problem = build_problem(maker.costs, options, budget_bytes)
+        fastest = solve_dynamically(replace(problem, budget_bytes=None))
+        best = solve_dynamically(problem)
+        assert fastest is not None, "without a budget everything fits"
+        if budget_bytes is not None:
+            tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
+        # Whether memory keeps out what is faster.
+        if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:
             break
-        asked = view.ask(left)
+        # While nothing fits a round is worth it that makes what is leanest leaner.
+        now = best.cost_ms if best else float(leanest(problem).memory_bytes)
+        if before and before[0] == bool(best):
+            if 1.0 - now / before[1] <= WORTH_HAVING:
+                break
+        before = bool(best), now
+        asked = _Round(maker, per_kind, wanted, records, problem).ask(left)
         if not asked or is_over():
             break
-        rounds, before = rounds + 1, view
-        wanted = [*wanted, *asked]
-        records.update((look_in_time or look)(_jobs(asked)))
-    return Explored(
-        wanted=wanted, records=records, required=required, rounds=rounds, tight=tight
-    )
+        rounds.append(asked)
+        records.update(look(_jobs(asked)))
+    return Explored(rounds=rounds, records=records, tight=tight)
 
 
 def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
@@ -96,7 +107,7 @@ def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
     while asked := [items.popleft() for items in rest.values() if items]:
         records.update(look(_jobs(asked)))
         for item in asked:
-            if item.is_known(records) and item.failure(records) is None:
+            if isinstance(item.measured(records), Measured):
                 rest[item.kind].clear()
     return records
 
@@ -105,168 +116,130 @@ def _jobs(wanted: Sequence[Wanted]) -> list[Job]:
     return [job for item in wanted for job in item.jobs]
 
 
-class _View:
-    """The search over what is measured and what is not, after some measurements."""
+@dataclass
+class _Round:
+    """What is asked for next.
 
-    def __init__(
-        self,
-        maker: WantedMaker,
-        per_kind: int,
-        budget_bytes: int | None,
-        wanted: Sequence[Wanted],
-        records: Mapping[str, ProfileRecord],
-    ) -> None:
-        self._maker, self._per_kind = maker, per_kind
-        self._budget_bytes = budget_bytes
-        self._wanted, self._records = wanted, records
-        self._measured = measured_options(maker.costs, wanted, records)
-        self._problem = self._with(self._measured)
-        fastest = solve_dynamically(replace(self._problem, budget_bytes=None))
-        best = solve_dynamically(self._problem)
-        assert fastest is not None, "without a budget everything fits"
-        self.best_ms = best.cost_ms if best else float("inf")
-        # Whether memory decides, and whether it keeps out what is faster.
-        self.is_tight = budget_bytes is not None and (
-            fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
-        )
-        self.is_cramped = self.best_ms > (1.0 + WORTH_HAVING) * fastest.cost_ms
+    Attributes:
+        maker: makes candidates into things to measure.
+        per_kind: how many of each kind of segment to measure, and how many of these
+            rematerialized.
+        known: what was asked for before.
+        records: what it takes.
+        problem: the search over what was measured.
+    """
 
-    @cached_property
-    def _leanest(self) -> Sequence[int]:
-        return leanest(self._problem).picks
+    maker: WantedMaker
+    per_kind: int
+    known: Sequence[Wanted]
+    records: Mapping[str, ProfileRecord]
+    problem: Problem
 
-    def gained_on(self, before: _View) -> float:
-        """The share of its time that the best plan is faster by than it was.
-
-        Where there still is none, the share of memory that the leanest choice needs
-        less.
-        """
-        if self.best_ms < float("inf"):
-            return 1.0 - self.best_ms / before.best_ms
-        now, then = (v._problem.memory_bytes(v._leanest) for v in (self, before))
-        return 1.0 - now / then
+    def __post_init__(self) -> None:
+        self.found: list[Wanted] = []
 
     def ask(self, left: float) -> list[Wanted]:
-        """What to measure next: what will probably make the best plan faster.
+        """What will probably make the best plan faster.
 
         If nothing will probably fit, it is what would if the compiler saves memory; and
-        if nothing would then, the leanest, computed again.
+        if nothing would then, the leanest, rematerialized.
         """
-        kinds = range(len(self._measured))
-        likely = [self._likely(kind) for kind in kinds]
+        likely = [*map(self._likely, range(len(self.problem.options)))]
         for share in dict.fromkeys((1.0, left)):
-            best = solve_dynamically(scale_memory(self._problem, share))
+            best = solve_dynamically(scale_memory(self.problem, share))
             best_ms = best.cost_ms if best else float("inf")
-            found = self._proposed(likely, (1.0 - WORTH_HAVING) * best_ms, share)
-            if found or best:
-                return found
-        return self._leaner()
+            self._propose(likely, (1.0 - WORTH_HAVING) * best_ms, share)
+            if self.found or best:
+                return self.found
+        # An error is to name how little would do.
+        costs, picks = self.maker.costs, leanest(self.problem).picks
+        for kind, pick in zip(self.problem.kinds, picks, strict=True):
+            if costs.can_rematerialize(kind):
+                lean = self.problem.options[kind][pick].candidate
+                self._add(kind, replace(lean, remat=True))
+        return self.found
 
-    def _proposed(
+    def _propose(
         self, likely: Sequence[Sequence[Option]], goal_ms: float, share: float
-    ) -> list[Wanted]:
-        """What the search picks of what is likely, over and over, to beat a time."""
-        found: list[Wanted] = []
-        rest = [[*options] for options in likely]
-        while len(found) < ROUND_SIZE:
-            rest = [
-                [o for o in options if self._may_ask(kind, o.candidate, found)]
-                for kind, options in enumerate(rest)
+    ) -> None:
+        """Adds what the search picks of what is likely, until none beats a time."""
+        while len(self.found) < ROUND_SIZE:
+            options = [
+                [*known, *(o for o in new if self._may_add(kind, o.candidate))]
+                for kind, (known, new) in enumerate(
+                    zip(self.problem.options, likely, strict=True)
+                )
             ]
-            joined = [[*m, *u] for m, u in zip(self._measured, rest, strict=True)]
-            problem = scale_memory(self._with(joined), share)
-            lowest = solve_dynamically(problem)
+            budget_bytes = self.problem.budget_bytes
+            problem = build_problem(self.maker.costs, options, budget_bytes)
+            lowest = solve_dynamically(scale_memory(problem, share))
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
-            new = {
-                (kind, pick - len(self._measured[kind]))
-                for kind, pick in zip(problem.kinds, lowest.picks, strict=True)
-                if pick >= len(self._measured[kind])
-            }
+            picks = set(zip(problem.kinds, lowest.picks, strict=True))
+            known = self.problem.options
+            new = [(kind, i) for kind, i in picks if i >= len(known[kind])]
             if not new:
                 break
-            for kind, place in sorted(new, reverse=True):
-                candidate = rest[kind].pop(place).candidate
-                if self._may_ask(kind, candidate, found):
-                    found += self._made(kind, candidate, found)
-        return found
+            for kind, i in sorted(new, reverse=True):
+                self._add(kind, options[kind][i].candidate)
 
-    def _leaner(self) -> list[Wanted]:
-        """What is leanest, computed again: an error is to name how little would do."""
-        found: list[Wanted] = []
-        for segment, pick in zip(
-            self._maker.costs.analysis.segments, self._leanest, strict=True
-        ):
-            kind = segment.kind
-            again = replace(self._measured[kind][pick].candidate, remat=True)
-            able = self._maker.costs.can_rematerialize(kind)
-            if able and self._may_ask(kind, again, found):
-                found += self._made(kind, again, found)
-        return found
-
-    def _asked(self, kind: int, found: Sequence[Wanted]) -> set[SegmentChoice]:
+    def _asked(self, kind: int) -> set[SegmentChoice]:
         """What was asked for; what shares programs with failures was not."""
-        told = (
-            w
-            for w in (*self._wanted, *found)
-            if w.kind == kind
-            and not (w.shares_job and w.base and w.base.has_failed(self._records))
-        )
-        return {w.candidate for w in told}
+        return {
+            item.candidate
+            for item in (*self.known, *self.found)
+            if item.kind == kind
+            and not (item.base and item.context and item.base.has_failed(self.records))
+        }
 
-    def _may_ask(
-        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
-    ) -> bool:
+    def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
         """Whether a candidate is new, and there is room for it."""
-        asked = self._asked(kind, found)
+        asked = self._asked(kind)
         # What has kernels does not take the place of another strategy.
         plain = {one for one in asked if not (one.remat or one.kernel)}
-        room = len(plain) < self._per_kind
+        room = len(plain) < self.per_kind
         if candidate in asked:
             return False
         if not candidate.remat:
             return room
         again = sum(one.remat for one in asked)
-        return again < self._per_kind and (candidate.plain in plain or room)
+        return again < self.per_kind and (candidate.plain in plain or room)
 
-    def _made(
-        self, kind: int, candidate: SegmentChoice, found: Sequence[Wanted]
-    ) -> list[Wanted]:
-        """What tells the cost of a candidate: itself, and what it is based on."""
-        plain, made = candidate.plain, list[Wanted]()
-        known = {(w.kind, w.candidate): w for w in (*self._wanted, *found)}
-        base = known.get((kind, plain))
+    def _add(self, kind: int, candidate: SegmentChoice) -> None:
+        """Adds what tells the cost of a candidate: itself, and what it is based on."""
+        if not self._may_add(kind, candidate):
+            return
+        maker, plain = self.maker, candidate.plain
+        analysis = maker.costs.analysis
+        mine = [item for item in (*self.known, *self.found) if item.kind == kind]
+        base = next((item for item in mine if item.candidate == plain), None)
         if base is None:
-            estimate_ms = self._maker.estimates[kind].total_ms(plain)
-            base = self._maker.make(kind, replace(plain, estimate_ms=estimate_ms))
-            made.append(base)
-            made += [
-                self._maker.make(kind, variant)
-                for variant in with_kernels(self._maker.kernels, kind, [plain])[1:]
-            ]
+            estimate_ms = maker.estimates[kind].total_ms(plain)
+            variants = maker.kernels.variants(analysis, kind, plain)
+            candidates = [replace(plain, estimate_ms=estimate_ms), *variants]
+            numbered = enumerate(candidates, len(mine) + 1)
+            made = [maker.make(kind, one, number) for number, one in numbered]
+            self.found += made
+            mine, base = [*mine, *made], made[0]
         if candidate.remat:
-            made.append(self._maker.again(base, base.has_failed(self._records)))
-        return made
+            label = f"segment {kind}: {len(mine) + 1}, computed again"
+            where = analysis, maker.environment
+            self.found.append(rematerialize(*where, base, label, self.records))
 
     def _likely(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
-        estimate, asked = self._maker.estimates[kind], self._asked(kind, ())
+        maker, measured = self.maker, self.problem.options[kind]
+        estimate, asked = maker.estimates[kind], self._asked(kind)
         ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
         found = [c for c in ranked if c not in asked][:ROUND_SIZE]
-        if self._maker.costs.can_rematerialize(kind):
+        if maker.costs.can_rematerialize(kind):
             ran_out = (
-                w.candidate
-                for w in self._wanted
-                if w.kind == kind
-                and (record := self._records.get(w.job.key.digest)) is not None
-                and record.status == "out_of_memory"
+                item.candidate
+                for item in self.known
+                if item.kind == kind
+                and self.records[item.job.key.digest].status == "out_of_memory"
             )
-            measured = (o.candidate for o in self._measured[kind])
-            plain = [c for c in (*measured, *found, *ran_out) if not c.remat]
-            again = (replace(candidate, remat=True) for candidate in plain)
+            every = (*(o.candidate for o in measured), *found, *ran_out)
+            again = (replace(c, remat=True) for c in every if not c.remat)
             found += [candidate for candidate in again if candidate not in asked]
-        outlook = Outlook(self._maker.costs, kind, self._measured[kind], estimate)
-        return [outlook.expect(candidate) for candidate in found]
-
-    def _with(self, options: Sequence[Sequence[Option]]) -> Problem:
-        return build_problem(self._maker.costs, options, self._budget_bytes)
+        return expect(maker.costs, kind, estimate, measured, found)

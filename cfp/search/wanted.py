@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -15,11 +15,60 @@ from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import choose_candidates, preset_parts
+from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.jobs import part_job
-from cfp.search.kernels import Kernels, with_kernels
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.settings import LEAST_ADDED_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a segment is measured together with.
+
+    Attributes:
+        index: of the neighbour, among the segments.
+        neighbour: what it chooses.
+        job: the neighbour alone.
+        pair_job: both.
+        reshard_ms: what resharding between the two takes, which the search adds itself.
+    """
+
+    index: int
+    neighbour: SegmentChoice
+    job: Job
+    pair_job: Job
+    reshard_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a candidate takes, by the records of its jobs.
+
+    Attributes:
+        time_ms: what the segment adds to a step.
+        alone_ms: what it takes by itself.
+        alone_bytes: what it needs by itself while it runs, besides its arguments.
+        pair_ms: what it takes together with its neighbour, or None if that is unknown.
+        added_bytes: what the two need more than the neighbour by itself, or None.
+    """
+
+    time_ms: float
+    alone_ms: float
+    alone_bytes: int
+    pair_ms: float | None = None
+    added_bytes: int | None = None
+
+    def residual_bytes(self, least: int) -> int:
+        """What it keeps from the forward to the backward pass.
+
+        Args:
+            least: what it must keep by its program.
+        """
+        if self.added_bytes is None:
+            return min(least, self.alone_bytes)
+        # More than it needs alone would be the neighbour's.
+        return max(least, min(self.alone_bytes, self.added_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,119 +82,70 @@ class Wanted:
     Attributes:
         kind, candidate: the choice.
         job: the segment alone.
-        neighbour_job: the neighbour alone, or None where there is no neighbour.
-        pair_job: both.
-        reshard_ms: what resharding between the two takes, which the search adds itself.
-        neighbour: the neighbour's place and choice, or None.
-        base: for a candidate that is computed again the same without that, whose
-            time in context it shares but for what computing again adds; or None. It
-            is measured beside the neighbour alone, if there is one: ``job`` is the
-            base's then.
+        context: what it is measured together with, or None.
+        base: for a candidate that is rematerialized the same without that, whose time
+            in context it shares but for what rematerializing adds; or None. In context
+            it is not measured alone: ``job`` is the base's then.
     """
 
     kind: int
     candidate: SegmentChoice
     job: Job
-    neighbour_job: Job | None = None
-    pair_job: Job | None = None
-    reshard_ms: float = 0.0
-    neighbour: tuple[int, SegmentChoice] | None = None
+    context: Context | None = None
     base: Wanted | None = None
 
     @property
     def jobs(self) -> list[Job]:
-        """All its jobs."""
-        found = (self.job, self.neighbour_job, self.pair_job)
-        return [job for job in found if job is not None]
-
-    @property
-    def shares_job(self) -> bool:
-        """Whether it is the base that is measured alone."""
-        return self.base is not None and self.job is self.base.job
+        """All its jobs: alone, the neighbour alone, and both."""
+        there = self.context
+        return [self.job, there.job, there.pair_job] if there else [self.job]
 
     @property
     def own_job(self) -> Job:
         """The job that is its own: together with a neighbour, if alone is shared."""
-        return self.pair_job if self.shares_job and self.pair_job else self.job
-
-    def failure(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Why nothing is known of what it costs; None if that is known."""
-        needed = [self.job]
-        if self.shares_job:
-            needed = self.jobs
-        found = (records[job.key.digest] for job in needed)
-        return next((record for record in found if not record.ok), None)
-
-    def is_known(self, records: Mapping[str, ProfileRecord]) -> bool:
-        """Whether there is a record, if of a failure, of all that tells its cost."""
-        known = all(job.key.digest in records for job in self.jobs)
-        return known and (self.base is None or self.base.is_known(records))
+        return self.context.pair_job if self.context and self.base else self.job
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
         """Whether it did not run, be it alone or together with its neighbour."""
         known = (records.get(job.key.digest) for job in self.jobs)
         return any(record is not None and not record.ok for record in known)
 
-    def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What the segment takes by itself."""
-        return records[self.job.key.digest].time_ms + self._again_ms(records)
-
-    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What the segment adds to a step."""
-        alone = records[self.job.key.digest]
-        if self.base is not None:
-            less = records[self.base.job.key.digest]
-            if not less.ok:
-                return alone.time_ms  # Only computed again does it run at all.
-            more_ms = max(alone.time_ms - less.time_ms, self._again_ms(records))
-            return self.base.time_ms(records) + max(0.0, more_ms)
-        context = self._context(records)
-        if context is None:
-            return alone.time_ms
-        neighbour, pair = context
-        added = pair.time_ms - neighbour.time_ms - self.reshard_ms
-        # The noise of two large numbers can make a small segment look free.
-        return max(added, LEAST_ADDED_SHARE * alone.time_ms)
-
-    def kept_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
-        """What the segment keeps from the forward to the backward pass.
-
-        Args:
-            records: what was measured.
-            least: what it must keep by its program.
-        """
-        alone = records[self.job.key.digest].temp_bytes
-        context = self._context(records)
-        if context is None:
-            return min(least, alone)
-        neighbour, pair = context
-        # More than it needs alone would be the neighbour's.
-        return max(least, min(alone, pair.temp_bytes - neighbour.temp_bytes))
-
-    def _again_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What computing again adds beside the neighbour; 0 where that is unknown."""
-        context = self._context(records)
-        if self.base is None or context is None:
-            return 0.0
-        neighbour, pair = context
-        plain = self.base._context(records)
-        if plain is not None:
-            return max(0.0, pair.time_ms - plain[1].time_ms)
-        alone_ms = records[self.base.job.key.digest].time_ms
-        beside_ms = neighbour.time_ms + alone_ms + self.reshard_ms
-        return max(0.0, pair.time_ms - beside_ms)
-
-    def _context(
+    def measured(
         self, records: Mapping[str, ProfileRecord]
-    ) -> tuple[ProfileRecord, ProfileRecord] | None:
-        """The neighbour alone and with the segment, if both could be measured."""
-        if self.neighbour_job is None or self.pair_job is None:
+    ) -> Measured | ProfileRecord | None:
+        """What it takes.
+
+        Returns:
+            The record of a failure if nothing is known of what it takes, and None
+            while there is not a record of all that tells it.
+        """
+        keys = [job.key.digest for job in self.jobs]
+        base = self.base and self.base.measured(records)
+        if not all(key in records for key in keys) or (self.base and base is None):
             return None
-        neighbour = records.get(self.neighbour_job.key.digest)
-        pair = records.get(self.pair_job.key.digest)
-        if neighbour is None or pair is None or not (neighbour.ok and pair.ok):
-            return None
-        return neighbour, pair
+        alone, *beside = (records[key] for key in keys)
+        failed = [record for record in (alone, *beside) if not record.ok]
+        if failed and (self.base or not alone.ok):
+            return failed[0]
+        time_ms = alone_ms = alone.time_ms
+        pair_ms = added_bytes = None
+        if self.context and not failed:
+            neighbour, pair = beside
+            pair_ms = pair.time_ms
+            added_bytes = pair.temp_bytes - neighbour.temp_bytes
+            added_ms = pair_ms - neighbour.time_ms - self.context.reshard_ms
+            # The noise of two large numbers can make a small segment look free.
+            time_ms = max(added_ms, LEAST_ADDED_SHARE * alone_ms)
+            if isinstance(base, Measured):
+                without_ms = base.pair_ms
+                if without_ms is None:
+                    beside_ms = neighbour.time_ms + base.alone_ms
+                    without_ms = beside_ms + self.context.reshard_ms
+                more_ms = max(0.0, pair_ms - without_ms)
+                time_ms, alone_ms = base.time_ms + more_ms, alone_ms + more_ms
+        elif isinstance(base, Measured):  # If not, it runs only rematerialized.
+            time_ms = base.time_ms + max(0.0, alone_ms - base.alone_ms)
+        return Measured(time_ms, alone_ms, alone.temp_bytes, pair_ms, added_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,150 +153,113 @@ class Explored:
     """What was measured, or estimated.
 
     Attributes:
-        wanted: what was asked for, in order.
+        rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
-        required: how many of ``wanted`` were asked for before any search.
-        rounds: how many searches asked for more.
-        tight: whether memory decides, so that forward passes may be computed again.
+        tight: whether memory decides, so that segments may be rematerialized.
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
     """
 
-    wanted: Sequence[Wanted] = ()
-    records: Mapping[str, ProfileRecord]
-    required: int = 0
-    rounds: int = 0
+    rounds: Sequence[Sequence[Wanted]] = ((),)
+    records: Mapping[str, ProfileRecord] = field(default_factory=dict)
     tight: bool
     estimated: tuple[tuple[Option, ...], ...] = ()
 
+    @property
+    def wanted(self) -> list[Wanted]:
+        """All that was asked for, in order."""
+        return [item for asked in self.rounds for item in asked]
 
+
+@dataclass(frozen=True)
 class WantedMaker:
     """Makes candidates of segments into things to measure.
 
-    Args:
+    Attributes:
         costs: of the program's segments.
-        classics: choices whose parts are measured in any case.
+        presets: choices whose parts are measured in any case, by name.
         estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
         kernels: what may compute attentions.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        classics: Mapping[str, Choice],
-        estimates: Sequence[SegmentEstimate],
-        environment: Parts,
-        in_context: bool = True,
-        kernels: Kernels | None = None,
-    ) -> None:
-        analysis = self._analysis = costs.analysis
-        self.costs, self.estimates = costs, estimates
-        self._classics = classics
-        self._environment = environment
-        self._in_context = in_context
-        self.kernels = kernels
-        self._family: dict[tuple[int, SegmentChoice], str] = {}
-        self._made: Counter[int] = Counter()
-        self._jobs: dict[tuple, Job] = {}
-        self._required = preset_parts(analysis, classics.values())
-        for name, choice in classics.items():
-            for kind, parts in enumerate(preset_parts(analysis, [choice])):
-                for part in parts:
-                    self._family.setdefault((kind, part), name)
+    costs: Costs
+    presets: Mapping[str, Choice]
+    estimates: Sequence[SegmentEstimate]
+    environment: Parts
+    in_context: bool = True
+    kernels: Kernels = field(default_factory=Kernels)
 
     def first(self, per_kind: int, others: int) -> list[Wanted]:
-        """For each kind the parts of the classics, and the best others by estimate.
+        """For each kind the parts of the presets, and the best others by estimate.
 
         Args:
-            per_kind: how many in all, unless the classics have more parts.
-            others: how many besides those of the classics, at most.
+            per_kind: how many in all, unless the presets have more parts.
+            others: how many besides those of the presets, at most.
         """
-        found = []
-        for kind, estimate in enumerate(self.estimates):
-            required = self._required[kind]
-            count = min(per_kind, len(required) + others)
-            chosen = choose_candidates(estimate, required, count)
-            for candidate in with_kernels(self.kernels, kind, chosen):
-                found.append(self.make(kind, candidate))
-        return found
+        where = (self.costs.analysis, self.estimates, self._parts, self.kernels)
+        chosen = first_candidates(*where, others=others, per_kind=per_kind)
+        return [
+            self.make(kind, candidate, number)
+            for kind, candidates in enumerate(chosen)
+            for number, candidate in enumerate(candidates, 1)
+        ]
 
-    def make(self, kind: int, candidate: SegmentChoice) -> Wanted:
-        """What tells the cost of a candidate that computes nothing again."""
-        analysis = self._analysis
+    def make(self, kind: int, candidate: SegmentChoice, number: int) -> Wanted:
+        """What tells the cost of a candidate that is not rematerialized.
+
+        Args:
+            kind: of segment.
+            candidate: the choice.
+            number: the candidate's among those of the kind, for what progress shows.
+        """
+        label = f"segment {kind}: {number}"
+        analysis = self.costs.analysis
         index = analysis.representatives[kind]
-        label = self._label(kind)
-        job = self._alone(index, candidate, label)
-        near = _neighbour(analysis, index) if self._in_context else None
+        job = replace(self._alone(index, candidate), label=label)
+        near = _neighbour(analysis, index) if self.in_context else None
         if near is None:
             return Wanted(kind, candidate, job)
-        neighbour, between_ms = self._neighbour_choice(index, candidate, near)
-        neighbour_index = analysis.representatives[analysis.segments[near].kind]
-        alone = self._alone(neighbour_index, neighbour, label)
-        together = part_job(
-            analysis,
-            {index: candidate, near: neighbour},
-            self._environment,
-            f"{label}, in context",
-        )
-        together = replace(
-            together, after=frozenset((job.key.digest, alone.key.digest))
-        )
-        return Wanted(
-            kind, candidate, job, alone, together, between_ms, (near, neighbour)
-        )
-
-    def again(self, base: Wanted, alone: bool = False) -> Wanted:
-        """The same candidate, with its forward pass computed again.
-
-        Args:
-            base: the candidate.
-            alone: whether the base failed, by itself or beside its neighbour.
-        """
-        label = f"{self._label(base.kind)}, computed again"
-        return computed_again(self._analysis, self._environment, base, label, alone)
-
-    def _label(self, kind: int) -> str:
-        self._made[kind] += 1
-        return f"segment {kind}: {self._made[kind]}"
-
-    def _alone(self, index: int, candidate: SegmentChoice, label: str) -> Job:
-        key = (index, candidate)
-        if key not in self._jobs:
-            picks = {index: candidate}
-            self._jobs[key] = part_job(self._analysis, picks, self._environment, label)
-        return self._jobs[key]
-
-    def _neighbour_choice(
-        self, index: int, candidate: SegmentChoice, near: int
-    ) -> tuple[SegmentChoice, float]:
-        """The neighbour's choice that goes best with a candidate, and the resharding.
-
-        A twin chooses alike. The neighbour of a classic's part is the same classic's,
-        and any other's the part of the classic that goes best with it.
-        """
-        analysis = self._analysis
-        kind, other = analysis.segments[index].kind, analysis.segments[near].kind
-        relative = self._family.get((kind, candidate))
-        options = self._required[other]
+        other = analysis.segments[near].kind
+        parts, preset = self._parts[other], self._parts[kind].get(candidate)
+        # A twin chooses alike. The neighbour of a preset's part is the same preset's,
+        # and any other's the part of a preset that goes best with it.
+        options = [*parts]
         if other == kind:
             options = [candidate]
-        elif relative is not None:
-            options = [segment_candidate(analysis, near, self._classics[relative])]
+        elif preset is not None:
+            options = [segment_candidate(analysis, near, preset)]
         ways = [
-            (option, self.costs.reshard_ms(index, near, candidate, option))
+            (self.costs.reshard_ms(index, near, candidate, option), option)
             for option in options
         ]
-        return min(ways, key=lambda way: way[1])
+        reshard_ms, neighbour = min(ways, key=lambda way: way[0])
+        alone = self._alone(analysis.representatives[other], neighbour)
+        alone = replace(alone, label=label)
+        picks = {index: candidate, near: neighbour}
+        pair = part_job(analysis, picks, self.environment, f"{label}, in context")
+        pair = replace(pair, after=frozenset((job.key.digest, alone.key.digest)))
+        context = Context(near, neighbour, alone, pair, reshard_ms)
+        return Wanted(kind, candidate, job, context)
+
+    @cached_property
+    def _parts(self) -> list[dict[SegmentChoice, Choice]]:
+        return preset_parts(self.costs.analysis, self.presets.values())
+
+    @cached_property
+    def _alone(self) -> Callable[[int, SegmentChoice], Job]:
+        """The job of a segment alone, by its index: many have one neighbour."""
+        analysis, environment = self.costs.analysis, self.environment
+        return cache(lambda index, c: part_job(analysis, {index: c}, environment, ""))
 
 
-def computed_again(
+def rematerialize(
     analysis: Analysis,
     environment: Parts,
     base: Wanted,
     label: str,
-    alone: bool = False,
+    records: Mapping[str, ProfileRecord],
 ) -> Wanted:
     """A candidate with its forward pass computed again, and what tells its cost.
 
@@ -307,15 +270,16 @@ def computed_again(
     """
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
-    if base.neighbour is None or alone:
+    there = base.context
+    if there is None or base.has_failed(records):
         job = part_job(analysis, {index: candidate}, environment, label)
         return Wanted(base.kind, candidate, job, base=base)
-    near, neighbour = base.neighbour
-    picks = {index: candidate, near: neighbour}
+    picks = {index: candidate, there.index: there.neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.job.key.digest,)))
-    return replace(base, candidate=candidate, pair_job=together, base=base)
+    context = replace(there, pair_job=together)
+    return replace(base, candidate=candidate, context=context, base=base)
 
 
 def _neighbour(analysis: Analysis, index: int) -> int | None:
@@ -346,23 +310,21 @@ def measured_options(
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
     for item in wanted:
-        if not item.is_known(records):
-            continue
-        failed = item.failure(records)
-        if failed is not None:
-            reasons[item.kind] = f"{failed.status}: {failed.reason}"
-            continue
-        least = costs.least_bytes(item.kind, item.candidate)
-        residual = item.kept_bytes(records, least.residual_bytes)
-        options[item.kind].append(
-            Option(
-                candidate=item.candidate,
-                time_ms=item.alone_ms(records) if alone else item.time_ms(records),
-                state_bytes=least.state_bytes,
-                residual_bytes=residual,
-                temp_bytes=max(0, records[item.job.key.digest].temp_bytes - residual),
+        found = item.measured(records)
+        if isinstance(found, ProfileRecord):
+            reasons[item.kind] = f"{found.status}: {found.reason}"
+        elif found is not None:
+            least = costs.least_bytes(item.kind, item.candidate)
+            residual = found.residual_bytes(least.residual_bytes)
+            options[item.kind].append(
+                Option(
+                    candidate=item.candidate,
+                    time_ms=found.alone_ms if alone else found.time_ms,
+                    state_bytes=least.state_bytes,
+                    residual_bytes=residual,
+                    temp_bytes=max(0, found.alone_bytes - residual),
+                )
             )
-        )
     for kind, found in enumerate(options):
         if not found:
             raise DeviceError(

@@ -90,7 +90,7 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     analysis = analyze(program, (("x", 4),))
     frame, segments = analysis.frame, analysis.segments
     choice = presets(frame)["data_parallel"]
-    kernels = Kernels(analysis=analysis, names=("chunked",), parts=4)
+    kernels = Kernels(names=("chunked",), parts=4)
     held = {}
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
@@ -99,7 +99,7 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
             one.kernel: segment_bytes(
                 segments[index], layout, kernel=one.kernel
             ).residual_bytes
-            for one in (plain, *kernels.variants(kind, plain))
+            for one in (plain, *kernels.variants(analysis, kind, plain))
         }
         if "chunked+vocabulary/4" in own:
             held = own

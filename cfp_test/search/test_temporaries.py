@@ -13,6 +13,7 @@ from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds, segment_candidate
 from cfp.search.costs import Costs
 from cfp.search.expected import estimate_options
+from cfp.search.kernels import Kernels
 from cfp.search.measure import whole_job
 from cfp.search.orders import summed_in_two_orders
 from cfp.search.temporaries import Course, _steps, is_in_memory
@@ -55,6 +56,7 @@ def kept_and_needed(remat, name):
         Costs(analysis, rates),
         per_kind=1,
         budget_bytes=None,
+        kernels=Kernels(),
     )
     kept = needed = 0
     for segment in analysis.segments:

@@ -23,6 +23,7 @@ from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Solved
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
@@ -76,7 +77,8 @@ def test_a_plan_says_that_its_predictions_are_estimates(planned):
 def test_the_best_of_all_options_is_found(parts):
     """And it costs what its parts and what moves between them are estimated to."""
     analysis, estimates, classics, costs = parts
-    found = estimate_options(estimates, classics, costs, per_kind=2, budget_bytes=None)
+    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    found = estimate_options(estimates, classics, costs, **given)
     problem = build_problem(costs, found.estimated, None)
     best = solve_dynamically(problem)
     ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
@@ -110,7 +112,8 @@ def test_the_best_of_all_options_is_found(parts):
 
 def test_what_follows_a_segment_is_not_counted_twice(parts):
     _, estimates, classics, costs = parts
-    found = estimate_options(estimates, classics, costs, per_kind=2, budget_bytes=None)
+    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    found = estimate_options(estimates, classics, costs, **given)
     for kind, options in enumerate(found.estimated):
         alone = estimates[kind].without_twin()
         for option in options:
@@ -120,8 +123,9 @@ def test_what_follows_a_segment_is_not_counted_twice(parts):
 def test_where_memory_decides_segments_may_be_rematerialized(parts):
     analysis, estimates, classics, costs = parts
     where = (estimates, classics, costs)
-    plenty = estimate_options(*where, per_kind=2, budget_bytes=2**40)
-    small = estimate_options(*where, per_kind=2, budget_bytes=1)
+    given = {"per_kind": 2, "kernels": Kernels()}
+    plenty = estimate_options(*where, budget_bytes=2**40, **given)
+    small = estimate_options(*where, budget_bytes=1, **given)
     assert not plenty.tight and small.tight
     assert not any(o.candidate.remat for kind in plenty.estimated for o in kind)
     for kind, options in enumerate(small.estimated):

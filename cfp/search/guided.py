@@ -11,9 +11,8 @@ when enough was measured.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
@@ -72,7 +71,7 @@ def explore(
     records = _least(asked, look_anyway) if look_anyway else {}
     records.update(look(_jobs(asked)))
     # What would be asked for next depends on what all of it takes.
-    while all(job.key.digest in records for job in _jobs(asked)):
+    while all(item.measured(records) for item in asked):
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
         problem = build_problem(maker.costs, options, budget_bytes)
@@ -81,10 +80,9 @@ def explore(
         assert fastest is not None, "without a budget everything fits"
         if budget_bytes is not None:
             tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
-        # Whether memory keeps out what is faster.
         if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:
-            break
-        # While nothing fits a round is worth it that makes what is leanest leaner.
+            break  # Memory keeps out nothing that is faster.
+        # While nothing fits a round is worth it that makes the leanest choice leaner.
         now = best.cost_ms if best else float(leanest(problem).memory_bytes)
         if before and before[0] == bool(best):
             if 1.0 - now / before[1] <= WORTH_HAVING:
@@ -101,42 +99,54 @@ def explore(
 def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
     """What a plan cannot do without: of each kind the first that can be measured."""
     records: dict[str, ProfileRecord] = {}
-    rest = {item.kind: deque[Wanted]() for item in wanted}
-    for item in wanted:
-        rest[item.kind].append(item)
-    while asked := [items.popleft() for items in rest.values() if items]:
-        records.update(look(_jobs(asked)))
-        for item in asked:
-            if isinstance(item.measured(records), Measured):
-                rest[item.kind].clear()
+    rest = [*wanted]
+    while rest:
+        firsts: dict[int, Wanted] = {}
+        for item in rest:
+            firsts.setdefault(item.kind, item)
+        records.update(look(_jobs(firsts.values())))
+        done = {
+            kind
+            for kind, item in firsts.items()
+            if isinstance(item.measured(records), Measured)
+        }
+        rest = [i for i in rest if i.kind not in done and i is not firsts[i.kind]]
     return records
 
 
-def _jobs(wanted: Sequence[Wanted]) -> list[Job]:
+def _jobs(wanted: Iterable[Wanted]) -> list[Job]:
     return [job for item in wanted for job in item.jobs]
 
 
-@dataclass
 class _Round:
     """What is asked for next.
 
-    Attributes:
+    Args:
         maker: makes candidates into things to measure.
-        per_kind: how many of each kind of segment to measure, and how many of these
+        per_kind: how many of each kind of segment to measure, and as many
             rematerialized.
-        known: what was asked for before.
+        wanted: what was asked for before.
         records: what it takes.
         problem: the search over what was measured.
     """
 
-    maker: WantedMaker
-    per_kind: int
-    known: Sequence[Wanted]
-    records: Mapping[str, ProfileRecord]
-    problem: Problem
-
-    def __post_init__(self) -> None:
-        self.found: list[Wanted] = []
+    def __init__(
+        self,
+        maker: WantedMaker,
+        per_kind: int,
+        wanted: Sequence[Wanted],
+        records: Mapping[str, ProfileRecord],
+        problem: Problem,
+    ) -> None:
+        self._maker, self._per_kind = maker, per_kind
+        self._wanted, self._records = wanted, records
+        self._problem = problem
+        self._found: list[Wanted] = []
+        self._asked: list[dict[SegmentChoice, Wanted]] = [{} for _ in problem.options]
+        for item in wanted:
+            # What shares programs with failures may be asked for again.
+            if not (item.base and item.context and item.base.has_failed(records)):
+                self._asked[item.kind][item.candidate] = item
 
     def ask(self, left: float) -> list[Wanted]:
         """What will probably make the best plan faster.
@@ -144,102 +154,88 @@ class _Round:
         If nothing will probably fit, it is what would if the compiler saves memory; and
         if nothing would then, the leanest, rematerialized.
         """
-        likely = [*map(self._likely, range(len(self.problem.options)))]
+        likely = [*map(self._likely, range(len(self._asked)))]
         for share in dict.fromkeys((1.0, left)):
-            best = solve_dynamically(scale_memory(self.problem, share))
+            best = solve_dynamically(scale_memory(self._problem, share))
             best_ms = best.cost_ms if best else float("inf")
             self._propose(likely, (1.0 - WORTH_HAVING) * best_ms, share)
-            if self.found or best:
-                return self.found
+            if self._found or best:
+                return self._found
         # An error is to name how little would do.
-        costs, picks = self.maker.costs, leanest(self.problem).picks
-        for kind, pick in zip(self.problem.kinds, picks, strict=True):
+        costs, lean = self._maker.costs, leanest(self._problem)
+        options = self._problem.picked(lean.picks)
+        for kind, option in zip(self._problem.kinds, options, strict=True):
             if costs.can_rematerialize(kind):
-                lean = self.problem.options[kind][pick].candidate
-                self._add(kind, replace(lean, remat=True))
-        return self.found
+                self._add(kind, replace(option.candidate, remat=True))
+        return self._found
+
+    def _likely(self, kind: int) -> list[Option]:
+        """Unmeasured candidates of a kind, with what they will probably cost."""
+        measured, asked = self._problem.options[kind], self._asked[kind]
+        costs, estimate = self._maker.costs, self._maker.estimates[kind]
+        ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
+        found = [c for c in ranked if c not in asked][:ROUND_SIZE]
+        if costs.can_rematerialize(kind):
+            ran_out = (
+                item.candidate
+                for item in self._wanted
+                if item.kind == kind
+                and self._records[item.job.key.digest].status == "out_of_memory"
+            )
+            every = (*(o.candidate for o in measured), *found, *ran_out)
+            again = (replace(c, remat=True) for c in every if not c.remat)
+            found += [candidate for candidate in again if candidate not in asked]
+        return expect(costs, kind, estimate, measured, found)
 
     def _propose(
         self, likely: Sequence[Sequence[Option]], goal_ms: float, share: float
     ) -> None:
         """Adds what the search picks of what is likely, until none beats a time."""
-        while len(self.found) < ROUND_SIZE:
+        measured = self._problem.options
+        while len(self._found) < ROUND_SIZE:
             options = [
-                [*known, *(o for o in new if self._may_add(kind, o.candidate))]
-                for kind, (known, new) in enumerate(
-                    zip(self.problem.options, likely, strict=True)
-                )
+                [*known, *(o for o in likely[kind] if self._may_add(kind, o.candidate))]
+                for kind, known in enumerate(measured)
             ]
-            budget_bytes = self.problem.budget_bytes
-            problem = build_problem(self.maker.costs, options, budget_bytes)
+            budget_bytes = self._problem.budget_bytes
+            problem = build_problem(self._maker.costs, options, budget_bytes)
             lowest = solve_dynamically(scale_memory(problem, share))
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
             picks = set(zip(problem.kinds, lowest.picks, strict=True))
-            known = self.problem.options
-            new = [(kind, i) for kind, i in picks if i >= len(known[kind])]
+            new = sorted((k, i) for k, i in picks if i >= len(measured[k]))
             if not new:
                 break
-            for kind, i in sorted(new, reverse=True):
+            for kind, i in reversed(new):
                 self._add(kind, options[kind][i].candidate)
-
-    def _asked(self, kind: int) -> set[SegmentChoice]:
-        """What was asked for; what shares programs with failures was not."""
-        return {
-            item.candidate
-            for item in (*self.known, *self.found)
-            if item.kind == kind
-            and not (item.base and item.context and item.base.has_failed(self.records))
-        }
 
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
         """Whether a candidate is new, and there is room for it."""
-        asked = self._asked(kind)
+        asked = self._asked[kind]
         # What has kernels does not take the place of another strategy.
         plain = {one for one in asked if not (one.remat or one.kernel)}
-        room = len(plain) < self.per_kind
-        if candidate in asked:
-            return False
-        if not candidate.remat:
-            return room
+        room = len(plain) < self._per_kind
+        if candidate in asked or not candidate.remat:
+            return candidate not in asked and room
         again = sum(one.remat for one in asked)
-        return again < self.per_kind and (candidate.plain in plain or room)
+        return again < self._per_kind and (candidate.plain in plain or room)
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
         """Adds what tells the cost of a candidate: itself, and what it is based on."""
         if not self._may_add(kind, candidate):
             return
-        maker, plain = self.maker, candidate.plain
-        analysis = maker.costs.analysis
-        mine = [item for item in (*self.known, *self.found) if item.kind == kind]
-        base = next((item for item in mine if item.candidate == plain), None)
-        if base is None:
+        maker, plain = self._maker, candidate.plain
+        analysis, asked = maker.costs.analysis, self._asked[kind]
+        number = sum(w.kind == kind for w in (*self._wanted, *self._found)) + 1
+        if plain not in asked:
             estimate_ms = maker.estimates[kind].total_ms(plain)
             variants = maker.kernels.variants(analysis, kind, plain)
-            candidates = [replace(plain, estimate_ms=estimate_ms), *variants]
-            numbered = enumerate(candidates, len(mine) + 1)
-            made = [maker.make(kind, one, number) for number, one in numbered]
-            self.found += made
-            mine, base = [*mine, *made], made[0]
+            for one in (replace(plain, estimate_ms=estimate_ms), *variants):
+                asked[one] = maker.make(kind, one, number)
+                self._found.append(asked[one])
+                number += 1
         if candidate.remat:
-            label = f"segment {kind}: {len(mine) + 1}, computed again"
-            where = analysis, maker.environment
-            self.found.append(rematerialize(*where, base, label, self.records))
-
-    def _likely(self, kind: int) -> list[Option]:
-        """Unmeasured candidates of a kind, with what they will probably cost."""
-        maker, measured = self.maker, self.problem.options[kind]
-        estimate, asked = maker.estimates[kind], self._asked(kind)
-        ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
-        found = [c for c in ranked if c not in asked][:ROUND_SIZE]
-        if maker.costs.can_rematerialize(kind):
-            ran_out = (
-                item.candidate
-                for item in self.known
-                if item.kind == kind
-                and self.records[item.job.key.digest].status == "out_of_memory"
-            )
-            every = (*(o.candidate for o in measured), *found, *ran_out)
-            again = (replace(c, remat=True) for c in every if not c.remat)
-            found += [candidate for candidate in again if candidate not in asked]
-        return expect(maker.costs, kind, estimate, measured, found)
+            label = f"segment {kind}: {number}, computed again"
+            where = (analysis, maker.environment, asked[plain], label, self._records)
+            asked[candidate] = rematerialize(*where)
+            self._found.append(asked[candidate])

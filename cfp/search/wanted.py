@@ -218,14 +218,15 @@ class WantedMaker:
         analysis = self.costs.analysis
         index = analysis.representatives[kind]
         job = replace(self._alone(index, candidate), label=label)
-        near = _neighbour(analysis, index) if self.in_context else None
-        if near is None:
+        segments = analysis.segments
+        beside = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
+        if not beside or not self.in_context:
             return Wanted(kind, candidate, job)
-        other = analysis.segments[near].kind
-        parts, preset = self._parts[other], self._parts[kind].get(candidate)
+        near = min(beside, key=lambda i: segments[i].kind != kind)
+        other = segments[near].kind
         # A twin chooses alike. The neighbour of a preset's part is the same preset's,
         # and any other's the part of a preset that goes best with it.
-        options = [*parts]
+        options, preset = [*self._parts[other]], self._parts[kind].get(candidate)
         if other == kind:
             options = [candidate]
         elif preset is not None:
@@ -280,14 +281,6 @@ def rematerialize(
     together = replace(together, after=frozenset((base.job.key.digest,)))
     context = replace(there, pair_job=together)
     return replace(base, candidate=candidate, context=context, base=base)
-
-
-def _neighbour(analysis: Analysis, index: int) -> int | None:
-    """The segment that a segment is measured together with: a twin, or any."""
-    segments = analysis.segments
-    near = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
-    twins = [i for i in near if segments[i].kind == segments[index].kind]
-    return (twins or near or [None])[0]
 
 
 def measured_options(

@@ -197,11 +197,11 @@ class Pair:
         from cfp.search.kernels import Kernels
 
         platform = self.mesh.devices.flat[0].platform
-        known = Kernels(analysis=analysis, names=(kernel,), platform=platform)
+        known = Kernels(names=(kernel,), platform=platform)
         found = []
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
-            variants = known.variants(segment.kind, candidate)
+            variants = known.variants(analysis, segment.kind, candidate)
             found += [(segment.index, one.kernel) for one in variants[:1]]
         return tuple(found)
 

@@ -91,6 +91,7 @@ def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     from cfp.search.build import build_problem
     from cfp.search.choices import estimate_kinds
     from cfp.search.expected import estimate_options
+    from cfp.search.kernels import Kernels
     from cfp.solution import predicted_bytes, predicted_ms
 
     analysis = analyzed.analysis
@@ -101,6 +102,7 @@ def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
         costs,
         per_kind=0,
         budget_bytes=None,
+        kernels=Kernels(),
     )
     problem = build_problem(costs, found.estimated, None)
     return {
@@ -340,13 +342,11 @@ class Maker:
 
         platform = self.mesh.stand_in.devices.flat[0].platform
         parts = PARTS_OF_VOCABULARY
-        known = Kernels(
-            analysis=analysis, names=self.kernels, parts=parts, platform=platform
-        )
+        known = Kernels(names=self.kernels, parts=parts, platform=platform)
         found = []
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
-            variants = known.variants(segment.kind, candidate)
+            variants = known.variants(analysis, segment.kind, candidate)
             rings = [one for one in variants if is_ring and "ring" in one.kernel]
             best = rings or variants
             found += [(segment.index, one.kernel) for one in best[:1]]

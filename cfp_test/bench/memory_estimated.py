@@ -121,13 +121,12 @@ def choice_of(analysis: Analysis, one: Recorded) -> Choice | None:
         return None
     is_ring = one.strategy == RING
     choice = tokens_spread(analysis.frame) if is_ring else known[one.strategy]
-    kernels = Kernels(
-        analysis=analysis, names=one.kernels, parts=one.parts, platform="gpu"
-    )
+    kernels = Kernels(names=one.kernels, parts=one.parts, platform="gpu")
     found = []
     for segment in analysis.segments:
         candidate = segment_candidate(analysis, segment.index, choice)
-        names = [c.kernel for c in kernels.variants(segment.kind, candidate)]
+        variants = kernels.variants(analysis, segment.kind, candidate)
+        names = [c.kernel for c in variants]
         # With both the last has both; of kernels alone the second is a ring.
         both = [name for name in names if "+" in name]
         plain = both or [n for n in names if not is_ring or "ring" in n] or names

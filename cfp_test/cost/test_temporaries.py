@@ -17,6 +17,7 @@ from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.expected import estimate_options
 from cfp.search.jobs import whole_job
+from cfp.search.kernels import Kernels
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 
@@ -56,6 +57,7 @@ def kept_and_needed(remat, name):
         Costs(analysis, rates),
         per_kind=1,
         budget_bytes=None,
+        kernels=Kernels(),
     )
     kept = needed = 0
     for segment in analysis.segments:

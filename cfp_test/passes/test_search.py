@@ -9,6 +9,7 @@ from cfp.passes.search import _fastest
 from cfp.presets.classics import presets
 from cfp.search.build import build_problem
 from cfp.search.expected import estimate_options
+from cfp.search.kernels import Kernels
 from cfp.settings import PRESETS_BY_ESTIMATE
 from cfp.solution import predicted_bytes, predicted_ms
 from cfp_test.programs.registry import PROGRAMS
@@ -23,7 +24,8 @@ def found():
     analysis, estimates = estimated(*PROGRAMS["mlp"]()[:2], SQUARE)
     named = presets(analysis.frame)
     costs = Costs(analysis, rates_of(SQUARE))
-    options = estimate_options(estimates, named, costs, per_kind=2, budget_bytes=None)
+    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    options = estimate_options(estimates, named, costs, **given)
     return analysis, named, build_problem(costs, options.estimated, None)
 
 

@@ -91,13 +91,13 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     analysis = analyze(program, (("x", 4),))
     costs = Costs(analysis, Rates.default(analysis.frame.mesh))
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = Kernels(analysis=analysis, names=("chunked",), parts=4)
+    kernels = Kernels(names=("chunked",), parts=4)
     held = {}
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
         own = {
             one.kernel: costs.least_bytes(kind, one).residual_bytes
-            for one in (plain, *kernels.variants(kind, plain))
+            for one in (plain, *kernels.variants(analysis, kind, plain))
         }
         if "chunked+vocabulary/4" in own:
             held = own

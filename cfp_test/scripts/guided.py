@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cfp import platform
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.layout import Choice
 from cfp.cli.session import analyse, open_target
 from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
@@ -30,7 +30,7 @@ from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.build import build_problem
-from cfp.search.choices import best_candidates, estimate_kinds, whole_choice
+from cfp.search.choices import estimate_kinds, ranked_candidates, whole_choice
 from cfp.search.dynamic import solve_dynamically
 from cfp.search.jobs import whole_job
 from cfp.search.wanted import Wanted, WantedMaker, measured_options
@@ -55,11 +55,9 @@ def enumerate_pool(
     )
     found = {(w.kind, w.candidate): w for w in guided}
     for kind, estimate in enumerate(estimates):
-        for mode in Storage:
-            for candidate in best_candidates(estimate, mode, pool):
-                if (kind, candidate) not in found:
-                    made = maker.make(kind, candidate)
-                    found[kind, candidate] = made
+        for number, candidate in enumerate(ranked_candidates(estimate, pool), 1):
+            if (kind, candidate) not in found:
+                found[kind, candidate] = maker.make(kind, candidate, number)
     return list(found.values())
 
 
@@ -119,7 +117,7 @@ def main() -> None:
             }
         row = {
             "target": [options.target, *rest],
-            "rounds": profiles.found.rounds,
+            "rounds": len(profiles.found.rounds) - 1,
             "guided_seconds": profiles.counts["profile_seconds"],
             "remaining_seconds": seconds,
             "share": len(guided) / len(every),

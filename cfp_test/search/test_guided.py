@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,11 +15,11 @@ from cfp.models import registry
 from cfp.presets.classics import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
-from cfp.search.choices import best_candidates, leading_classics
+from cfp.search.choices import leading_classics, ranked_candidates
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
 from cfp.search.problem import Option
-from cfp.search.wanted import WantedMaker, measured_options
+from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.ilp import solve_ilp
@@ -43,34 +43,59 @@ def small():
     return estimated(*PROGRAMS["mlp"]()[:2], SIZES)
 
 
-class Devices(WantedMaker):
-    """Makes candidates into jobs, and knows what they would take.
+@dataclass(frozen=True)
+class Watched(WantedMaker):
+    """Knows what its jobs measure: kinds and candidates, by digest."""
+
+    measures: dict = field(default_factory=dict)
+
+    def make(self, kind, candidate, number):
+        made = super().make(kind, candidate, number)
+        self._remember(made)
+        failed = ProfileRecord(key="", parts=(), status="crashed")
+        if self.costs.can_rematerialize(kind):
+            for records in ({}, {made.job.key.digest: failed}):
+                where = (self.costs.analysis, self.environment)
+                self._remember(rematerialize(*where, made, "again", records))
+        return made
+
+    def _remember(self, item):
+        mine, there = (item.kind, item.candidate), item.context
+        if there:
+            kind = self.costs.analysis.segments[there.index].kind
+            self.measures[there.job.key.digest] = [(kind, there.neighbour)]
+            self.measures[there.pair_job.key.digest] = [mine, (kind, there.neighbour)]
+        if not (there and item.base):
+            self.measures[item.job.key.digest] = [mine]
+
+
+class Devices:
+    """Know what candidates would take.
 
     Args:
         noise: how much longer than by the truth things take at most, as a share.
         broken: says of what a candidate cannot be run.
+        status: of what cannot.
+        in_context: whether segments are measured with a neighbour, too.
     """
 
-    def __init__(self, analysis, estimates, noise=0.0, broken=lambda _: False):
-        classics = leading_classics(analysis, estimates, presets(analysis.frame))
-        costs = Costs(analysis, rates_of(SIZES))
-        super().__init__(costs, classics, estimates, (), in_context=False)
-        self.analysis = analysis
+    def __init__(
+        self,
+        analysis,
+        estimates,
+        noise=0.0,
+        broken=lambda _: False,
+        status="crashed",
+        in_context=False,
+    ):
+        presets_ = leading_classics(analysis, estimates, presets(analysis.frame))
+        self.costs = Costs(analysis, rates_of(SIZES))
+        self.maker = Watched(self.costs, presets_, estimates, (), in_context)
+        self.estimates = estimates
         self.noise = noise
         self.broken = broken
-        self.status = "crashed"
+        self.status = status
         self.runs = 0
-        self._of = {}
-
-    def make(self, kind, candidate):
-        made = super().make(kind, candidate)
-        self._of[made.job.key.digest] = kind, candidate
-        return made
-
-    def again(self, base, alone=False):
-        made = super().again(base, alone)
-        self._of[made.job.key.digest] = base.kind, made.candidate
-        return made
 
     def time_ms(self, kind, candidate):
         estimate_ms = self.estimates[kind].total_ms(candidate)
@@ -85,17 +110,15 @@ class Devices(WantedMaker):
         return {job.key.digest: self._record(job) for job in jobs}
 
     def _record(self, job):
-        kind, candidate = self._of[job.key.digest]
-        if self.broken(candidate):
-            return ProfileRecord(
-                key=job.key.digest, parts=(), status=self.status, reason="broken"
-            )
+        measured = self.maker.measures[job.key.digest]
+        works = not any(self.broken(candidate) for _, candidate in measured)
         return ProfileRecord(
             key=job.key.digest,
             parts=(),
-            status="ok",
-            samples_ms=(self.time_ms(kind, candidate),),
-            temp_bytes=self._needed_bytes(kind, candidate),
+            status="ok" if works else self.status,
+            reason="" if works else "broken",
+            samples_ms=(sum(self.time_ms(*one) for one in measured),) if works else (),
+            temp_bytes=sum(self._needed_bytes(*one) for one in measured),
         )
 
     def _needed_bytes(self, kind, candidate):
@@ -105,7 +128,7 @@ class Devices(WantedMaker):
 
     def explore(self, budget_bytes=None, per_kind=100, **options):
         return explore(
-            self,
+            self.maker,
             per_kind=per_kind,
             budget_bytes=budget_bytes,
             look=self.look,
@@ -143,16 +166,18 @@ class Devices(WantedMaker):
         )
 
 
-def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(model):
+def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(
+    model, monkeypatch
+):
     """With the truth known, a wide beam looks at the whole space."""
     analysis, estimates = model
     devices = Devices(analysis, estimates)
     found = devices.explore()
-    assert found.rounds == 0 and not found.tight
+    assert len(found.rounds) == 1 and not found.tight
+    monkeypatch.setattr("cfp.search.choices.BEAM_WIDTH", 4096)
     for kind, estimate in enumerate(estimates):
-        every = [
-            best_candidates(estimate, mode, 1, beam_width=4096)[0] for mode in Storage
-        ]
+        every = ranked_candidates(estimate, 1)
+        assert {c.storage for c in every} == {*Storage}
         mine = [w.candidate for w in found.wanted if w.kind == kind]
         best = min(devices.time_ms(kind, c) for c in mine)
         assert best <= TRUTH * min(c.estimate_ms for c in every) * 1.01 + 1e-9
@@ -173,7 +198,7 @@ def test_rounds_begin_where_something_faster_will_fit(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates)
     found = devices.explore()
-    assert found.rounds == 0
+    assert len(found.rounds) == 1
     fastest = devices.best(found)
     every = devices.everything(remat=(False, True))
     least = smallest_budget(every)
@@ -181,11 +206,11 @@ def test_rounds_begin_where_something_faster_will_fit(small):
     for share in (0.02, 0.5, 0.8, 1.0):
         budget = int(least + share * (fastest.memory_bytes - least))
         found = devices.explore(budget)
-        first = replace(found, wanted=found.wanted[: found.required])
+        first = replace(found, rounds=found.rounds[:1])
         best = devices.best(first, budget)
         true = solve_dynamically(replace(every, budget_bytes=budget))
         begins = best is None or best.cost_ms > 1.02 * true.cost_ms
-        assert (found.rounds > 0) == begins
+        assert (len(found.rounds) > 1) == begins
         assert devices.best(found, budget).cost_ms <= 1.02 * true.cost_ms
         began.append(begins)
     assert True in began and False in began
@@ -215,8 +240,9 @@ def test_what_runs_only_if_computed_again_is_found(small):
     analysis, estimates = small
     every = Devices(analysis, estimates).everything(remat=(False, True))
     budget = int(1.1 * smallest_budget(every))
-    devices = Devices(analysis, estimates, broken=lambda c: broken(c))
-    devices.status = "out_of_memory"
+    devices = Devices(
+        analysis, estimates, broken=lambda c: broken(c), status="out_of_memory"
+    )
     allowed = []
 
     def broken(candidate):
@@ -227,7 +253,7 @@ def test_what_runs_only_if_computed_again_is_found(small):
     found = devices.explore(budget_bytes=budget)
     again = [w for w in found.wanted if w.candidate.remat]
     assert again
-    assert all(np.isfinite(w.time_ms(found.records)) for w in again)
+    assert all(np.isfinite(w.measured(found.records).time_ms) for w in again)
     best = devices.best(found, budget)
     assert best is None or np.isfinite(best.cost_ms)
 
@@ -235,7 +261,7 @@ def test_what_runs_only_if_computed_again_is_found(small):
 @pytest.mark.parametrize("name", ["scalars", "no_outputs_needed"])
 def test_where_nothing_can_be_chosen_nothing_is_asked_for(name):
     analysis, estimates = estimated(*PROGRAMS[name]()[:2], SIZES)
-    assert Devices(analysis, estimates).explore().rounds == 0
+    assert len(Devices(analysis, estimates).explore().rounds) == 1
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +275,10 @@ def little(model):
 def test_no_more_is_measured_than_allowed(model, little):
     analysis, estimates = model
     some = Devices(analysis, estimates, noise=1.0).explore(little, per_kind=9)
-    assert some.rounds > 0
+    assert len(some.rounds) > 1
     for kind in range(len(estimates)):
         mine = [w for w in some.wanted if w.kind == kind]
-        first = [w for w in some.wanted[: some.required] if w.kind == kind]
+        first = [w for w in some.rounds[0] if w.kind == kind]
         for again in (False, True):
             asked = sum(w.candidate.remat is again for w in mine)
             assert asked <= max(9, len(first))
@@ -275,9 +301,9 @@ def test_the_same_records_ask_for_the_same_things(model, little):
 def test_what_is_not_known_ends_the_search(model, little):
     analysis, estimates = model
     whole = Devices(analysis, estimates, noise=1.0).explore(little)
-    assert whole.rounds > 0
+    assert len(whole.rounds) > 1
     devices = Devices(analysis, estimates, noise=1.0)
-    known = {w.job.key.digest for w in whole.wanted[: whole.required]}
+    known = {w.job.key.digest for w in whole.rounds[0]}
 
     def stored_only(jobs):
         found = Devices.look(devices, jobs)
@@ -285,7 +311,7 @@ def test_what_is_not_known_ends_the_search(model, little):
 
     devices.look = stored_only
     found = devices.explore(little)
-    assert found.rounds == 1
+    assert len(found.rounds) == 2
     assert found.records.keys() == known
 
 
@@ -307,9 +333,16 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
     """The first that runs, whatever time that takes: a plan takes one of each."""
     analysis, estimates = model
     devices = Devices(analysis, estimates, broken=lambda c: c.storage is broken)
-    hurried = devices.explore(look_in_time=lambda jobs: {})
-    good = [w for w in hurried.wanted if w.is_known(hurried.records)]
-    good = [w for w in good if w.failure(hurried.records) is None]
+    hurried = explore(
+        devices.maker,
+        per_kind=100,
+        budget_bytes=None,
+        look=lambda jobs: {},
+        look_anyway=devices.look,
+    )
+    good = [
+        w for w in hurried.wanted if isinstance(w.measured(hurried.records), Measured)
+    ]
     assert [w.kind for w in good] == [*range(len(estimates))]
     for one in good:
         before = [w for w in hurried.wanted if w.kind == one.kind]
@@ -319,56 +352,9 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
     assert devices.best(hurried) is not None
     # With time left the rest follows, and nothing is looked up in vain.
     assert (
-        devices.explore(look_in_time=devices.look).records.keys()
+        devices.explore(look_anyway=devices.look).records.keys()
         == devices.explore().records.keys()
     )
-
-
-class Neighbours(Devices):
-    """The same, where segments are measured beside a neighbour, too."""
-
-    def __init__(self, *given, **how):
-        super().__init__(*given, **how)
-        self._in_context = True
-        self._pairs = {}
-
-    def make(self, kind, candidate):
-        made = super().make(kind, candidate)
-        if made.pair_job:
-            near, neighbour = made.neighbour
-            other = self.analysis.segments[near].kind
-            self._of[made.neighbour_job.key.digest] = other, neighbour
-            self._pairs[made.pair_job.key.digest] = (
-                (kind, candidate),
-                (other, neighbour),
-            )
-        return made
-
-    def again(self, base, alone=False):
-        made = WantedMaker.again(self, base, alone)
-        if made.pair_job:
-            near, neighbour = made.neighbour
-            both = (
-                (made.kind, made.candidate),
-                (self.analysis.segments[near].kind, neighbour),
-            )
-            self._pairs[made.pair_job.key.digest] = both
-        else:
-            self._of[made.job.key.digest] = made.kind, made.candidate
-        return made
-
-    def _record(self, job):
-        if job.key.digest not in self._pairs:
-            return super()._record(job)
-        pair = self._pairs[job.key.digest]
-        works = not any(self.broken(candidate) for _, candidate in pair)
-        return ProfileRecord(
-            key=job.key.digest,
-            parts=(),
-            status="ok" if works else self.status,
-            samples_ms=(sum(self.time_ms(*one) for one in pair),) if works else (),
-            temp_bytes=sum(self._needed_bytes(*one) for one in pair),
-        )
 
 
 def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
@@ -378,20 +364,26 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
     def is_too_large(candidate):
         return candidate.storage is Storage.SHARDED and not candidate.remat
 
-    free = Neighbours(analysis, estimates)
+    free = Devices(analysis, estimates, in_context=True)
     fastest = free.best(free.explore())
     budget = int(0.5 * fastest.memory_bytes)
-    devices = Neighbours(analysis, estimates, broken=is_too_large)
-    devices.status = "out_of_memory"
+    devices = Devices(
+        analysis,
+        estimates,
+        broken=is_too_large,
+        status="out_of_memory",
+        in_context=True,
+    )
     found = devices.explore(budget)
     again = [w for w in found.wanted if w.candidate.remat]
-    alone = [w for w in again if w.pair_job is None]
-    assert alone and any(w.shares_job for w in again)
+    alone = [w for w in again if w.context is None]
+    assert alone and len(alone) < len(again)
     for item in again:
         failed = item.base.has_failed(found.records)
         # What was asked for before that was known has failed, too.
-        assert item.shares_job != failed or item.failure(found.records)
-    asked = [(w.kind, w.candidate, w.pair_job is None) for w in found.wanted]
+        takes = item.measured(found.records)
+        assert bool(item.context) != failed or not isinstance(takes, Measured)
+    asked = [(w.kind, w.candidate, w.context is None) for w in found.wanted]
     assert len(set(asked)) == len(asked)
     assert devices.best(found, budget) is not None
 
@@ -402,4 +394,4 @@ def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     found = devices.explore(1)
     again = [w for w in found.wanted if w.candidate.remat]
     assert {w.kind for w in again} == set(range(len(devices.estimates)))
-    assert len(found.wanted) == found.required + len(again), "nothing else is"
+    assert len(found.wanted) == len(found.rounds[0]) + len(again), "nothing else is"

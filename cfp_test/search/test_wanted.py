@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.jobs import whole_job
-from cfp.search.wanted import WantedMaker, computed_again
+from cfp.search.wanted import Measured, WantedMaker, rematerialize
 from cfp_test.program.stacks import stack_step
 
 MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}
@@ -45,8 +45,8 @@ def made(mesh, analysis):
     maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
-        if base.pair_job and can_recompute(analysis.frame, analysis.segments[index]):
-            return base, computed_again(analysis, (), base, "again")
+        if base.context and can_recompute(analysis.frame, analysis.segments[index]):
+            return base, rematerialize(analysis, (), base, "again", {})
     raise AssertionError("no segment has a neighbour")
 
 
@@ -54,9 +54,9 @@ def records_of(base, again, pair_again):
     """Made-up times and memory of all their jobs."""
     jobs = {
         "alone": base.job,
-        "neighbour": base.neighbour_job,
-        "pair": base.pair_job,
-        "pair again": again.pair_job,
+        "neighbour": base.context.job,
+        "pair": base.context.pair_job,
+        "pair again": again.context.pair_job,
     }
     ms, size = pair_again
     figures = {name: (MS.get(name, ms), BYTES.get(name, size)) for name in jobs}
@@ -75,11 +75,11 @@ def records_of(base, again, pair_again):
 def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
     base, again = made
     assert again.candidate == replace(base.candidate, remat=True)
-    assert again.neighbour_job == base.neighbour_job and again.job == base.job
-    assert base.pair_job.constraints.recompute == ()
-    assert len(again.pair_job.constraints.recompute) == 1
+    assert again.context.job == base.context.job and again.job == base.job
+    assert base.context.pair_job.constraints.recompute == ()
+    assert len(again.context.pair_job.constraints.recompute) == 1
     new = {job.key.digest for job in again.jobs} - {j.key.digest for j in base.jobs}
-    assert new == {again.own_job.key.digest} == {again.pair_job.key.digest}
+    assert new == {again.own_job.key.digest} == {again.context.pair_job.key.digest}
     assert base.own_job == base.job
 
 
@@ -94,20 +94,21 @@ def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
 )
 def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
     base, again = made
-    if base.neighbour_job.key == base.job.key:
+    if base.context.job.key == base.job.key:
         pytest.fail("a neighbour of another kind is needed for these figures")
     records = records_of(base, again, (20.0, size))
-    assert again.kept_bytes(records, least=20) == kept
+    assert again.measured(records).residual_bytes(least=20) == kept
 
 
 def test_it_takes_longer_by_what_the_pair_does(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
-    plain_ms = base.time_ms(records)
-    assert again.time_ms(records) == plain_ms + 3.0
-    assert again.alone_ms(records) == MS["alone"] + 3.0
+    plain_ms = base.measured(records).time_ms
+    assert again.measured(records).time_ms == plain_ms + 3.0
+    assert again.measured(records).alone_ms == MS["alone"] + 3.0
     # Never less: that is noise.
-    assert again.time_ms(records_of(base, again, (16.0, 0))) == plain_ms
+    records = records_of(base, again, (16.0, 0))
+    assert again.measured(records).time_ms == plain_ms
 
 
 def without(records, job):
@@ -120,19 +121,22 @@ def without(records, job):
 def test_without_the_pair_nothing_is_known_of_it(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
-    assert again.failure(records) is None
-    for job in (again.pair_job, again.neighbour_job, base.job):
+    assert isinstance(again.measured(records), Measured)
+    for job in (again.context.pair_job, again.context.job, base.job):
         failed = without(records, job)
-        assert again.failure(failed) == failed[job.key.digest]
-    assert base.failure(without(records, again.pair_job)) is None
+        assert again.measured(failed) == failed[job.key.digest]
+        del failed[job.key.digest]
+        assert again.measured(failed) is None
+    failed = without(records, again.context.pair_job)
+    assert isinstance(base.measured(failed), Measured)
 
 
 def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     base, again = made
-    records = without(records_of(base, again, (25.0, 0)), base.pair_job)
-    moved_ms = again.reshard_ms
-    assert again.failure(records) is None
-    assert again.time_ms(records) == pytest.approx(25.0 - MS["neighbour"] - moved_ms)
+    records = without(records_of(base, again, (25.0, 0)), base.context.pair_job)
+    moved_ms = again.context.reshard_ms
+    time_ms = again.measured(records).time_ms
+    assert time_ms == pytest.approx(25.0 - MS["neighbour"] - moved_ms)
 
 
 def test_a_failure_of_any_of_its_programs_is_known(made):
@@ -145,9 +149,11 @@ def test_a_failure_of_any_of_its_programs_is_known(made):
 
 def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis):
     base, _ = made
-    again = computed_again(analysis, (), base, "again", alone=True)
-    assert again.jobs == [again.own_job] and again.job != base.job
-    assert len(again.job.constraints.recompute) == 1
+    known = records_of(base, base, (20.0, 0))
+    for job in base.jobs:
+        again = rematerialize(analysis, (), base, "again", without(known, job))
+        assert again.jobs == [again.own_job] and again.job != base.job
+        assert len(again.job.constraints.recompute) == 1
 
 
 def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
@@ -171,7 +177,7 @@ def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, 
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
-    items = [item for item in maker.first(100, 4) if item.reshard_ms]
+    items = [i for i in maker.first(100, 4) if i.context and i.context.reshard_ms]
     assert items
     for item in items:
         alone, neighbour, pair = (job.key.digest for job in item.jobs)
@@ -179,12 +185,12 @@ def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, 
             key: ProfileRecord(key=key, parts=(), status="ok", samples_ms=(ms,))
             for key, ms in ((neighbour, 100.0), (pair, 250.0), (alone, 100.0))
         }
-        wanted = max(150.0 - item.reshard_ms, 40.0)
-        assert item.time_ms(records) == pytest.approx(wanted)
-        near, other = item.neighbour
+        wanted = max(150.0 - item.context.reshard_ms, 40.0)
+        assert item.measured(records).time_ms == pytest.approx(wanted)
+        near, other = item.context.index, item.context.neighbour
         index = analysis.representatives[item.kind]
         both = {index: item.candidate, near: other}
         left, right = sorted(both)
         costs = Costs(analysis, Rates.default(mesh))
         found = costs.reshard_ms(left, right, both[left], both[right])
-        assert found == pytest.approx(item.reshard_ms)
+        assert found == pytest.approx(item.context.reshard_ms)

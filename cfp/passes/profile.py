@@ -92,9 +92,16 @@ def look_up(
     limits = limits and context.decided_by() is not DecidedBy.PREDICTION
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
-        where = (costs, leading, estimates, context.environment)
+        maker = WantedMaker(
+            costs=costs,
+            presets=leading,
+            estimates=estimates,
+            environment=context.environment,
+            in_context=settings.in_context,
+            kernels=_kernels(context),
+        )
         return explore(
-            WantedMaker(*where, settings.in_context, _kernels(context)),
+            maker,
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
             # different runs know differently: they measure all at once.

@@ -38,11 +38,14 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     decided_by = context.decided_by(profiles.interrupted)
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
-    costs, known = Costs(analysis, profiles.rates), (explored.wanted, explored.records)
+    costs, wanted = Costs(analysis, profiles.rates), explored.wanted
     sets = (
         [explored.estimated]
         if explored.estimated
-        else [measured_options(costs, *known, alone) for alone in (False, True)]
+        else [
+            measured_options(costs, wanted, explored.records, alone)
+            for alone in (False, True)
+        ]
     )
     problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
     problem, tight, plans = problems[0], explored.tight, context.rules.plans

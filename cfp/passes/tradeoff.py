@@ -85,6 +85,6 @@ def _again(
         good.sort(key=lambda pair: pair[0])
         for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):
             label = f"strategy {number} of segment {kind}, computed again"
-            where = (analysis, context.environment)
-            found.append((number, rematerialize(*where, item, label, records)))
+            again = rematerialize(analysis, context.environment, item, label, records)
+            found.append((number, again))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

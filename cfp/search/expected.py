@@ -123,8 +123,9 @@ def estimate_options(
         kernels: what may compute attentions.
     """
     parts = preset_parts(costs.analysis, presets.values())
-    where = (costs.analysis, estimates, parts, kernels)
-    candidates = first_candidates(*where, others=per_kind)
+    candidates = first_candidates(
+        costs.analysis, estimates, parts, kernels, others=per_kind
+    )
 
     def expected(kind: int, remat: bool) -> list[Option]:
         mine = [replace(c, remat=remat) for c in candidates[kind]]

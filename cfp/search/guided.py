@@ -236,6 +236,7 @@ class _Round:
                 number += 1
         if candidate.remat:
             label = f"segment {kind}: {number}, computed again"
-            where = (analysis, maker.environment, asked[plain], label, self._records)
-            asked[candidate] = rematerialize(*where)
+            asked[candidate] = rematerialize(
+                analysis, maker.environment, asked[plain], label, self._records
+            )
             self._found.append(asked[candidate])

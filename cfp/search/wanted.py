@@ -198,8 +198,14 @@ class WantedMaker:
             per_kind: how many in all, unless the presets have more parts.
             others: how many besides those of the presets, at most.
         """
-        where = (self.costs.analysis, self.estimates, self._parts, self.kernels)
-        chosen = first_candidates(*where, others=others, per_kind=per_kind)
+        chosen = first_candidates(
+            self.costs.analysis,
+            self.estimates,
+            self._parts,
+            self.kernels,
+            others=others,
+            per_kind=per_kind,
+        )
         return [
             self.make(kind, candidate, number)
             for kind, candidates in enumerate(chosen)

@@ -39,14 +39,13 @@ class MemoryBudget:
 
     Attributes:
         budget_bytes: what it may need of a device's memory.
-        device_bytes: memory that the compiler reckons with, or None if unknown.
-        limits_memory: whether the compiler takes a memory limit.
+        device_bytes: memory that the compiler reckons with, where it takes a limit;
+            None where it takes none, or a device does not say.
         reserve_bytes: what is there besides, since the allocator may add it.
     """
 
     budget_bytes: int
     device_bytes: int | None
-    limits_memory: bool
     reserve_bytes: int = 0
 
 
@@ -163,8 +162,7 @@ def open_context(
         if budget_bytes is not None:
             memory = MemoryBudget(
                 budget_bytes=budget_bytes - defaults.reserve_bytes,
-                device_bytes=device_bytes,
-                limits_memory=defaults.limits_memory,
+                device_bytes=device_bytes if defaults.limits_memory else None,
                 reserve_bytes=defaults.reserve_bytes,
             )
         place, path = settings.place, store_path(cache_dir)

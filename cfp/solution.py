@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class Candidate:
         predicted_ms: its step time by the profiles, or None.
         level: how much the compiler is constrained.
         options: of the compiler.
+        is_preset: whether it is a preset.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Candidate:
     predicted_ms: float | None = None
     level: ConstraintLevel = ConstraintLevel.EVERYTHING
     options: Mapping[str, str] = field(default_factory=dict)
+    is_preset: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -63,18 +65,15 @@ class Solution:
     """What the search found.
 
     Attributes:
-        best: the best by prediction.
-        rivals: others that are promising.
-        presets: the presets to race against.
-        unraced: why those that are not among these do not race, by name.
+        candidates: the best by prediction, then the presets and other choices that are
+            promising.
+        unraced: why presets that are not among these do not race, by name.
         problem: what was searched; None for a preset that was taken by name.
         counts: counts and seconds of the passes until now.
         interrupted: whether the user ended the measuring, so that there is no race.
     """
 
-    best: Candidate
-    rivals: tuple[Candidate, ...] = field(default=(), repr=False)
-    presets: Mapping[str, Choice] = field(default_factory=dict)
+    candidates: Sequence[Candidate]
     unraced: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = field(default=None, repr=False)
     counts: Mapping[str, float] = field(default_factory=dict)

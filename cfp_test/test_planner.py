@@ -26,7 +26,6 @@ from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
-from cfp.race import race as story
 from cfp.race.enough import near_among, raced_anyway
 from cfp.race.programs import TOO_LARGE
 from cfp.race.run import Run
@@ -222,9 +221,9 @@ def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
     monkeypatch.setattr("cfp.race.turns.run", timed)
     with open_context(found, tmp_path, 2**30, settings) as context:
         solution = search(context, analysis, profile_segments(context, analysis))
-        choice = solution.best.choice
-        hoped = Candidate("hoped", choice, predicted_ms=1e-6, options=options)
-        solution = replace(solution, rivals=(hoped,))
+        best = solution.candidates[0]
+        hoped = Candidate("hoped", best.choice, predicted_ms=1e-6, options=options)
+        solution = replace(solution, candidates=[*solution.candidates, hoped])
         made, _ = decide(context, analysis, solution)
         assert turns and made.search["race_cached"] == 0.0
         turns.clear()
@@ -421,8 +420,9 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
     with open_context(found, tmp_path, settings=settings) as context:
         taken = preset_solution(analysis, "fully_sharded")
         everything = tuple(range(len(analysis.segments)))
-        choice = replace(taken.best.choice, remat=everything)
-        solution = replace(taken, best=replace(taken.best, choice=choice))
+        [best] = taken.candidates
+        choice = replace(best.choice, remat=everything)
+        solution = replace(taken, candidates=[replace(best, choice=choice)])
         made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
     assert made.constraints.recompute
@@ -434,8 +434,7 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
 
 
 def near_and_far(plan, others, reach):
-    every = [plan, *others]
-    anyway = raced_anyway(every, {one.choice for one in others})
+    anyway = raced_anyway([plan, *(replace(one, is_preset=True) for one in others)])
     near = near_among(others, anyway, reach, [plan])
     return [c.name for c in near], [c.name for c in others if c not in near]
 
@@ -558,14 +557,14 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
-    candidates_of = story.candidates_of
 
     def split(*how):
-        every = {one.name: one for one in candidates_of(*how)}
+        solution = search(*how)
+        every = {one.name: one for one in solution.candidates}
         fast = replace(every[large.name], predicted_ms=1e-6)
-        return [fast, every[small.name]]
+        return replace(solution, candidates=[fast, every[small.name]])
 
-    monkeypatch.setattr(story, "candidates_of", split)
+    monkeypatch.setattr("cfp.api.search", split)
     monkeypatch.setattr("cfp.race.run.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)

@@ -45,7 +45,7 @@ from cfp.race.programs import (
 )
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, predicted_ms
+from cfp.solution import Candidate
 
 _ROUNDS = 2
 _RUNNERS_UP = 2
@@ -216,16 +216,12 @@ def _rivals(
     settings = PlannerSettings(plans=1 + _RUNNERS_UP)
     with open_context(described, cache_dir, None, settings) as context:
         solution = search(context, analysis, profile(context, analysis))
-    best = solution.best
-    named = {
-        best.choice: "planned here",
-        **{choice: name for name, choice in solution.presets.items()},
-        **{rival.choice: rival.name for rival in solution.rivals[:_RUNNERS_UP]},
-    }
-    return [
-        Candidate(name, choice, predicted_ms(analysis, solution.problem, choice))
-        for choice, name in named.items()
-    ]
+    best, *others = solution.candidates
+    others = [one for one in others if one.level is ConstraintLevel.EVERYTHING]
+    named = [one for one in others if one.is_preset]
+    rivals = [one for one in others if not one.is_preset][:_RUNNERS_UP]
+    every = (replace(best, name="planned here"), *named, *rivals)
+    return [*{one.choice: one for one in every}.values()]
 
 
 def _is_same(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -11,7 +12,12 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import CfpError
 from cfp.presets.classics import CLASSICS, presets
-from cfp.race.candidates import leanest_of, planned_around, rematerialized
+from cfp.race.candidates import (
+    leanest_of,
+    level_name,
+    planned_around,
+    rematerialized,
+)
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
 from cfp.search.build import build_problem
@@ -19,7 +25,11 @@ from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.wanted import measured_options
-from cfp.settings import COMPILED_TO_PREDICTED, LIMITED_MEMORY, PRESETS_BY_ESTIMATE
+from cfp.settings import (
+    COMPILED_TO_PREDICTED,
+    LIMITED_MEMORY,
+    PRESETS_BY_ESTIMATE,
+)
 from cfp.solution import Candidate, Profiles, Solution, predicted_ms
 
 
@@ -66,31 +76,34 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     ]
     if tight:
         searches.append((hoped, 1))
-    found: dict[Choice, float] = {}
-    for one, count in searches:
-        for best in best_solutions(one, count):
-            choice = whole_choice(analysis, one, best)
-            found.setdefault(choice, problem.cost_ms(best.picks))
+    found = dict.fromkeys(
+        whole_choice(analysis, one, best)
+        for one, count in searches
+        for best in best_solutions(one, count)
+    )
     if tight:
         named |= rematerialized(analysis, (problem, hoped), named)
     if not found:
         if not compiled:
             reserve = context.memory.reserve_bytes if context.memory else 0
             raise over_budget(analysis, problem, reserve)
-        lean = leanest_of(analysis, problem)
-        found[lean.choice] = lean.predicted_ms or 0.0
-    (choice, best_ms), *others = found.items()
-    rivals = [
-        Candidate(f"planned {number}", other, cost)
-        for number, (other, cost) in enumerate(others, 2)
-    ]
+        found = {leanest_of(analysis, problem).choice: None}
+    first, *others = found
+    around = {}
     if context.stand_in is not None:
+        known = {*found, *named.values()}
         around = planned_around(analysis, problem, profiles.presets)
-        rivals += [
-            Candidate(name, other, predicted_ms(analysis, problem, other))
-            for name, other in around.items()
-            if other not in {*found, *named.values()}
-        ]
+        around = {name: c for name, c in around.items() if c not in known}
+    candidates = [
+        Candidate("planned", first),
+        *(
+            Candidate(level_name(name, level), choice, level=level, is_preset=True)
+            for level in context.rules.levels
+            for name, choice in named.items()
+        ),
+        *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
+        *(Candidate(name, choice) for name, choice in around.items()),
+    ]
     # By estimates all are options; measured, under a budget, what needs less than it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
     unraced = {
@@ -99,9 +112,10 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         if name in CLASSICS and name not in named
     }
     return Solution(
-        Candidate("planned", choice, best_ms),
-        rivals=tuple(rivals),
-        presets=named,
+        [
+            replace(one, predicted_ms=predicted_ms(analysis, problem, one.choice))
+            for one in candidates
+        ],
         unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
@@ -121,7 +135,7 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
             f"There is no preset {name!r} for this program. There are: "
             f"{', '.join(known)}."
         )
-    return Solution(Candidate(name, known[name]))
+    return Solution([Candidate(name, known[name])])
 
 
 def _fastest(

@@ -8,33 +8,13 @@ from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
-from cfp.context import PlanContext
 from cfp.cost.memory import value_bytes
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, Solution, predicted_ms
-
-
-def candidates_of(
-    context: PlanContext, analysis: Analysis, solution: Solution
-) -> list[Candidate]:
-    """What a search found, and the presets; the best by prediction first."""
-    if solution.problem is None:
-        return [solution.best]
-    presets = [
-        Candidate(
-            level_name(name, level),
-            choice,
-            predicted_ms(analysis, solution.problem, choice),
-            level=level,
-        )
-        for level in context.rules.levels
-        for name, choice in solution.presets.items()
-    ]
-    return [solution.best, *presets, *solution.rivals]
+from cfp.solution import Candidate
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:

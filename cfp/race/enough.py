@@ -62,7 +62,7 @@ def limit_options(
     """
     fixed = size.peak_bytes - size.temp_bytes
     most = memory.device_bytes or 0
-    if not memory.limits_memory or most <= max(fixed, memory.budget_bytes):
+    if most <= max(fixed, memory.budget_bytes):
         return {}
     percent_bytes = (most - fixed) / 100
     asked = (memory.budget_bytes - fixed) / percent_bytes
@@ -114,11 +114,9 @@ def near_among(
     ]
 
 
-def raced_anyway(
-    candidates: Sequence[Candidate], presets: Collection[Choice]
-) -> set[Any]:
+def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
     """Keys of what takes part however slow it is: the plan, and the best preset."""
-    known = [one for one in candidates if one.choice in presets and one.predicted_ms]
+    known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
 
@@ -147,7 +145,6 @@ def enough_that_fit(
     memory: MemoryBudget | None,
     size_of: Callable[[Candidate], CompiledBytes | None],
     reach: Mapping[ConstraintLevel, float] | None,
-    presets: Collection[Choice] = (),
     known: Collection[Any] = (),
 ) -> Admitted:
     """Compiles candidates until enough of them fit.
@@ -159,7 +156,6 @@ def enough_that_fit(
         size_of: what a candidate needs by prediction, if that is known.
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
-        presets: choices of which the fastest is compiled however slow it is.
         known: keys of what was compiled before and fits: it is tried in any case.
     """
     found = Admitted()
@@ -184,7 +180,7 @@ def enough_that_fit(
             found.too_large.append(one)
     refused: set[Any] = set()
     first = [*candidates[:1], *(one for one, *_ in queue)]
-    anyway = {*known, *raced_anyway(first, presets)}
+    anyway = {*known, *raced_anyway(first)}
     while queue:
         queue.sort(key=lambda ways: expected_ms(ways[0]))
         first, allowed = [ways[0] for ways in queue], MOST_REFUSED - len(refused)

@@ -25,7 +25,6 @@ from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.profiling.key import Parts
-from cfp.race.candidates import candidates_of
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -63,7 +62,7 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
         DeviceError: none of them runs.
     """
     run = Run(context, analysis, solution)
-    candidates = candidates_of(context, analysis, solution)
+    candidates = solution.candidates
     described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
     decided_by = context.decided_by(solution.interrupted)
     if decided_by is DecidedBy.RACE:
@@ -72,7 +71,7 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     rows = tuple(not_run(candidates)) if described else ()
     counts = solution.counts
     if decided_by is not DecidedBy.COMPILER:
-        return RaceOutcome(winner=solution.best, rows=rows, counts=counts)
+        return RaceOutcome(winner=candidates[0], rows=rows, counts=counts)
     if described:
         counts = {**counts, "memory_compiled": 1}
     fits = _first_that_fits(run, candidates)
@@ -84,7 +83,7 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
 # ---------------------------------------------------------------------- whole programs
 
 
-def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
+def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     known, asked = run.remember(candidates)
@@ -113,7 +112,7 @@ def _whole_race(run: Run, candidates: list[Candidate]) -> RaceOutcome:
     return run.outcome(best, rows, run.built.get(best.name), counts)
 
 
-def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceResult:
+def _first_that_fits(run: Run, candidates: Sequence[Candidate]) -> RaceResult:
     """The best by prediction whose whole program, compiled, fits in memory."""
     known, _ = run.remember(candidates)
     refused: list[RaceResult] = []
@@ -127,7 +126,7 @@ def _first_that_fits(run: Run, candidates: list[Candidate]) -> RaceResult:
 # ------------------------------------------------------------------ truncated programs
 
 
-def _truncated_race(run: Run, candidates: list[Candidate]) -> RaceOutcome | None:
+def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | None:
     """Truncated programs, and after them whole the first that runs of the fastest.
 
     None under a budget: only whole programs say what they need. Whether one fits into

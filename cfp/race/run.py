@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -35,23 +35,20 @@ SECOND: Parts = (("race", "with other compiler options"),)
 
 
 def second_race(
-    field: Sequence[RaceResult],
-    options: Mapping[str, Mapping[str, str]],
-    presets: Collection[Choice],
+    field: Sequence[RaceResult], options: Mapping[str, Mapping[str, str]]
 ) -> tuple[list[Candidate], list[Candidate]]:
     """What races again: leaders, what is close to the first, the best preset.
 
     Args:
         field: the first race.
-        options: of the compiler, by name.
-        presets: choices of which the best has what leaders have, or a ratio to it
-            would mislead.
+        options: of the compiler, by name. The best preset gets them as leaders do, or
+            a ratio to it would mislead.
 
     Returns:
         Those, and variants of leaders with options; nothing if there are no variants.
     """
     ranked = sorted(field, key=time_ms)
-    known = [one for one in ranked if one.candidate.choice in presets][:1]
+    known = [one for one in ranked if one.candidate.is_preset][:1]
     ran = [one for one in ranked if one.ran]
     # The plan may be a preset: one program, under two names.
     distinct = {one.candidate.key: one for one in reversed(ran)}
@@ -98,10 +95,6 @@ class Run:
             built=self.built,
         )
 
-    @property
-    def presets(self) -> set[Choice]:
-        return set(self.solution.presets.values())
-
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """What candidates need, and which cannot race."""
         environment = self.context.environment
@@ -133,7 +126,7 @@ class Run:
         few = rules.compiler_options or rules.estimates
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        first, new = second_race(raced, rules.compiler_options, self.presets)
+        first, new = second_race(raced, rules.compiler_options)
         if not new or context.agreement.is_over(context.end):
             return Ranking((), raced)
         names = {one.name for one in first}
@@ -189,7 +182,6 @@ class Run:
             memory=self.context.memory,
             size_of=lambda one: predicted_size(analysis, problem, one.choice),
             reach=None if one_is_enough else self.context.rules.reach,
-            presets=self.presets,
             known=known,
         )
 
@@ -244,11 +236,14 @@ class Run:
         asked = question(context, programs)
         answer = answer_to(asked, context.store)
         near = self.near_among(candidates)
-        return known_to_fit(context, self.analysis, problem, near, answer), asked
+        known = known_to_fit(context, self.analysis, problem, near, answer)
+        presets = {one.choice for one in candidates if one.is_preset}
+        known = [replace(one, is_preset=one.choice in presets) for one in known]
+        return known, asked
 
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
-        anyway = raced_anyway(candidates, self.presets)
+        anyway = raced_anyway(candidates)
         return near_among(candidates, anyway, self.context.rules.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
-from cfp.presets.classics import CLASSICS
 from cfp.profiling.builder import Built
 from cfp.profiling.marks import Marks
 from cfp.profiling.processes import Agreement
@@ -256,8 +255,8 @@ class Ranking:
         """
 
         def complexity(one: RaceResult) -> tuple[bool, int, float]:
-            is_preset = one.name.partition(", ")[0] in CLASSICS
-            return not is_preset, len(one.candidate.options), one.time_ms
+            candidate = one.candidate
+            return not candidate.is_preset, len(candidate.options), one.time_ms
 
         return min(self.ties, key=complexity, default=None)
 

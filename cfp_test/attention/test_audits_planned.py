@@ -81,7 +81,7 @@ def planned(ranks, kernel, folder, in_attention=TOKENS):
         strategies.append((AxisChoice(factor),))
     choice = Choice(tuple(strategies), (Storage.USED,) * len(frame.groups))
     kernels = tuple((s.index, kernel) for s in analysis.segments)
-    solution = Solution(Candidate("by hand", replace(choice, kernels=kernels)))
+    solution = Solution([Candidate("by hand", replace(choice, kernels=kernels))])
     settings = cfp.PlannerSettings(race=False)
     with open_context(mesh, folder, None, settings) as context:
         plan, _ = decide(context, analysis, solution)

@@ -170,7 +170,7 @@ class Pair:
             choice = replace(choice, kernels=kernels)
         settings = PlannerSettings(race=False)
         with open_context(self.mesh, self.folder, None, settings) as context:
-            solution = Solution(Candidate(row["preset"], choice))
+            solution = Solution([Candidate(row["preset"], choice)])
             plan, _ = decide(context, analysis, solution)
         plan = replace(plan, step=session.step)
         found: dict[str, Any] = {

@@ -131,11 +131,7 @@ def known(analysis, tmp_path):
         return record.choice
 
     def found(budget_bytes, answer=None, device_bytes=None, told=()):
-        memory = MemoryBudget(
-            budget_bytes=budget_bytes,
-            device_bytes=device_bytes,
-            limits_memory=bool(device_bytes),
-        )
+        memory = MemoryBudget(budget_bytes=budget_bytes, device_bytes=device_bytes)
         context: Any = SimpleNamespace(
             memory=memory,
             store=store,

@@ -1,5 +1,6 @@
 """The one rule of who races, on made-up sizes: what is compiled, and when it ends."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,15 +56,18 @@ class Compiler:
         )
 
 
-def admit(sizes, times, *, predicted=None, limits=True, stubborn=(), **how):
+def admit(
+    sizes, times, *, predicted=None, limits=True, stubborn=(), presets=True, **how
+):
     """What becomes of programs that need some bytes and should take some time."""
     compiler = Compiler(sizes, stubborn)
-    candidates = [candidate(name, times[name]) for name in sizes]
+    first, *others = (candidate(name, times[name]) for name in sizes)
+    candidates = [first, *(replace(one, is_preset=presets) for one in others)]
     memory = MemoryBudget(
-        budget_bytes=BUDGET, device_bytes=10 * BUDGET, limits_memory=limits
+        budget_bytes=BUDGET, device_bytes=10 * BUDGET if limits else None
     )
     expected = sizes if predicted is None else predicted
-    how = {"reach": REACH, "presets": [c.choice for c in candidates[1:]], **how}
+    how = {"reach": REACH, **how}
     found = enough_that_fit(
         candidates,
         compiler,
@@ -148,7 +152,7 @@ def test_with_fewer_constraints_a_choice_needs_no_less():
     found = enough_that_fit(
         both,
         compiler,
-        memory=MemoryBudget(budget_bytes=100, device_bytes=999, limits_memory=True),
+        memory=MemoryBudget(budget_bytes=100, device_bytes=999),
         size_of=lambda one: split(compiler.sizes[one.name]),
         reach=REACH,
     )
@@ -215,7 +219,7 @@ def test_without_a_race_one_that_fits_is_enough():
 
 def test_what_has_no_prediction_may_win():
     sizes = {"planned": 90, "unknown": 80}
-    found, _ = admit(sizes, {"planned": 10.0, "unknown": None}, presets=())
+    found, _ = admit(sizes, {"planned": 10.0, "unknown": None}, presets=False)
     assert fitting(found) == {"planned", "unknown"}
 
 

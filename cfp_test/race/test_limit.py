@@ -8,7 +8,6 @@ from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.enough import limit_options, may_fit
 from cfp.search.problem import scale_memory
-from cfp.settings import defaults_of
 from cfp_test.search.drawn import problems
 
 GIB = 2**30
@@ -25,11 +24,10 @@ def compiled(fixed_gib, temp_gib):
     )
 
 
-def room(budget_gib, platform="gpu", device_gib=100):
+def room(budget_gib, device_gib=100):
     return MemoryBudget(
         budget_bytes=int(budget_gib * GIB),
         device_bytes=device_gib and device_gib * GIB,
-        limits_memory=defaults_of(platform).limits_memory,
     )
 
 
@@ -67,7 +65,6 @@ def test_small_programs_need_no_more_than_the_smallest_share():
 @pytest.mark.parametrize(
     "elsewhere",
     [
-        room(52, platform="cpu"),
         room(52, device_gib=None),
         room(100),  # The compiler reckons with that anyway.
         room(52, device_gib=10),

@@ -11,6 +11,7 @@ import cfp
 from cfp import api
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
+from cfp.passes.search import search
 from cfp.presets.classics import CLASSICS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -316,16 +317,21 @@ def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
 ):
     """A rival that is much faster by prediction, and abridged, keeps others out."""
     search, ratios_of = api.search, truncated.Truncated.ratios_of
-    rivals, own_ms, places = [], [], {}
+    rivals = []
 
     def with_rival(context, analysis, profiles):
         found = search(context, analysis, profiles)
-        presets = dict(found.presets)
-        best = replace(found.best, choice=presets.pop("data_parallel"))
-        rivals[:] = [presets.pop("tensor_parallel")]
-        own_ms[:] = [best.predicted_ms]
-        rival = Candidate("rival", rivals[0], 0.3 * best.predicted_ms)
-        return replace(found, best=best, rivals=(rival,), presets=presets)
+        presets = {one.name: one for one in found.candidates if one.is_preset}
+        own, rival = presets.pop("data_parallel"), presets.pop("tensor_parallel")
+        rivals[:] = [rival.choice]
+        own_ms = own.predicted_ms
+        others = [
+            replace(one, predicted_ms=own_ms * (1.02 + 0.02 * place))
+            for place, one in enumerate(presets.values())
+        ]
+        fast = Candidate("rival", rival.choice, 0.3 * own_ms)
+        best = replace(own, name="planned", is_preset=False)
+        return replace(found, candidates=[best, *others, fast])
 
     def scaled(self, choice):
         found = ratios_of(self, choice)
@@ -335,10 +341,6 @@ def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
     monkeypatch.setattr(api, "search", with_rival)
     monkeypatch.setattr(truncated.Truncated, "ratios_of", scaled)
 
-    def a_little_slower(analysis, problem, choice):
-        return own_ms[0] * (1.02 + 0.02 * places.setdefault(choice, len(places)))
-
-    monkeypatch.setattr("cfp.race.candidates.predicted_ms", a_little_slower)
     failed = whole_fails(1)
     made = plan(cache_dir=tmp_path, reach=1.1)
     assert failed and made.winner != "rival"
@@ -386,14 +388,14 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     def predicted(analysis, problem, choice):
         return known.get(choice, CompiledBytes(temp_bytes=2**31))
 
-    candidates_of = story.candidates_of
-
-    def seen(context, analysis, solution):
-        known[solution.presets["data_parallel"]] = None
-        return candidates_of(context, analysis, solution)
+    def seen(*how):
+        solution = search(*how)
+        named = {one.name: one.choice for one in solution.candidates}
+        known[named["data_parallel"]] = None
+        return solution
 
     monkeypatch.setattr(steps, "predicted_size", predicted)
-    monkeypatch.setattr(story, "candidates_of", seen)
+    monkeypatch.setattr("cfp.api.search", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}
     assert notes["data_parallel"] == ""
@@ -417,7 +419,7 @@ def test_a_plan_that_is_a_preset_takes_one_leaders_place():
         (Candidate("tensor_parallel", "a third"), 11.0),
     ]
     options = defaults_of("gpu").compiler_options
-    first, new = second_race([timed(e, ms) for e, ms in field], options, ())
+    first, new = second_race([timed(e, ms) for e, ms in field], options)
     varied = {one.name.partition(",")[0] for one in new}
     assert varied == {"planned", "data_parallel"}
     asked = [*first, *new]
@@ -426,12 +428,12 @@ def test_a_plan_that_is_a_preset_takes_one_leaders_place():
 
 def test_no_two_programs_of_a_race_have_one_name():
     """Programs are known by the names of candidates, from one race to the next."""
-    memory = MemoryBudget(budget_bytes=40, device_bytes=120, limits_memory=True)
+    memory = MemoryBudget(budget_bytes=40, device_bytes=120)
     limits = limit_options(memory, CompiledBytes(argument_bytes=10, temp_bytes=40))
     limited = with_options([Candidate("one", "a choice", 9.0)], limits)
     assert len({one.key for one in limited}) == 3
     options = defaults_of("gpu").compiler_options
-    first, new = second_race([timed(e) for e in limited], options, ())
+    first, new = second_race([timed(e) for e in limited], options)
     asked = [*first, *new]
     names = [one.name for one in asked]
     assert len(set(names)) == len(names) == len({one.key for one in asked})

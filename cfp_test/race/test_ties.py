@@ -36,7 +36,8 @@ def test_what_is_far_apart_is_never_a_tie(seed, noise, count):
 
 def entrant(name, samples, options=(), fits=True):
     record = ProfileRecord(key=name, parts=(), status="ok", samples_ms=tuple(samples))
-    one = Candidate(name, Choice((), ()), options=dict(options))
+    is_preset = name != "planned"
+    one = Candidate(name, Choice((), ()), options=dict(options), is_preset=is_preset)
     return result_of(one, record, fits=fits)
 
 

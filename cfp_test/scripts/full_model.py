@@ -60,10 +60,8 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.candidates import level_name
 from cfp.race.programs import RaceOutcome
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, predicted_ms
 from cfp.targets import Target
 from cfp_test.scripts.full_figures import (
     best_presets,
@@ -142,16 +140,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
         with _compilation_cache(options.workdir, mesh):
             plan, _ = decide(context, analysis, solution)
         lap("race")
-        presets = {
-            level_name(name, level): Candidate(
-                level_name(name, level),
-                choice,
-                predicted_ms(analysis, solution.problem, choice),
-                level=level,
-            )
-            for level in context.rules.levels
-            for name, choice in solution.presets.items()
-        }
+        presets = {one.name: one for one in solution.candidates if one.is_preset}
         environment = dict(context.environment)
     step, out_tree = session.step, session.lowering.out_tree
     chosen = {plan.winner: plan}

@@ -3,9 +3,9 @@
     python cfp_test/scripts/same_plans.py run --json FILE [--models gpt] [--ways W]
     python cfp_test/scripts/same_plans.py join BEFORE AFTER --json FILE
 
-Every model on x=4 and x=2,y=2, without a budget and with 60 % and 35 % of what data
-parallelism needs, in two ways: as virtual devices plan by default, by estimates, and by
-measuring and racing as GPUs do. Times follow from compiled programs
+Every model on x=4 and x=2,y=2, without a budget and with 90, 75, 60 and 35 % of what
+data parallelism needs, in two ways: as virtual devices plan by default, by estimates,
+and by measuring and racing as GPUs do. Times follow from compiled programs
 (`cfp_test/injected.py`), so that the same choices have the same times and no plan is
 decided by how busy the machine is. Rows are added to the JSON as they come, and those
 that it has are not made again. Run it in a clone of each commit. `join` puts two files
@@ -30,14 +30,20 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 _SMALL = {"vocab": 256, "seq": 32, "hidden": 64, "layers": 2, "heads": 4, "batch": 16}
+# Larger ones, of which sharded and rematerialized plans fit in less than others.
+_LARGER = {**_SMALL, "seq": 64, "hidden": 128, "layers": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": _SMALL,
     "moe": {**_SMALL, "experts": 4, "expert_group_size": 128},
     "bert": _SMALL,
     "llama": _SMALL,
+    "gpt larger": _LARGER,
+    "moe larger": {**_LARGER, "experts": 4, "expert_group_size": 128},
+    "bert larger": _LARGER,
+    "llama larger": _LARGER,
 }
 MESHES = ((("x", 4),), (("x", 2), ("y", 2)))
-SHARES = (None, 0.6, 0.35)
+SHARES = (None, 0.9, 0.75, 0.6, 0.35)
 WAYS: dict[str, dict[str, Any]] = {
     "estimates": {"race": False},
     # As on GPUs, but for the options of their compiler.
@@ -87,7 +93,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
         built[0] += event.endswith("backend_compile_duration")
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    step, args = build(model, **MODELS[model])
+    step, args = build(model.split()[0], **MODELS[model])
     names, sizes = zip(*axes, strict=True)
     mesh = jax.make_mesh(sizes, names)
     settings = dict(WAYS[way])

@@ -190,7 +190,7 @@ def verify(
             winner=rivals[rest.index(best)],
             result=best,
             peak_bytes=best.peak_bytes,
-            built=built.get(best.name),
+            built=built.get(best.program.identity),
             rows=rows,
             counts={"verified": 1.0, "race_seconds": time.monotonic() - started},
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +35,7 @@ class Builder:
         end: from this moment on (`time.monotonic`) nothing else is compiled, once one
             program is that fits, and none is timed again.
         options: how to build and to time.
-        built: compiled programs by name: used, and added to.
+        built: compiled programs by identity: used, and added to.
     """
 
     program: Program
@@ -81,9 +80,7 @@ def build_each(
     They are built side by side, each once. Where time is over what fits is enough, of
     truncated programs by the scaled memory; the others are left out.
     """
-    wanted: dict[str, list[RaceProgram]] = defaultdict(list)
-    for one in programs:
-        wanted[one.job.key.digest].append(one)
+    wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
         return {}
     mesh, built, options = builder.mesh, builder.built, builder.options
@@ -98,35 +95,31 @@ def build_each(
     done: list[str] = []
     too_large: list[str] = []
 
-    def known(digest: str) -> Built | None:
-        names = (one.name for one in wanted[digest])
-        return next((built[name] for name in names if name in built), None)
-
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         # Several processes have clocks of their own.
         enough = done or len(too_large) >= MOST_REFUSED
         if agreement.alone and enough and time.monotonic() > builder.end:
             return None
-        one = wanted[digest][-1]
-        if (ready := known(digest)) is not None:
+        one = wanted[digest]
+        if (ready := built.get(one.identity)) is not None:
             outcome = replace(ready, key=one.job.key)
         else:
             where = one.place or (builder.program, mesh)
             with marks.doing(one.job.key, one.job.label, "build"):
                 outcome = build(*where, one.job, environment)
         if isinstance(outcome, Built):
-            built.update(dict.fromkeys((p.name for p in wanted[digest]), outcome))
+            built[one.identity] = outcome
             needed = one.ratios.memory * outcome.peak_bytes
             large = most_bytes is not None and needed > most_bytes
             (too_large if large else done).append(digest)
         return outcome
 
-    there = {digest for digest in wanted if known(digest)}
+    there = {digest for digest, one in wanted.items() if one.identity in built}
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
     with cache, builders(marks.at_once(wanted, most)) as pool:
         outcomes = pool.map(with_settings(build_in_time), wanted)
-        for digest, (*_, one) in wanted.items():
+        for digest, one in wanted.items():
             if digest not in there:
                 options.tell(f"compiling {one.job.label}")
             if (outcome := next(outcomes)) is None:

@@ -22,7 +22,13 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import with_options
-from cfp.race.programs import RaceResult
+from cfp.race.programs import (
+    LIMITED_ONCE,
+    MANY_REFUSED,
+    TOO_FAR,
+    TOO_LARGE,
+    RaceResult,
+)
 from cfp.settings import (
     COMPILED_TO_PREDICTED,
     LIMITED_MEMORY_AT_LEAST,
@@ -114,11 +120,15 @@ def near_among(
     ]
 
 
-def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
-    """Keys of what takes part however slow it is: the plan, and the best preset."""
+def best_preset(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest preset by prediction; none where nothing is predicted of any."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
-    best = sorted(known, key=expected_ms)[:1]
-    return {one.key for one in (*candidates[:1], *best)}
+    return sorted(known, key=expected_ms)[:1]
+
+
+def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
+    """Keys of what races however slow it is: the plan, and the best preset."""
+    return {one.key for one in (*candidates[:1], *best_preset(candidates))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +138,12 @@ class Admitted:
     Attributes:
         fitting: compiled, and they fit.
         refused: compiled, and they do not fit or fail, with the reasons.
-        far: too far behind, so that they were not compiled.
-        too_large: predicted not to fit, so that they were not compiled.
+        left: not compiled, with the reasons.
     """
 
     fitting: list[RaceResult] = field(default_factory=list)
     refused: list[RaceResult] = field(default_factory=list)
-    far: list[Candidate] = field(default_factory=list)
-    too_large: list[Candidate] = field(default_factory=list)
+    left: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
 def enough_that_fit(
@@ -156,12 +164,12 @@ def enough_that_fit(
         size_of: what a candidate needs by prediction, if that is known.
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
-        known: keys of what was compiled before and fits: it is tried in any case.
+        known: keys of what was compiled before and fits.
     """
     found = Admitted()
     # Ways to compile a candidate: the next, and tighter limits, should that not fit.
     queue = list[list[Candidate]]()
-    limited = set[Choice]()  # With fewer constraints each needs no less.
+    limited = set[Choice]()  # Choices that are compiled with the memory limit.
     for place, one in enumerate(candidates):
         # The plan is compiled as it is, and what is known to fit needs no prediction.
         is_sure = not place or one.options or one.key in known
@@ -170,28 +178,25 @@ def enough_that_fit(
         if memory is not None and size is not None:
             is_large = size.peak_bytes * COMPILED_TO_PREDICTED > memory.budget_bytes
             if not may_fit(memory, size):
-                ways = []
-            elif is_large and (limits := limit_options(memory, size)):
-                ways = with_options([one], limits) if one.choice not in limited else []
+                found.left.append((one, TOO_LARGE))
+                continue
+            if is_large and (limits := limit_options(memory, size)):
+                if one.choice in limited:
+                    # At another constraint level a choice needs as much.
+                    found.left.append((one, LIMITED_ONCE))
+                    continue
+                ways = with_options([one], limits)
                 limited.add(one.choice)
-        if ways:
-            queue.append(ways)
-        else:
-            found.too_large.append(one)
+        queue.append(ways)
+    always = {*known, *(one.key for one in candidates[:1])}
     refused: set[Any] = set()
-    first = [*candidates[:1], *(one for one, *_ in queue)]
-    anyway = {*known, *raced_anyway(first)}
     while queue:
         queue.sort(key=lambda ways: expected_ms(ways[0]))
-        first, allowed = [ways[0] for ways in queue], MOST_REFUSED - len(refused)
-        near = []
-        if reach is not None and allowed > 0:
-            fitting = [made.candidate for made in found.fitting]
-            near = near_among(first, anyway, reach, fitting)
-        if not near and not found.fitting:
-            near = [one for one in first if allowed > 0 or one.key in known][:1]
-        elif memory is not None:
-            near = near[:allowed]
+        fitting = [made.candidate for made in found.fitting]
+        # What was refused as it is, and fits with the memory limit, fits.
+        failed = refused - {(one.choice, one.level) for one in fitting}
+        allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
+        near = _next([ways[0] for ways in queue], fitting, always, allowed, reach)
         if not near:
             break
         tried = [ways for ways in queue if ways[0] in near]
@@ -213,7 +218,34 @@ def enough_that_fit(
             if ways:
                 queue.append(ways)
                 limited.add(one.choice)
-        fitting = (made.candidate for made in found.fitting)
-        refused -= {(one.choice, one.level) for one in fitting}
-    found.far.extend(one for one, *_ in queue)
+    rest = [one for one, *_ in queue]
+    fitting = [made.candidate for made in found.fitting]
+    near = near_among(rest, (), reach, fitting) if reach is not None else []
+    found.left.extend((one, MANY_REFUSED if one in near else TOO_FAR) for one in rest)
     return found
+
+
+def _next(
+    rest: Sequence[Candidate],
+    fitting: Sequence[Candidate],
+    always: Collection[Any],
+    allowed: int,
+    reach: Mapping[ConstraintLevel, float] | None,
+) -> list[Candidate]:
+    """What to compile next.
+
+    Args:
+        rest: what is not compiled yet, the fastest first.
+        fitting: what is compiled and fits.
+        always: keys of what is compiled in any case: the plan, and what is known to
+            fit.
+        allowed: how many may be compiled, these included, if they are no more.
+        reach: as for :func:`enough_that_fit`.
+    """
+    first = [one for one in rest if one.key in always]
+    if reach is None:
+        return [] if fitting else [*(rest if allowed else first)][:1]
+    preset = [] if any(one.is_preset for one in fitting) else best_preset(rest)
+    near = [*preset, *near_among(rest, (), reach, fitting)]
+    others = {one.key: one for one in near if one not in first}
+    return [*first, *others.values()][: max(allowed, len(first))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.key import Parts
+from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.program.graph import Program
 from cfp.race.truncated import WHOLE, Ratios, Truncated
@@ -39,6 +39,12 @@ class RaceProgram:
     def name(self) -> str:
         """What it is called in the table."""
         return self.candidate.name
+
+    @property
+    def identity(self) -> str:
+        """What tells compiled programs apart, in whatever race they are."""
+        parts = self.job.key.parts
+        return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,8 @@ UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
 SLOWER = "estimated to be slower than the presets that race"
 UNTRIED = "not tried: with other compiler options it does not run whole"
+MANY_REFUSED = "not compiled, since so many others do not fit"
+LIMITED_ONCE = "not compiled: with all constraints it is, with the memory limit"
 _NOT_RUN = "estimated; nothing was compiled or run"
 
 
@@ -203,18 +211,14 @@ def race_row(result: RaceResult) -> RaceRow:
     )
 
 
-def left_out(candidates: Iterable[Candidate], why: str) -> list[RaceRow]:
-    """Candidates that were not raced, as a plan keeps them."""
-    return [
-        RaceRow(name=one.name, predicted_ms=one.predicted_ms, note=why)
-        for one in candidates
-    ]
+def left_out(candidate: Candidate, why: str) -> RaceRow:
+    """A candidate that was not raced, as a plan keeps it."""
+    return RaceRow(name=candidate.name, predicted_ms=candidate.predicted_ms, note=why)
 
 
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
     """What comes of a race whose times are predictions of whole steps."""
     won = outcome.result
-    # Candidates that came out as one program have one race's samples in common.
     first = {row.samples_ms: row.name for row in reversed(outcome.rows)}
     first |= {won.samples_ms: won.name} if won is not None and won.ran else {}
     rows = [
@@ -226,7 +230,7 @@ def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
             time_ms=None,
             note=row.note
             if row.note or first[row.samples_ms] == row.name
-            else f"the same program as {first[row.samples_ms]}",
+            else f"the same prediction as {first[row.samples_ms]}",
         )
         if row.time_ms is not None
         else replace(row, rung="estimated", samples_ms=())
@@ -244,5 +248,8 @@ def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
 
 def not_run(candidates: Sequence[Candidate]) -> list[RaceRow]:
     """Candidates for devices that are not there, as a plan keeps them."""
-    every = [c for c in candidates if c.level is ConstraintLevel.EVERYTHING]
-    return [replace(row, rung="estimated") for row in left_out(every, _NOT_RUN)]
+    return [
+        replace(left_out(one, _NOT_RUN), rung="estimated")
+        for one in candidates
+        if one.level is ConstraintLevel.EVERYTHING
+    ]

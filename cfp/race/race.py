@@ -87,12 +87,11 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     known, asked = run.remember(candidates)
-    fitting, refused, too_large, far = [], [], [], []
+    fitting, refused, left = [], [], []
     ranking = Ranking((), ())
     for made in run.attempts(candidates, known):
         refused += made.refused
-        too_large += made.too_large
-        far = made.far
+        left = made.left
         if made.fitting:
             fitting += [one.candidate for one in made.fitting]
             ranking = run.rank(fitting)
@@ -105,11 +104,10 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
         keep_answer(asked, run.context.store, [job.choice for job in jobs], samples_ms)
     if best is None:
         raise run.nothing_fits(results)
-    rows = [race_row(result) for result in results]
-    rows += [*left_out(far, TOO_FAR), *left_out(too_large, TOO_LARGE)]
+    rows = [*map(race_row, results), *(left_out(one, why) for one, why in left)]
     others = len({one.samples_ms for one in ranking.ties}) - 1
     counts = {"ties": others} if others else {}
-    return run.outcome(best, rows, run.built.get(best.name), counts)
+    return run.outcome(best, rows, run.built.get(best.program.identity), counts)
 
 
 def _first_that_fits(run: Run, candidates: Sequence[Candidate]) -> RaceResult:
@@ -150,7 +148,6 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     short = truncate(run.analysis, problem, [one.choice for one in near], kept)
     if short is None:
         return None
-    run.built.clear()
     ranking = run.rank(near, short)
     if ranking.best is None:
         return None
@@ -166,13 +163,14 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         return None
     rows = [_row(one, refused) for one in ranking.results]
     far = [one for one in left if one not in near]
-    rows += [*left_out(far, TOO_FAR), *left_out(large, TOO_LARGE)]
+    rows += [left_out(one, TOO_FAR) for one in far]
+    rows += [left_out(one, TOO_LARGE) for one in large]
     counts = {
         "segments": len(run.analysis.segments),
         "segments_raced": len(short.programs[won.candidate.choice].segments),
         "winner_seconds": time.perf_counter() - timed,
     }
-    return run.outcome(won, rows, run.built.get(won.name), counts)
+    return run.outcome(won, rows, run.built.get(won.program.identity), counts)
 
 
 def _late_answer(
@@ -236,5 +234,5 @@ def _row(short: RaceResult, refused: _Refused) -> RaceRow:
     one = short.candidate
     whole = refused.get((one.choice, one.level), short)
     if whole.candidate.key != one.key:
-        return left_out([one], UNTRIED)[0]
+        return left_out(one, UNTRIED)
     return replace(race_row(whole), name=one.name)

@@ -130,8 +130,9 @@ class Run:
         if not new or context.agreement.is_over(context.end):
             return Ranking((), raced)
         names = {one.name for one in first}
-        for name in self.built.keys() - names:
-            del self.built[name]
+        kept = {one.program.identity for one in raced if one.name in names}
+        for identity in self.built.keys() - kept:
+            del self.built[identity]
         again = self.time([*first, *new], rules.rounds, SECOND, truncated)
         # What was not among the leaders has lost already, at another time.
         return Ranking(again, [one for one in raced if one.name not in names])
@@ -157,15 +158,15 @@ class Run:
         found = self._admit([*new, *known], keys, one_is_enough)
         yield found
         refused = found.refused
-        if self.context.memory is None and found.far and not one_is_enough:
-            found = self._admit(found.far)
+        if self.context.memory is None and found.left and not one_is_enough:
+            found = self._admit([one for one, _ in found.left])
             yield found
             refused = [*refused, *found.refused]
         for find in (self.smaller, self._limited):
             for one in find(refused):
                 [made] = self.compile_all([one])
                 fitting, large = ([made], []) if made.may_race else ([], [made])
-                yield Admitted(fitting, large, found.far)
+                yield Admitted(fitting, large, found.left)
                 refused = [*refused, *large]
 
     def _admit(

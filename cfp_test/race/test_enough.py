@@ -12,6 +12,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.enough import MEMORY_SHARE, enough_that_fit
+from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 
@@ -86,17 +87,23 @@ def fitting(found):
     return bases(made.candidate for made in found.fitting)
 
 
+def left(found, why):
+    return [one for one, reason in found.left if reason == why]
+
+
 def test_what_fits_and_is_in_reach_is_compiled_and_nothing_else():
     sizes = {"planned": 90, "near": 80, "far": 70}
     found, asked = admit(sizes, {"planned": 10.0, "near": 10.9, "far": 12.0})
     assert asked == ["planned", "near"] and fitting(found) == {"planned", "near"}
-    assert bases(found.far) == {"far"}
+    assert bases(left(found, TOO_FAR)) == {"far"}
 
 
 def test_the_best_preset_is_compiled_however_slow():
     sizes = {"planned": 90, "slow": 80, "slower": 70}
     found, _ = admit(sizes, {"planned": 10.0, "slow": 20.0, "slower": 30.0})
-    assert fitting(found) == {"planned", "slow"} and bases(found.far) == {"slower"}
+    assert fitting(found) == {"planned", "slow"} and bases(left(found, TOO_FAR)) == {
+        "slower"
+    }
 
 
 def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():
@@ -141,7 +148,7 @@ def test_without_a_memory_limit_it_is_compiled_as_it_is():
 def test_what_cannot_fit_is_not_compiled():
     sizes = {"planned": 90, "huge": 200}
     found, asked = admit(sizes, {"planned": 10.0, "huge": 1.0})
-    assert asked == ["planned"] and bases(found.too_large) == {"huge"}
+    assert asked == ["planned"] and bases(left(found, TOO_LARGE)) == {"huge"}
 
 
 def test_with_fewer_constraints_a_choice_needs_no_less():
@@ -159,7 +166,7 @@ def test_with_fewer_constraints_a_choice_needs_no_less():
     fitting = [made.candidate for made in found.fitting]
     levels = {one.level for one in fitting if MEMORY_SHARE in one.options}
     assert levels == {ConstraintLevel.EVERYTHING}
-    assert found.too_large == [less]
+    assert found.left == [(less, LIMITED_ONCE)]
 
 
 def test_faster_rivals_that_do_not_fit_take_no_presets_place():
@@ -186,7 +193,7 @@ def test_what_was_out_of_reach_of_something_too_large_is_compiled():
     assert fitting(found) == {"planned", "near"}
     assert bases(made.candidate for made in found.refused) == {"hoped"}
     found, _ = admit(sizes, times)
-    assert "near" not in fitting(found) and bases(found.far) >= {"far"}
+    assert "near" not in fitting(found) and bases(left(found, TOO_FAR)) >= {"far"}
 
 
 def test_it_ends_when_too_many_do_not_fit():
@@ -195,7 +202,38 @@ def test_it_ends_when_too_many_do_not_fit():
     predicted = dict.fromkeys(sizes, 90)
     found, asked = admit(sizes, times, predicted=predicted, limits=False)
     assert not found.fitting and len(asked) == MOST_REFUSED
-    assert len(found.far) == len(sizes) - MOST_REFUSED
+    assert len(left(found, MANY_REFUSED)) == len(sizes) - MOST_REFUSED
+
+
+@pytest.mark.parametrize("reach", [REACH, None])
+def test_the_plan_is_compiled_however_many_faster_ones_do_not_fit(reach):
+    faster = {f"p{n}": 10.0 + 0.01 * n for n in range(2 * MOST_REFUSED)}
+    sizes = {"planned": 90, **dict.fromkeys(faster, 120)}
+    predicted = {**dict.fromkeys(sizes, 95), "planned": 90}
+    times = {"planned": 20.0, **faster}
+    found, asked = admit(sizes, times, predicted=predicted, limits=False, reach=reach)
+    assert fitting(found) == {"planned"} and len(asked) <= MOST_REFUSED + 1
+    # They are faster by prediction, and were not tried.
+    assert reach is None or bases(left(found, MANY_REFUSED)) < faster.keys()
+
+
+def test_all_that_is_known_to_fit_is_tried():
+    sizes = {"planned": 120, **{f"p{n}": 120 for n in range(2 * MOST_REFUSED)}}
+    sizes |= {"known": 90, "known too": 80}
+    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
+    known = {candidate(name, times[name]).key for name in ("known", "known too")}
+    predicted = dict.fromkeys(sizes, 90)
+    found, _ = admit(sizes, times, predicted=predicted, limits=False, known=known)
+    assert fitting(found) == {"known", "known too"}
+
+
+def test_one_preset_races_where_the_best_does_not_fit():
+    sizes = {"planned": 90, "best": 120, "next": 80, "last": 70}
+    times = {"planned": 10.0, "best": 15.0, "next": 20.0, "last": 30.0}
+    predicted = {**sizes, "best": 90}
+    found, asked = admit(sizes, times, predicted=predicted, limits=False)
+    assert fitting(found) == {"planned", "next"}
+    assert asked == ["planned", "best", "next"]
 
 
 @pytest.mark.parametrize("reach", [REACH, None])
@@ -238,9 +276,10 @@ def test_nothing_in_reach_of_the_fastest_that_fits_is_left_out(others, limits):
     for name, size in sizes.items():
         if size <= BUDGET and times[name] <= best_ms:
             assert name in plain
-    for one in found.far:
+    for one in left(found, TOO_FAR):
         assert one.predicted_ms > best_ms
-    every = [*found.far, *found.too_large, *(made.candidate for made in found.refused)]
+    every = [one for one, _ in found.left]
+    every += [made.candidate for made in found.refused]
     assert bases(every) | fitting(found) == set(sizes)
 
 

@@ -1,11 +1,12 @@
 """The one rule of which candidates are compiled, and how far down their list.
 
 What may be a candidate was decided before (:mod:`cfp.race.race`). Here all are sorted
-by predicted time, and the plan takes part in any case. Each is compiled as it is; or
-with the memory limit, where by prediction, or as compiled, it does not fit as it is,
-and the loosest with which it does; rematerialized ones are candidates of their own.
-That goes on until enough fit: all that are predicted to be within reach of the fastest
-that fits, and one preset. What cannot fit whatever the compiler does is not compiled.
+by predicted time; the plan, and what is known to fit, are compiled in any case. Each is
+compiled as it is; or with the memory limit, where by prediction, or as compiled, it
+does not fit as it is, and the loosest with which it does; rematerialized ones are
+candidates of their own. That goes on until enough fit: all that are predicted to be
+within reach of the fastest that fits, and one preset; or until `MOST_REFUSED` do not.
+What cannot fit whatever the compiler does is not compiled.
 
 The memory limit: XLA schedules what hides latency, and keeps what that makes, as far as
 a device's memory allows; what does not fit it rematerializes by itself, less of it and

@@ -156,7 +156,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     timed = time.perf_counter()
     ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
     won, refused = _first_whole(run, ranked, most_bytes)
-    # What kept others out of reach may not run: then these may be the fastest.
+    # Where the fastest by prediction do not run whole, others come within reach.
     rest = [one for one in left if (one.choice, one.level) not in refused]
     missed = refused and rest and any(c not in near for c in run.near_among(rest))
     if won is None or missed:

@@ -1,14 +1,13 @@
-"""Choices for a whole program that were compiled before, and what they need.
+"""What was compiled before of a whole program, and how earlier races ended.
 
-Memory is predicted, and compiled programs need a few percent more or less. What was
-compiled is known: of two budgets the plan for the smaller is known to fit into the
-larger, and the smallest that any compiled plan needs is a budget that does.
+A prediction of memory is off by a few percent; what a program needs that was compiled
+is known. Under another budget it races, too, if it fits: so a larger budget gives no
+slower plan, and an error names the least that any compiled program needs.
 
-A question that was asked before has its answer. Only times of one race compare, so that
-a race is run again if its programs are known from several: what each race measured is
-kept once more, under its set of programs and its budget. And what takes part under a
-budget depends on what was compiled for others meanwhile: what took part when the same
-was asked for is kept, too.
+What is asked for again has the same answer, and nothing runs for it. Only times of one
+race can be compared: what a race measured is kept under the set of its programs and
+its budget, besides a record of each program. Which earlier choices race depends on
+what was compiled meanwhile: those that did are kept with the answer.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Answer:
     """How a race ended that was asked for before.
 
     Attributes:
-        known: choices that took part because they were known to fit, in order, as
-            records have them.
+        known: choices that raced because they were known to fit, in order, as records
+            have them.
         time_ms: of the winner; infinite if nothing ran.
         ended: when that was, as in records.
     """
@@ -51,10 +50,10 @@ class Answer:
     ended: str
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
-        """Whether the fastest that ran since did not take part, and beats the winner.
+        """Whether what ran since may change the answer.
 
-        What was known then and did not is no news, however the clocks have drifted.
-        Where nothing ran anything else will do.
+        That is so if the fastest of it did not race then, and is clearly faster than
+        the winner; where nothing ran, if anything fits that did not race then.
 
         Args:
             records: of choices that fit.
@@ -152,18 +151,18 @@ def known_to_fit(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Choices that were compiled before and fit, the fastest; or else the leanest.
+    """The fastest choices that were compiled before and fit; if none, the leanest.
 
-    With them a plan is no worse than it was with less memory, and what an error names
-    as the smallest budget does (docs/decisions.md, "What was compiled is remembered").
+    They race, so that more memory gives no slower plan, and an error names a budget
+    that is known to do (docs/decisions.md, "What was compiled is remembered").
 
     Args:
         context: with a memory budget.
         analysis: of the program.
         problem: what predicts their times, or None.
         candidates: what may race anyway.
-        answer: how the race ended the last time. What took part then does so again, and
-            then the answer is known; unless something else has been faster since.
+        answer: how the race ended the last time. The same choices race again, which
+            needs no device then, unless something else has been faster since.
     """
     assert context.memory is not None, "without a budget everything known is raced"
     budget_bytes = context.memory.budget_bytes
@@ -175,7 +174,7 @@ def known_to_fit(
     ]
     present = {one.key for one in candidates}
     alike = {(one.choice, one.level) for one in candidates if not one.options}
-    # What is too large as it is leads nothing, to be raced with other options then.
+    # Variants of leaders race anyway; what is too large as it is does not lead.
     large = {
         (one.choice, one.level)
         for one, record in known

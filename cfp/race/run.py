@@ -122,7 +122,7 @@ class Run:
     ) -> Ranking:
         """How candidates do, and the leaders again, with other compiler options."""
         context, rules = self.context, self.context.rules
-        # Of a race after which leaders run again, or in which times say little.
+        # One turn is enough if leaders run again, or if times say little.
         few = rules.compiler_options or rules.estimates
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)

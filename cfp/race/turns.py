@@ -62,8 +62,9 @@ def race_programs(
     sat out takes part again: nothing wins by having sat out.
     Programs with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
-    A race that was run with this budget has its answer, whatever ran since; but what
-    failed since is out. What failed before is not tried again unless asked.
+    A race that was run before with as many turns and the same budget is not run again,
+    even if its programs ran in others since; what failed since is left out. What failed
+    before is not tried again unless asked.
 
     Args:
         builder: what compiles them, and where they run.
@@ -82,9 +83,12 @@ def race_programs(
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
 
     def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
-        # Times of two races do not compare. All of one ended at one moment.
-        ended = {r.created for digest, r in found.items() if digest not in out}
-        return len(found) == len(jobs) and len(ended) <= 1
+        # Times of two races do not compare. All of one ended at one moment, and what
+        # was the fastest ran in every turn.
+        ran = [record for digest, record in found.items() if digest not in out]
+        turns = max((len(record.samples_ms) for record in ran), default=rounds)
+        is_one = len({record.created for record in ran}) <= 1
+        return len(found) == len(jobs) and is_one and turns >= rounds
 
     records = next(filter(is_answer, (raced, known)), None)
     cached = records is not None
@@ -152,7 +156,9 @@ def _run_in_turn(
             break
         stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
         before = order
-        order = [d for d in ready if times[d] <= stay * best]
+        order = [d for d in ready if records[d].ok and times[d] <= stay * best]
+        if not order:
+            break
     ended = utc_now()
     return {
         d: replace(record, choice=by_key[d].job.choice, created=ended)

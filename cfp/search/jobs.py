@@ -144,7 +144,11 @@ def whole_job(
     """
     tuned = tuple(sorted((options or {}).items()))
     what = "abridged program" if abridged else "whole program"
-    environment = (*environment, ("what", f"{what}, raced"))
+    frame = analysis.frame
+    # A choice needs as much in two programs only if both give up the same memory.
+    given = repr((frame.program.alias, sorted(frame.pins.items())))
+    digest = hashlib.sha256(given.encode()).hexdigest()
+    environment = (*environment, ("what", f"{what}, raced"), ("arguments", digest))
     if tuned:
         environment = (*environment, ("options", repr([*tuned])))
     again, kernels, chosen = choice.remat, choice.kernels, ""
@@ -156,7 +160,7 @@ def whole_job(
         part = _whole(analysis)
         kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
         chosen = json.dumps(kept)
-    layout = lay_out(analysis.frame, choice)
+    layout = lay_out(frame, choice)
     constrained = _constrain(analysis, layout, part, again, kernels, level)
     job = _job(layout, part, constrained, environment, label)
     return replace(job, options=tuned, choice=chosen)

@@ -120,7 +120,8 @@ def test_what_turns_out_too_large_gets_the_memory_limit_then():
     assert asked.index("large") < asked.index("large, within the budget")
     assert fitting(found) == {"planned", "large"}
     # With it a step takes longer: it must be worth that.
-    found, asked = admit(sizes, {"planned": 10.0, "large": 10.9}, predicted=predicted)
+    times = {"planned": 10.0, "large": 10.9}
+    found, asked = admit(sizes, times, predicted=predicted, presets=False)
     assert not [name for name in asked if name.startswith("large, ")]
 
 

@@ -101,6 +101,18 @@ def test_what_is_of_no_use_is_left_out(known):
     assert found() == []
 
 
+@pytest.mark.parametrize("how", [{}, {"donate_argnums": 0}])
+def test_sizes_of_other_donated_arguments_are_left_out(analysis, known, mesh, how):
+    """Without donation the same choice needs more: its size says nothing."""
+    keep, _, found = known
+    step = flatten_step(STEP, ARGS, {}, **how)
+    program, _ = trace(step, mesh)
+    other = analyze(program, tuple(mesh.shape.items()))
+    choice = presets(other.frame)["data_parallel"]
+    keep(whole_job(other, choice, HERE, "data_parallel"), 10, 1.0)
+    assert len(found()) == (not how)
+
+
 def test_choices_of_another_version_are_left_out(known):
     keep, job, found = known
     data = json.loads(job("data_parallel").choice)

@@ -78,5 +78,9 @@ def test_one_program_under_two_names_is_told_where_samples_are_left_out():
     won, raced = contest[1], tuple(map(race_row, contest))
     outcome = RaceOutcome(winner=won.candidate, result=won, rows=raced)
     rows = as_predicted(outcome, "one device").rows
-    assert [row.note for row in rows] == ["the same program as data_parallel", "", ""]
+    assert [row.note for row in rows] == [
+        "the same prediction as data_parallel",
+        "",
+        "",
+    ]
     assert all(row.samples_ms == () and row.predicted_ms for row in rows)

@@ -273,6 +273,45 @@ def test_who_is_far_behind_sits_out(case, store, monkeypatch):
     assert turns == ["a", "b", "c", "b", "a", "a", "b"]
 
 
+def test_a_program_that_fails_runs_once(case, store, monkeypatch):
+    turns = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        turns.append(job.label)
+        if job.label == "b":
+            return built.record("out_of_memory", reason="boom")
+        return built.record("ok", samples_ms=[10.0], run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    where = {"program": case.program, "mesh": case.mesh, "store": store}
+    both = [entrant(case, name) for name in "ab"]
+    race_programs(Builder(**where), both, rounds=3)
+    assert turns == ["a", "b", "a", "a"]
+    turns.clear()
+    alone = [RaceProgram(candidate=both[1].candidate, job=case.job("b"))]
+    retried = MeasureOptions(retry_failures=True)
+    race_programs(Builder(**where, options=retried), alone, rounds=3)
+    assert turns == ["b"]
+
+
+def test_a_short_race_is_no_answer_to_a_longer_one(case, store, monkeypatch):
+    """As where nothing follows the first turn any more, since time is over."""
+    turns = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        turns.append(job.label)
+        samples_ms = [{"a": 10.0, "b": 10.1, "c": 12.0}[job.label]]
+        return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    programs = [entrant(case, name) for name in "abc"]
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    for rounds, count in ((1, 3), (1, 0), (3, 7), (3, 0), (1, 0)):
+        turns.clear()
+        race_programs(builder, programs, rounds=rounds)
+        assert len(turns) == count
+
+
 # ---------------------------------------------------------------- without a race
 
 
@@ -359,7 +398,7 @@ def test_nobody_is_marked_after_a_race(timed, store):
 def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch):
     programs: dict[str, Built] = {}
     timed("ab", built=programs)
-    assert set(programs) == {"a", "b"}
+    assert set(programs) == {entrant(case, name).identity for name in "ab"}
 
     def only_c(program, mesh, job, environment) -> Built:
         assert job.label == "c"

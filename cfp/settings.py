@@ -75,7 +75,7 @@ STAY_AFTER_TURN = 1.04
 ENOUGH_SAMPLES = 4
 SURE_STANDARD_ERRORS = 2.0
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
-# decisions.md, "Deep programs race abridged": scaled memory is within 4 %.
+# decisions.md, "Deep programs race truncated": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
 # If more of a program than this would stay, it is not truncated. Guess.
 TRUNCATED_AT_MOST = 0.7

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
-from cfp.analysis.abridge import Abridged
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import (
     Choice,
@@ -17,6 +16,7 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import Spec
+from cfp.analysis.truncate import TruncatedProgram
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
@@ -129,7 +129,7 @@ def whole_job(
     label: str,
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
     options: Mapping[str, str] | None = None,
-    abridged: Abridged | None = None,
+    truncated: TruncatedProgram | None = None,
 ) -> Job:
     """The job that measures a whole program under a choice, with compiler options.
 
@@ -140,16 +140,16 @@ def whole_job(
         label: what progress calls it.
         level: how much the compiler is constrained.
         options: of the compiler.
-        abridged: what is to stand for the program, and for the choice.
+        truncated: what is to stand for the program, and for the choice.
     """
     tuned = tuple(sorted((options or {}).items()))
-    what = "abridged program" if abridged else "whole program"
+    what = "truncated program" if truncated else "whole program"
     environment = (*environment, ("what", f"{what}, raced"))
     if tuned:
         environment = (*environment, ("options", repr([*tuned])))
     again, kernels, chosen = choice.remat, choice.kernels, ""
-    if abridged:
-        part, left = abridged.part, set(abridged.segments)
+    if truncated:
+        part, left = truncated.part, set(truncated.segments)
         again = [index for index in again if index in left]
         kernels = [(index, kernel) for index, kernel in kernels if index in left]
     else:

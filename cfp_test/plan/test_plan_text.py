@@ -35,7 +35,7 @@ def test_a_plan_prints_in_a_few_lines():
     ]
 
 
-def test_times_of_an_abridged_race_are_not_set_beside_those_of_whole_steps():
+def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
     counts = {"segments": 6.0, "segments_raced": 4.0}
     plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)
     told = re.sub(r"\s+", " ", repr(plan))

@@ -1,4 +1,4 @@
-"""Races of deep programs: abridged ones run, and the winner whole."""
+"""Races of deep programs: truncated ones run, and the winner whole."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def raced(monkeypatch):
     return counts
 
 
-def test_a_deep_program_is_raced_abridged_and_the_winner_whole(plan, raced):
+def test_a_deep_program_is_raced_truncated_and_the_winner_whole(plan, raced):
     made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
     *short, whole = raced
     assert len(short) > 3
@@ -272,12 +272,12 @@ def test_what_is_left_out_stands_between_two_repeats(repeats):
 
 @pytest.fixture
 def whole_fails(monkeypatch):
-    """Of programs that won abridged, so many that cannot be built whole."""
+    """Of programs that won truncated, so many that cannot be built whole."""
     build = building.build
     failed, most, gone = [], [], set()
 
     def failing(program, mesh, job, environment):
-        alone = ("race", "the winner of shortened ones") in job.key.parts
+        alone = ("race", "the winner of truncated ones") in job.key.parts
         parts = dict(job.key.parts)
         one = parts["ops"], parts["shardings"]
         if alone and len(failed) < most[0]:
@@ -314,7 +314,7 @@ def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_pat
 def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
     plan, whole_fails, monkeypatch, tmp_path
 ):
-    """A rival that is much faster by prediction, and abridged, keeps others out."""
+    """A rival that is much faster by prediction, and truncated, keeps others out."""
     search, ratios_of = api.search, truncated.Truncated.ratios_of
     rivals, own_ms, places = [], [], {}
 
@@ -357,7 +357,7 @@ def test_whole_programs_race_if_none_of_the_winners_runs_whole(
     assert made.measured_ms is not None
 
 
-def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
+def test_memory_decides_who_takes_part_in_a_race_of_truncated_programs(
     plan, monkeypatch
 ):
     """Who surely does not fit is out; who may fit takes part."""

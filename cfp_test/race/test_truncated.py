@@ -1,4 +1,4 @@
-"""What races of abridged programs say of whole ones, choice by choice."""
+"""What races of truncated programs say of whole ones, choice by choice."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_what_the_profiles_do_not_know_is_scaled_like_its_like(analysis, problem
     assert truncate(analysis, problem, [data, tensor, half], KEPT) is None
 
 
-def test_a_choice_that_cannot_be_abridged_has_all_race_whole(analysis, problem):
+def test_a_choice_that_cannot_be_truncated_has_all_race_whole(analysis, problem):
     data = presets(analysis.frame)["data_parallel"]
     few = tuple(i for i in range(len(analysis.segments)) if i % 5 < i // 5)
     mixed = replace(data, remat=few)

@@ -143,7 +143,7 @@ def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
 def row_of(plan: Plan, budget: int | None, seconds: float) -> dict[str, Any]:
     """One plan as plain data."""
     best = best_classic(plan)
-    # In the race, as the classics: what wins among abridged programs runs once more.
+    # In the race, as the classics: what wins among truncated programs runs once more.
     measured = next((r.time_ms for r in plan.race if r.name == plan.winner), None)
     return {
         "budget_bytes": budget,

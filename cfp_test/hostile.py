@@ -117,7 +117,13 @@ def sound(cache: Path) -> Sound:
             ),
         ),
     )
-    choice = {"blocks": [], "storage": [], "remat": [], "extent": "", "options": {}}
+    choice = {
+        "blocks": [],
+        "storage": [],
+        "remat": [],
+        "extent": "",
+        "options": {},
+    }
     parts = (("segment", "s"), ("mesh", "x=2,y=2"))
     record = ProfileRecord(
         key=ProfileKey(parts).digest,

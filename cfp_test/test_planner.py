@@ -1,4 +1,4 @@
-"""What takes part in a race beside the plain plans: recomputation, compiler options."""
+"""What races beside the plain plans: rematerialization, compiler options."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -125,16 +125,23 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"per_kind": 0}, "got per_kind=0"),
         ({"others": -1}, "got others=-1"),
         ({"repeats": 1}, "got repeats=1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong, told):
-    with pytest.raises(cfp.CfpError, match=told):
+def test_settings_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(cfp.CfpError, match=message):
         PlannerSettings(**wrong)
+
+
+def test_constraint_levels_can_be_passed_by_their_earlier_name():
+    levels = (ConstraintLevel.ARGUMENTS,)
+    settings = PlannerSettings(extents=levels)
+    assert settings == PlannerSettings(constraint_levels=levels)
+    assert replace(settings, others=2).constraint_levels == levels
 
 
 def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
@@ -305,7 +312,7 @@ def test_what_an_error_names_as_the_smallest_budget_does(plan):
 
 
 def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
-    """By prediction nothing fits: the leanest is raced, with the classics."""
+    """By prediction nothing fits: the leanest is raced, with the presets."""
     free = plan()
     monkeypatch.setattr("cfp.passes.search.best_solutions", lambda problem, count: [])
     made = plan(2 * free.peak_bytes)
@@ -361,7 +368,7 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
 
 
 @pytest.mark.parametrize("during", [1, 2])
-def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
+def test_who_interrupts_is_heard_where_memory_asks_for_more_presets(
     mesh, monkeypatch, during, tmp_path
 ):
     """While the first are measured no more are; later those that were still stand."""
@@ -426,7 +433,7 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
         made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
     assert made.constraints.recompute
-    assert any("recomputed" in row.storage for row in made.rows)
+    assert any("rematerialized" in row.storage for row in made.rows)
     made.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
     assert loaded.constraints.recompute == made.constraints.recompute
@@ -538,13 +545,13 @@ def test_what_an_error_says_where_nobody_wins(mesh, peaks, error, smallest):
         assert "Of 2 compiled plans" in str(found)
 
 
-def predicted_classics(plan):
+def predicted_presets(plan):
     found = {name: row for name, row in rows(plan).items() if name in PRESETS}
     return {name: row for name, row in found.items() if row.predicted_ms is not None}
 
 
 def test_who_is_out_of_reach_stands_in_the_table(plan):
-    known = predicted_classics(plan(reach=1e-9))
+    known = predicted_presets(plan(reach=1e-9))
     best = min(row.predicted_ms for row in known.values())
     raced = {name for name, row in known.items() if row.predicted_ms == best}
     assert raced < known.keys()
@@ -555,7 +562,7 @@ def test_who_is_out_of_reach_stands_in_the_table(plan):
 
 def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     free = plan(reach=float("inf"))
-    known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
+    known = sorted(predicted_presets(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
     candidates_of = story.candidates_of

@@ -5,8 +5,8 @@ shows (how layers, and what stands before and behind them, go together under a p
 truncated program shows as well. Of a stretch of segments that repeats, all but the
 first and the last few are left out. The first repeat after the gap reads from the last
 one before it, as every repeat reads from its neighbour. Whether a program can be
-truncated is checked, op by op. Where something else depends on the repeats in between (a
-loss on every layer's output, say), it cannot.
+truncated is checked, op by op. Where something else depends on the repeats in between,
+such as a loss on every layer's output, it cannot.
 """
 
 from __future__ import annotations

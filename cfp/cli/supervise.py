@@ -157,7 +157,7 @@ class _Parent:
             os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
             raise KeyboardInterrupt
-        # A terminal has told the child already; the kernel's codes are above zero.
+        # A terminal has signalled the child already; the kernel's codes are above zero.
         if event.si_code <= 0:
             os.kill(self._child, event.si_signo)
 
@@ -196,7 +196,7 @@ class _Parent:
         code = os.waitstatus_to_exitcode(self._status)
         if self._overdue or (code < 0 and self._stop is None):
             how = "took too long" if self._overdue else signal.Signals(-code).name
-            told = compose(
+            message = compose(
                 f"This process of several was ended: {how}.",
                 expected="all processes to go on together",
                 got="the end of this one; SIGABRT is how JAX ends a process when "
@@ -204,7 +204,7 @@ class _Parent:
                 attempt="see what the others printed; then start all processes again: "
                 "what was measured is kept",
             )
-            print(f"error: {told}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
         return self.exit_code
 
 

@@ -68,7 +68,7 @@ class Costs:
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate.
 
-        Of a segment that is computed again only what others read is kept, and of what
+        Of a segment that is rematerialized only what others read is kept, and of what
         a kernel computes what it returns.
         """
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
@@ -122,7 +122,7 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """What a program needs on each device whatever is computed again.
+        """What a program needs on each device whatever is rematerialized.
 
         What a segment keeps for its backward pass is there while that runs; a compiler
         that computes some of it again by itself leaves a share of it at least.

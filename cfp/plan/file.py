@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 10_000
 _MOST_AXES = 16
 _MOST_DIMS = 64
 _MOST_DEVICES = 2**20
-_MOST_COUNT = 2**53  # What JSON hands on exactly.
+_MOST_COUNT = 2**53  # What JSON holds exactly.
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(?:,\d{1,15})*)?\]")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")

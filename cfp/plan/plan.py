@@ -171,7 +171,7 @@ class Plan:
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
 
-        Types are told as the step shows them: a PRNG key is a key, and not the
+        Types are named as the step shows them: a PRNG key is a key, and not the
         integers that it is in the program.
         """
         types = tuple(type_text(aval) for aval in step.avals)
@@ -314,7 +314,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        sites, told = self.found_sites, self.constraints
+        sites, inside = self.found_sites, self.constraints
         data = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
@@ -323,9 +323,9 @@ class Plan:
                 self.arg_names, self.arg_types, self.arg_specs, self.donated
             ),
             "output_specs": self.output_specs,
-            "constraints": constraints_to_json(told),
-            "recompute": [asdict(one) for one in told.recompute],
-            "replaced": replaced_to_json(told),
+            "constraints": constraints_to_json(inside),
+            "recompute": [asdict(one) for one in inside.recompute],
+            "replaced": replaced_to_json(inside),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,

@@ -104,7 +104,7 @@ def best_variants(plan: Plan) -> list[RaceRow]:
 
 
 def other_names(plan: Plan, row: RaceRow) -> list[str]:
-    """Under which names the program of a row took part in the race, too."""
+    """Under which names the program of a row raced, too."""
     return [
         other.name
         for other in sorted(_finalists(plan), key=_place)

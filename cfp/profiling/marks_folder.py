@@ -37,7 +37,7 @@ class Mark:
       deadline: when it counts as hung, as of `time.monotonic`, which the processes
         of a machine share.
       overdue: that moment has passed.
-      program: whose it is, by the name of the user's function; "" if nobody's.
+      program: whose it is, by the name of the user's function; "" if of none.
     """
 
     parts: Parts
@@ -89,7 +89,7 @@ class Suspicion:
 
 
 class MarksFolder:
-    """The folder of marks beside a store, for who reads them."""
+    """The folder of marks beside a store, for reading them."""
 
     def __init__(self, store_path: Path):
         self.path = store_path.with_name(f"{store_path.name}.marks")
@@ -109,7 +109,7 @@ class MarksFolder:
     def dead(self) -> list[Marked]:
         """Of the processes that have died; to be called locked.
 
-        Where there are no file locks nobody is known to be alive, or dead.
+        Without file locks it is not known which processes are alive.
         """
         return [self.read(name) for name in self._names() if self._held(name) is False]
 
@@ -137,7 +137,7 @@ class MarksFolder:
                 (self.path / f"{name}.{suffix}").unlink()
 
     def suspects(self) -> dict[str, Suspicion]:
-        """What deaths may have to do with that were laid to nobody's charge, by key."""
+        """What deaths may have to do with that have no known cause, by key."""
         try:
             found = json.loads((self.path / "suspects.json").read_text())
             return {key: Suspicion(**suspicion) for key, suspicion in found.items()}
@@ -160,7 +160,7 @@ class MarksFolder:
                 locked = lock_file(file, wait=False)
         except FileNotFoundError:
             return None
-        # Who ends well takes its files away before it lets go of its lock.
+        # A process that ends well removes its files before it lets go of its lock.
         if locked is None or (locked and not path.exists()):
             return None
         return not locked

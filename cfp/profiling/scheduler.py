@@ -68,7 +68,7 @@ def run_tasks(
         batches of four times the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
-      progress: told of every event, in this thread.
+      progress: called with every event, in this thread.
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
       limits: what counts as hung.
@@ -205,7 +205,7 @@ class _State:
         self.best_ms = min(self.best_ms, record.time_ms)
 
     def claim(self, waiting: deque[Task], room: int, used: int) -> list[Task]:
-        """Takes tasks that nobody else is at out of the queue, to be built.
+        """Takes tasks that no other process has claimed out of the queue, to be built.
 
         What another process has measured meanwhile is answered.
         """
@@ -213,7 +213,7 @@ class _State:
             keys = [task.key for task in waiting]
             if self.agreement.alone:
                 keys = self.marks.claim(keys, room - used)
-            # What was claimed is nobody else's, so that this is the last word.
+            # What was claimed is no other process's, so that this is final.
             ours = {key.digest for key in keys[: room - used]}
             known = {
                 digest: record

@@ -50,7 +50,7 @@ def tune_kernels(
       jobs: what to build.
       store: beside it lies what the compiler has learnt.
       retry_failures: build again what a process died of, or died of before a moment.
-      progress: told what is being built.
+      progress: called with what is being built.
       limits: what counts as hung.
 
     Returns:

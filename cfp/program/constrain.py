@@ -27,7 +27,7 @@ class Constraints:
         values: how each value is sharded where it is made, by value id.
         uses: how an op reads an operand where that differs, by (op id, operand
             index); indices behind the operands count into ``op.yields``.
-        recompute: what is computed again in the backward pass.
+        recompute: what is rematerialized in the backward pass.
         replaced: what is computed by other functions.
     """
 

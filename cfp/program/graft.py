@@ -73,10 +73,10 @@ def lower_part(
     cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
-        told = cut.translated(constraints)
-        stands = constrain(source, cut.program, mesh, told)
+        inside = cut.translated(constraints)
+        stands = constrain(source, cut.program, mesh, inside)
         _transplant(module, source, cut.program, cut.part, stands)
-        if told.replaced:
+        if inside.replaced:
             erase_unread(module)
         for function in shardy.functions(module.operation):
             _silence_callbacks(function)

@@ -2,7 +2,7 @@
 
 A fingerprint says that a program is the one that was planned, and not that the numbers
 beside it are. Constraints never change what a program computes, as long as they name
-values of it; what is computed again has to be what gives the same again.
+values of it; what is rematerialized has to give the same again.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _recompute_misfit(program: Program, one: Recompute) -> str | None:
     top = {op.id for op in program.ops if op.parent < 0}
     forward, backward = one.forward, one.backward
     if not {*forward, *backward} <= top or not forward or not backward:
-        return f"ops to compute again, of {len(program.ops)}: not all are there"
+        return f"ops to rematerialize, of {len(program.ops)}: not all are there"
     if max(forward) >= min(backward):
-        return "ops to compute again that come after what reads them"
+        return "ops to rematerialize that come after what reads them"
     for op in forward:
         if not repeatable(program, op):
-            return f"op {op} ({program.ops[op].name}) to compute again"
+            return f"op {op} ({program.ops[op].name}) to rematerialize"
     return None

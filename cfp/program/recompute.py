@@ -1,14 +1,14 @@
-"""Computes values again in the backward pass that would otherwise be kept for it.
+"""Rematerializes values in the backward pass that would otherwise be residuals.
 
 The forward ops that a backward pass reads are cloned before it. What the clones read
 goes through an ``optimization_barrier``, together with the gradients that enter: so XLA
 neither merges the clones with the originals nor runs them early, and frees the
 originals' results once the forward pass is through with them. Gradients are read behind
-the barrier, since XLA takes out of it what nobody reads there. Arguments enter as they
+the barrier, since XLA takes out of it what is not read there. Arguments enter as they
 are stored: what was gathered of them is gathered again. That is what ``jax.checkpoint``
 does when it traces; here it is done to a program that has been differentiated already.
 What depends on no argument stays outside of the barrier: the compiler would have to
-write a broadcast constant to memory to hand it through, and keep it there.
+write a broadcast constant to memory to pass it through, and keep it there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What to compute again.
+    """What to rematerialize.
 
     Attributes:
         forward: ids of top-level ops.
-        backward: ids of the top-level ops that read what is computed again.
+        backward: ids of the top-level ops that read what is rematerialized.
     """
 
     forward: tuple[int, ...]
@@ -48,9 +48,9 @@ def recomputable(
     turn: int,
     within: Set[int] | None = None,
 ) -> Recompute | None:
-    """What can be computed again of some top-level ops, or None if nothing can.
+    """What can be rematerialized of some top-level ops, or None if nothing can.
 
-    What they read of others is computed again, too, where cheap ops make it of what
+    What they read of others is rematerialized, too, where cheap ops make it of what
     they read besides.
 
     Args:
@@ -107,7 +107,7 @@ def recompute(
         function: the function, its sharding constraints in place: clones have those
             of their originals.
         ops: the program's ops, by id.
-        wanted: what to compute again.
+        wanted: what to rematerialize.
     """
     if not wanted:
         return

@@ -1,7 +1,7 @@
 """The one rule of which candidates are compiled, and how far down their list.
 
 What may be a candidate was decided before (:mod:`cfp.race.race`). Here all are sorted
-by predicted time, and the plan takes part in any case. Each is compiled as it is; or
+by predicted time, and the plan races in any case. Each is compiled as it is; or
 with the memory limit, where by prediction, or as compiled, it does not fit as it is,
 and the loosest with which it does; rematerialized ones are candidates of their own.
 That goes on until enough fit: all that are predicted to be within reach of the fastest
@@ -96,11 +96,11 @@ def near_among(
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Those that may be faster than the best, and those that take part anyway.
+    """Those that may be faster than the best, and those that race anyway.
 
     Args:
         candidates: what there is; without a prediction each may be faster.
-        anyway: keys of what takes part however slow it is.
+        anyway: keys of what races however slow it is.
         reach: how many times as long as the best a candidate may take.
         fitting: what is known to fit; the best is of these, or of the candidates.
     """
@@ -117,7 +117,7 @@ def near_among(
 def raced_anyway(
     candidates: Sequence[Candidate], presets: Collection[Choice]
 ) -> set[Any]:
-    """Keys of what takes part however slow it is: the plan, and the best preset."""
+    """Keys of what races however slow it is: the plan, and the best preset."""
     known = [one for one in candidates if one.choice in presets and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}

@@ -138,7 +138,7 @@ class RaceRow:
     """One finalist of the race.
 
     Attributes:
-        name: the plan's or the classic's.
+        name: the plan's or the preset's.
         predicted_ms: from the profiles.
         samples_ms: measured step times, all of them.
         time_ms: their median, or None where it did not run.
@@ -168,7 +168,7 @@ class RaceOutcome:
         result: how it did, if it was timed.
         peak_bytes: what it needs on each device, if it was compiled.
         built: its whole program, if it was compiled just now.
-        rows: what took part, and how it did.
+        rows: what raced, and how it did.
         counts: counts and seconds of all passes.
     """
 

@@ -6,9 +6,9 @@ larger, and the smallest that any compiled plan needs is a budget that does.
 
 A question that was asked before has its answer. Only times of one race compare, so that
 a race is run again if its programs are known from several: what each race measured is
-kept once more, under its set of programs and its budget. And what takes part under a
-budget depends on what was compiled for others meanwhile: what took part when the same
-was asked for is kept, too.
+kept once more, under its set of programs and its budget. And what races under a budget
+depends on what was compiled for others meanwhile: what raced when the same was asked
+for is kept, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answer:
     """How a race ended that was asked for before.
 
     Attributes:
-        known: choices that took part because they were known to fit, in order, as
+        known: choices that raced because they were known to fit, in order, as
             records have them.
         time_ms: of the winner; infinite if nothing ran.
         ended: when that was, as in records.
@@ -51,7 +51,7 @@ class Answer:
     ended: str
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
-        """Whether the fastest that ran since did not take part, and beats the winner.
+        """Whether the fastest that ran since did not race, and beats the winner.
 
         What was known then and did not is no news, however the clocks have drifted.
         Where nothing ran anything else will do.
@@ -69,11 +69,11 @@ class Answer:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """What the answer to a race is kept under: programs that take part in any case."""
+    """What the answer to a race is kept under: programs that race in any case."""
     options = context.rules.compiler_options.values()
     return ProfileKey(
         (
-            ("what", "who took part in a race"),
+            ("what", "the programs of a race"),
             ("programs", _digest(one.job.key.digest for one in programs)),
             ("options", repr([sorted(one.items()) for one in options])),
             ("budget", str(context.budget_bytes)),
@@ -102,7 +102,7 @@ def keep_answer(
     known: Sequence[str],
     samples_ms: Sequence[float],
 ) -> None:
-    """Keeps what took part because it was known, and samples of the winner."""
+    """Keeps what raced because it was known, and samples of the winner."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
@@ -162,7 +162,7 @@ def known_to_fit(
         analysis: of the program.
         problem: what predicts their times, or None.
         candidates: what may race anyway.
-        answer: how the race ended the last time. What took part then does so again, and
+        answer: how the race ended the last time. What raced then does so again, and
             then the answer is known; unless something else has been faster since.
     """
     assert context.memory is not None, "without a budget everything known is raced"
@@ -245,7 +245,8 @@ def _read(
             for strategy in data["blocks"]
         )
         storage = tuple(map(Storage, data["storage"]))
-        remat, level = tuple(data["remat"]), ConstraintLevel(data["extent"])
+        level = ConstraintLevel(data["extent"])
+        remat = tuple(data["remat"])
         chosen = dict(data["options"])
         kernels = tuple((int(place), str(name)) for place, name in data["kernels"])
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -165,8 +165,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         if hidden := slower_variants(plan):
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())
-    told = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
-    parts += [Text(line) for line in told if line]
+    lines = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
+    parts += [Text(line) for line in lines if line]
     return Group(*parts)
 
 

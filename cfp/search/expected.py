@@ -1,6 +1,6 @@
 """What candidates should cost that are not measured.
 
-Estimates leave out what hides behind computing, temporaries, and what computing again
+Estimates leave out what hides behind computing, temporaries, and what rematerializing
 takes: each counts as it turned out for what was measured of the kind (medians). Where
 nothing is to be measured, as for virtual devices, whose times say nothing about those
 of GPUs, and wherever there is no device, estimates alone decide.

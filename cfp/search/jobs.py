@@ -154,7 +154,11 @@ def whole_job(
         kernels = [(index, kernel) for index, kernel in kernels if index in left]
     else:
         part = _whole(analysis)
-        kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
+        kept = {
+            **asdict(choice),
+            "extent": level,
+            "options": dict(options or {}),
+        }
         chosen = json.dumps(kept)
     layout = lay_out(analysis.frame, choice)
     constrained = _constrain(analysis, layout, part, again, kernels, level)

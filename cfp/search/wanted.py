@@ -268,7 +268,7 @@ def rematerialize(
     label: str,
     records: Mapping[str, ProfileRecord],
 ) -> Wanted:
-    """A candidate with its forward pass computed again, and what tells its cost.
+    """A candidate with its forward pass rematerialized, and what tells its cost.
 
     The neighbour's tells what it keeps then, which may be more than it has to: the
     compiler need not see a way to let go of the rest. While it runs it needs about what

@@ -22,7 +22,7 @@ from cfp.analysis.truncate import (
     truncate_program,
 )
 from cfp.cost.memory import can_recompute
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step

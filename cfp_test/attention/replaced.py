@@ -21,7 +21,7 @@ from cfp.attention.matching.matches import (
 )
 from cfp.checking.check import Check, compile_alone
 from cfp.checking.difference import Difference
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace

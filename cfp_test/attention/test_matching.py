@@ -9,7 +9,7 @@ import pytest
 from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import attentions, replacements, way_of
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step

@@ -13,7 +13,7 @@ from cfp.attention import chunked
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.errors import PlanMismatch
-from cfp.report.told import explain_data, explain_text
+from cfp.report.explain_plan import explain_data, explain_text
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32

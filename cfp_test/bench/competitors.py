@@ -1,4 +1,4 @@
-"""Who takes part: the plan, the classics, the cost model, and tables by hand."""
+"""Who takes part: the plan, the presets, the cost model, and tables by hand."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.devices import mock
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.inputs import generator, input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cfp.analysis.layout import constraints, lay_out
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.sites import cross_entropies
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step

@@ -12,7 +12,7 @@ import pytest
 import cfp
 from cfp.profiling.hlo import collectives_in
 from cfp.report.differing import diff_data
-from cfp.report.told import explain_text
+from cfp.report.explain_plan import explain_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
 

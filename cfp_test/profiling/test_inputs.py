@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import analyze
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step

@@ -11,7 +11,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part

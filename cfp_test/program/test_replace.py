@@ -10,7 +10,7 @@ import pytest
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain, cut_part
 from cfp.program.recompute import recomputable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order

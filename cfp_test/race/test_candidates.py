@@ -12,7 +12,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
@@ -38,17 +38,17 @@ def analysis():
 
 
 def problem_of(analysis, budget_bytes):
-    """Two classics, each plain and computed again, which frees 80 of 100 bytes.
+    """Two presets, each plain and computed again, which frees 80 of 100 bytes.
 
     Every segment keeps as much; the last one also if it is computed again.
     """
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
     last = analysis.segments[-1].kind
 
     def options(kind):
         index = analysis.representatives[kind]
         for name, time_ms in (("data_parallel", FAST_MS), ("tensor_parallel", SLOW_MS)):
-            plain = segment_candidate(analysis, index, classics[name])
+            plain = segment_candidate(analysis, index, by_name[name])
             for again in (False, True):
                 yield Option(
                     candidate=replace(plain, remat=again),
@@ -72,24 +72,24 @@ def limited(problem):
 
 def again(analysis, budget_bytes, *more):
     problem = problem_of(analysis, budget_bytes)
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
     names = ("data_parallel", "fully_sharded")  # Of one nothing was measured.
-    asked = {name: classics[name] for name in names}
+    asked = {name: by_name[name] for name in names}
     found = rematerialized(analysis, (problem, *(f(problem) for f in more)), asked)
     return {name: choice.remat for name, choice in found.items()}
 
 
-def test_classics_compute_again_as_few_segments_as_do(analysis):
+def test_presets_compute_again_as_few_segments_as_do(analysis):
     count = len(analysis.segments)
     most = 100 * count
     assert again(analysis, most) == {}, "they fit as they are"
     [(name, one)] = again(analysis, most - 1).items()
-    assert (name, len(one)) == ("data_parallel, recomputed", 1)
+    assert (name, len(one)) == ("data_parallel, rematerialized", 1)
     [(_, all_but_last)] = again(analysis, 20 * (count - 1) + 100).items()
     assert all_but_last == tuple(range(count - 1))
 
 
-def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
+def test_presets_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
     least = 20 * (len(analysis.segments) - 1) + 100
     assert again(analysis, least - 1) == {}
     assert again(analysis, least - 1, limited)
@@ -110,13 +110,13 @@ SHARE = {MEMORY_SHARE: "50"}
 
 @pytest.fixture
 def known(analysis, tmp_path):
-    """Puts classics into a store, and tells who takes part beside data parallelism."""
-    classics = presets(analysis.frame)
-    names = {choice: name for name, choice in classics.items()}
+    """Puts presets into a store, and tells who takes part beside data parallelism."""
+    by_name = presets(analysis.frame)
+    names = {choice: name for name, choice in by_name.items()}
 
     def keep(name, peak_bytes, time_ms, created=FIRST, options=None):
         race = () if created == FIRST else (("race", "of the leaders"),)
-        choice = classics[name]
+        choice = by_name[name]
         job = whole_job(analysis, choice, race, name, options=options)
         record = ProfileRecord(
             key=job.key.digest,
@@ -144,8 +144,8 @@ def known(analysis, tmp_path):
             rules=SimpleNamespace(plans=1, compiler_options={"option": OPTION}),
         )
         near = [
-            Candidate("planned", classics["data_parallel"]),
-            *(Candidate("told", classics[name], options=SHARE) for name in told),
+            Candidate("planned", by_name["data_parallel"]),
+            *(Candidate("told", by_name[name], options=SHARE) for name in told),
         ]
         there = known_to_fit(context, analysis, None, near, answer)
         return [(names[one.choice], one.options) for one in there]

@@ -11,7 +11,7 @@ import cfp
 from cfp import api
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
@@ -158,15 +158,15 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
     assert row.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1)
 
 
-def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
+def test_the_best_preset_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     """Only times of one run compare."""
     stages, race = [], steps.race_programs
 
     def watched(builder, programs, rounds):
         results = race(builder, programs, rounds)
         if not stages:
-            # What no classic is leads; one that is no leader is close, and no other.
-            known = {f.job.key.digest for f in programs if f.name in CLASSICS}
+            # What no preset is leads; one that is no leader is close, and no other.
+            known = {f.job.key.digest for f in programs if f.name in PRESETS}
             every = dict.fromkeys(f.job.key.digest for f in programs)
             order = sorted(every, key=lambda digest: digest in known)
             assert len(order) > 3 and not known & {*order[:2]}
@@ -178,22 +178,22 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
 
     monkeypatch.setattr(steps, "race_programs", watched)
     options = {"plain": {"xla_backend_optimization_level": "0"}}
-    # By estimates, which do not vary: measured, a classic may be what is planned.
+    # By estimates, which do not vary: measured, a preset may be what is planned.
     plan(plans=3, compiler_options=options, cache_dir=tmp_path, measure=None)
     (first, results), (beside, _), *_ = stages
     digest_of = {finalist.name: finalist.job.key.digest for finalist in first}
     ranked = sorted(results, key=lambda result: result.time_ms)
     leaders = [result.name for result in ranked[:2]]
     close = {result.name for result in ranked if result.time_ms < 11.0}
-    best = next(result for result in ranked if result.name in CLASSICS)
+    best = next(result for result in ranked if result.name in PRESETS)
     names = [finalist.name for finalist in beside]
     variants = [name for name in names if name.endswith(", plain")]
     assert variants[:2] == [f"{name}, plain" for name in leaders]
-    # And the best classic with what the leaders have, if it is none of them.
+    # And the best preset with what the leaders have, if it is none of them.
     more = [name.removesuffix(", plain") for name in variants[2:]]
     assert {digest_of[name] for name in more} == {digest_of[best.name]}
     assert {*leaders, *close} <= set(names)
-    # What was planned may be a classic, too.
+    # What was planned may be a preset, too.
     assert digest_of[best.name] in {digest_of.get(name) for name in names}
     others = set(names) - {*variants, *leaders, *close}
     assert {digest_of[name] for name in others} <= {digest_of[best.name]}
@@ -235,7 +235,7 @@ def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeyp
     row, count = asked()
     assert row.note == TOO_LARGE and row.predicted_ms is None
     # Where none can fit, all are measured: an error is to say what would do.
-    swollen.update(CLASSICS)
+    swollen.update(PRESETS)
     row, every = asked()
     assert row.note == "" and every > count
 
@@ -245,7 +245,7 @@ def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     made = plan(cache_dir=tmp_path)
     unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
     raced = {row.name for row in made.race if row.time_ms is not None}
-    assert len(unmeasured) >= 3 and set(unmeasured) < set(CLASSICS)
+    assert len(unmeasured) >= 3 and set(unmeasured) < set(PRESETS)
     assert raced.isdisjoint(unmeasured)
     # Memory may need any of them, and so may what cannot be built.
     made = plan(memory_budget=2**30, cache_dir=tmp_path)
@@ -378,7 +378,7 @@ def test_memory_decides_who_takes_part_in_a_race_of_truncated_programs(
     assert "segments_raced" not in plan().search
 
 
-def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
+def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     plan, monkeypatch
 ):
     known = {}  # What is said of who fits, and of whom nothing is known.

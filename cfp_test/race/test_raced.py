@@ -69,7 +69,7 @@ def overwriting(weights, x, y):
 
 
 def planned(step, args, mesh, cache, preset="fully_sharded", **options):
-    """A plan from a race of one, if a classic is named."""
+    """A plan from a race of one, if a preset is named."""
     settings = cfp.PlannerSettings(per_kind=1, in_context=False)
     options |= {"preset": preset, "settings": settings}
     return cfp.plan(step, *args, mesh=mesh, cache_dir=cache, **options)

@@ -14,7 +14,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.errors import CfpError
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.explained import explanation_data, explanation_view
@@ -51,18 +51,18 @@ def analysis():
 
 @pytest.fixture(scope="module")
 def problem(analysis):
-    """Layers: data parallel, that recomputed, fully sharded, or none of these.
+    """Layers: data parallel, that rematerialized, fully sharded, or none of these.
 
     The first has a kind of its own, for nobody asks for its input's gradient; here
     it costs nothing.
     """
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
 
     def options(index):
-        data = segment_candidate(analysis, index, classics["data_parallel"])
-        full = segment_candidate(analysis, index, classics["fully_sharded"])
+        data = segment_candidate(analysis, index, by_name["data_parallel"])
+        full = segment_candidate(analysis, index, by_name["fully_sharded"])
         odd = SegmentChoice(
-            segment_candidate(analysis, index, classics["tensor_parallel"]).strategies,
+            segment_candidate(analysis, index, by_name["tensor_parallel"]).strategies,
             Storage.SHARDED,
         )
         again = SegmentChoice(data.strategies, data.storage, remat=True)
@@ -112,7 +112,7 @@ def test_choices_have_names_and_words(analysis, problem):
     _, names = option_names(analysis, problem.options)
     assert names == [
         "data_parallel",
-        "data_parallel (recomputed)",
+        "data_parallel (rematerialized)",
         "fully_sharded",
         "#4",
     ]
@@ -120,8 +120,8 @@ def test_choices_have_names_and_words(analysis, problem):
     assert candidate_words(analysis, 1, data).endswith(
         "x: rows (dim 0 of 16); parameters as used"
     )
-    assert candidate_words(analysis, 1, again, data) == "recomputed"
-    assert candidate_words(analysis, 1, data, again) == "not recomputed"
+    assert candidate_words(analysis, 1, again, data) == "rematerialized"
+    assert candidate_words(analysis, 1, data, again) == "not rematerialized"
     assert candidate_words(analysis, 1, full, data) == "parameters sharded"
     assert "x: columns (dim 1 of 32)" in candidate_words(analysis, 1, odd, full)
     assert "parameters" not in candidate_words(analysis, 1, odd, full)
@@ -135,14 +135,14 @@ def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
     text = text_of(explanation_view(analysis, problem, found, box.ASCII))
     _, again, data, full, odd = rows(text, "Segments 1-4: ")
     assert again[:7] == [
-        *("*", "data_parallel (recomputed)", "3 of 4", "3.000"),
+        *("*", "data_parallel (rematerialized)", "3 of 4", "3.000"),
         *("12.000", "+9.1%", "161.00 MiB"),
     ]
     assert data[:7] == [
         *("*", "data_parallel", "1 of 4", "2.000"),
         *("(8.000)", "does not fit", "needs 241.00 MiB"),
     ]
-    assert data[7] == "but: not recomputed"
+    assert data[7] == "but: not rematerialized"
     assert full[:5] == ["", "fully_sharded", "-", "5.000", "20.000"]
     assert odd[1:5] == ["#4", "-", "9.000", "36.000"]
     assert "Memory: the best choice needs 181.00 MiB of 184.00 MiB." in text
@@ -166,7 +166,7 @@ def test_the_explanation_of_a_plan_that_only_the_race_prefers(analysis, problem)
     assert "had predicted 20.000 ms for it, and 11.000 ms for the best" in text
     marks = {row[1]: row[0] for row in rows(text, "Segments 1-4: ")}
     assert marks["fully_sharded"] == ""
-    assert marks["data_parallel (recomputed)"] == marks["data_parallel"] == "*"
+    assert marks["data_parallel (rematerialized)"] == marks["data_parallel"] == "*"
     assert "200.00 MiB less" not in text
 
 
@@ -197,7 +197,9 @@ def test_the_curve_as_a_table(analysis, problem):
     assert [row[2] for row in table][-1] == "8.000"
     (within,) = [row for row in table if row[0]]
     assert within[:4] == ["*", "181.00 MiB", "11.000", "3"]
-    assert within[4].startswith("1: 3 x data_parallel (recomputed) + 1 x data_parallel")
+    assert within[4].startswith(
+        "1: 3 x data_parallel (rematerialized) + 1 x data_parallel"
+    )
     assert "#4 of kind 1: " in text
     assert "* the fastest within the budget of 184.00 MiB" in text
     assert "There may be more" not in text

@@ -1,4 +1,4 @@
-"""What classics need on GPUs, by the compiler alone: no GPU is asked.
+"""What presets need on GPUs, by the compiler alone: no GPU is asked.
 
     python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
         [--device FILE] [--presets NAME,...] [--option NAME=VALUE ...] [--json FILE]
@@ -9,7 +9,7 @@ takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
 version. Kernels are not tuned, so times say nothing, but memory is what the devices
 need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
 
-Prints a line for each classic, as it is and with every segment computed again; and what
+Prints a line for each preset, as it is and with every segment computed again; and what
 XLA would have read after it was overwritten, or why that could not be told, so that the
 program was compiled once more (:mod:`cfp.profiling.compiled`). ``--option`` goes to the
 compiler, such as ``xla_gpu_memory_limit_slop_factor=1``, which limits its memory.
@@ -36,7 +36,7 @@ import cfp
 from cfp import platform
 from cfp.analysis.analyze import analyze
 from cfp.cost.memory import can_recompute
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
 from cfp.program.trace import planning_mesh, trace
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--mesh", required=True)
     described = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
     parser.add_argument("--device", type=Path, default=described)
-    parser.add_argument("--presets", default=",".join(CLASSICS))
+    parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--option", action="append", default=[])
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args()

@@ -1,4 +1,4 @@
-"""Plans a whole model, trains it under the plan and under the best classics.
+"""Plans a whole model, trains it under the plan and under the best presets.
 
     python cfp_test/scripts/full_model.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=2] [--steps 20] [--presets 2] [--plans 1] [--reach 1.1]
@@ -47,7 +47,7 @@ from jax.sharding import Mesh
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import platform
-from cfp.analysis.flops import program_flops, recomputed_flops
+from cfp.analysis.flops import program_flops, rematerialized_flops
 from cfp.cli.session import analyse, open_target
 from cfp.context import open_context
 from cfp.passes.pipeline import decide
@@ -103,7 +103,7 @@ class Clock:
 
 
 def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> None:
-    """Plans, and writes the plan, those of the best classics, and what is to know."""
+    """Plans, and writes the plan, those of the best presets, and what is to know."""
     clock = Clock(options.began)
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
@@ -120,7 +120,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
     lap("trace and analysis")
     frame = session.analysis.frame
     program = frame.program
-    again = recomputed_flops(program, frame.blocks)
+    again = rematerialized_flops(program, frame.blocks)
     flops = program_flops(program) - again
     clock.tell(f"{flops / 1e12:.4g} TFLOP a step, {len(program.ops):,} ops")
     settings = PlannerSettings(
@@ -129,7 +129,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
         in_context=not options.quick,
         plans=options.plans,
         reach=options.reach,
-        extents=(ConstraintLevel.EVERYTHING,),
+        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=clock.tell,
     )

@@ -92,7 +92,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
     mesh = jax.make_mesh(sizes, names)
     settings = dict(WAYS[way])
     if way == "measured":
-        settings["extents"] = tuple(ConstraintLevel)
+        settings["constraint_levels"] = tuple(ConstraintLevel)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
 

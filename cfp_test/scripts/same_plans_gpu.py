@@ -75,7 +75,7 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
     settings = cfp.PlannerSettings(
         seconds=1e6,
         plans=2,
-        extents=(ConstraintLevel.EVERYTHING,),
+        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=lambda event: print(f"    {event}", flush=True),
     )

@@ -10,7 +10,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.cost.costs import Costs
 from cfp.cost.memory import can_recompute
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord

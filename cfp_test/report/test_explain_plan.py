@@ -7,8 +7,8 @@ import pytest
 from cfp.errors import CfpError
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
+from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.tables import plan_text
-from cfp.report.told import explain_data, explain_text
 from cfp_test.report.plans import RACE, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 

@@ -71,7 +71,7 @@ class Sound:
         plan: the plan as parsed JSON.
         record: of an export, its one line as parsed JSON.
         expected: what the step returns on one device.
-        loop: number of an op that may not be computed again.
+        loop: number of an op that may not be rematerialized.
         values, ops: how many the program has.
     """
 
@@ -367,7 +367,7 @@ PLANS = (
         "constraints do not fit",
     ),
     Mutation("rematerialized after it is read", _backwards, "come after"),
-    Mutation("a loop rematerialized", _loop_again, "to compute again"),
+    Mutation("a loop rematerialized", _loop_again, "to rematerialize"),
     Mutation(
         "rematerialized ops out of range",
         _put(lambda made: [made.ops + 5], "recompute", 0, "backward"),

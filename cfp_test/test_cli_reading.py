@@ -50,7 +50,7 @@ def test_a_report_is_written(done):
     assert "no is no folder" in found["nowhere"].err
 
 
-def test_plans_are_told(done, monkeypatch):
+def test_plans_are_shown(done, monkeypatch):
     monkeypatch.setenv("COLUMNS", COLUMNS)
     found, _ = done
     assert found["explain"].out == explain_text(DEEP)

@@ -218,7 +218,7 @@ def test_gradients_of_convolutions_count_like_the_convolution():
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_flops_of_what_a_checkpoint_computes_again_are_told_apart(scanned):
+def test_flops_of_what_a_checkpoint_rematerializes_are_counted_apart(scanned):
     def layer(x, w):
         return jnp.tanh(jnp.tanh(x @ w) @ w.T)
 

@@ -1,4 +1,4 @@
-"""The fastest of several variants: who wins, who is out, what an interrupt leaves."""
+"""The fastest of several variants: what wins, what is out, what an interrupt leaves."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ def altered(monkeypatch):
     return start
 
 
-def told(fastest):
+def times_of(fastest):
     return {outcome.name: outcome.step_ms for outcome in fastest.outcomes}
 
 
@@ -109,7 +109,7 @@ def interrupting(*beginning):
     return cfp.PlannerSettings(progress=progress)
 
 
-# ----------------------------------------------------------------------- who wins
+# ----------------------------------------------------------------------- what wins
 
 
 @pytest.mark.smoke
@@ -119,7 +119,7 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
     ran = timed(own, together)
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
-    assert told(found) == together
+    assert times_of(found) == together
     assert set(notes(found).values()) == {""}
     assert found.plan.mesh_axes == (("x", 2), ("y", 4))
     plans = {outcome.name: outcome.plan for outcome in found.outcomes}
@@ -130,7 +130,7 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
     # Everything is in the store by now, and what was raced is not raced again.
     ran.clear()
     again = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
-    assert (told(again), ran) == (together, [])
+    assert (times_of(again), ran) == (together, [])
     # Among others, it is: only times of one race compare.
     cfp.plan_fastest(SHAPES[:2], **PRESET, cache_dir=tmp_path)
     assert set(ran) == {"line: data_parallel", "flat: data_parallel"}
@@ -139,7 +139,7 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
 def test_one_variant_has_no_rival(timed, tmp_path):
     ran = timed({"line": 1.0}, {})
     found = cfp.plan_fastest(SHAPES[:1], **PRESET, cache_dir=tmp_path)
-    assert (told(found), found.basis) == ({"line": 1.0}, cfp.Basis.MEASURED)
+    assert (times_of(found), found.basis) == ({"line": 1.0}, cfp.Basis.MEASURED)
     assert set(ran) == {"data_parallel"}
 
 
@@ -148,7 +148,7 @@ def test_the_winner_runs_and_computes_what_one_device_does(tmp_path):
     found = cfp.plan_fastest(
         parts, **PRESET, donate_argnums=(0,), memory_budget="1GiB", cache_dir=tmp_path
     )
-    times = told(found)
+    times = times_of(found)
     assert found.name == min(times, key=times.__getitem__)
     assert found.basis is cfp.Basis.RACED
     assert found.plan.donated == (True, False)
@@ -171,15 +171,15 @@ def test_without_a_race_predictions_decide(altered, tmp_path):
     settings = cfp.PlannerSettings(race=False)
     found = cfp.plan_fastest(SHAPES, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.PREDICTED)
-    assert told(found) == predicted
+    assert times_of(found) == predicted
     with pytest.raises(CfpError, match="Have a race"):
         cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
 
 
-# ------------------------------------------------------------------------ who is out
+# ------------------------------------------------------------------------ what is out
 
 
-def test_who_does_not_fit_says_why(tmp_path):
+def test_what_does_not_fit_says_why(tmp_path):
     whole, parts = variant("whole"), variant("parts", parts=8)
     both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
     peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
@@ -197,7 +197,7 @@ def test_who_does_not_fit_says_why(tmp_path):
     assert caught.value.smallest_feasible_bytes == peaks["whole"]
 
 
-def test_who_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
+def test_what_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
     times = {"line": 1.0, "flat": 2.0, "cube": 3.0}
     timed(times, times)
     healthy = racing.run
@@ -210,7 +210,7 @@ def test_who_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
     monkeypatch.setattr(racing, "run", run)
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert found.name == "flat"
-    assert told(found) == {**times, "line": None}
+    assert times_of(found) == {**times, "line": None}
     assert notes(found)["line"] == "crashed: boom"
 
 
@@ -259,7 +259,7 @@ def test_an_interrupt_keeps_the_best_so_far(timed, tmp_path):
     settings = interrupting("cube: ")
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert told(found) == {"line": 2.0, "flat": 1.0, "cube": None}
+    assert times_of(found) == {"line": 2.0, "flat": 1.0, "cube": None}
     assert notes(found) == {"line": "", "flat": "", "cube": "interrupted"}
     settings, new = interrupting("flat: "), tmp_path / "new"
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=new, settings=settings)
@@ -279,7 +279,7 @@ def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_pat
     settings = interrupting("timing line: ", "timing flat: ", "timing cube: ")
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert told(found) == own
+    assert times_of(found) == own
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -25,7 +25,7 @@ from pathlib import Path
 from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
 from cfp.profiling import marks
-from cfp.profiling.deaths import Ended, bury
+from cfp.profiling.deaths import Ended, record_deaths
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.store import ProfileStore
 
@@ -180,7 +180,7 @@ class _Parent:
         how = Ended(status=self._status, overdue=self._overdue)
         _clear_line()
         with ProfileStore(self._store_path) as store:
-            deaths = bury(store, {} if stopped else {self._child: how})
+            deaths = record_deaths(store, {} if stopped else {self._child: how})
         return not stopped and any(
             death.pid == self._child and death.suspects for death in deaths
         )
@@ -192,7 +192,7 @@ class _Parent:
         _clear_line()
         with ProfileStore(self._store_path) as store:
             # Whether it died of what it ran, or another process did, is not known.
-            bury(store, {})
+            record_deaths(store, {})
         code = os.waitstatus_to_exitcode(self._status)
         if self._overdue or (code < 0 and self._stop is None):
             how = "took too long" if self._overdue else signal.Signals(-code).name

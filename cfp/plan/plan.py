@@ -58,7 +58,7 @@ class Plan:
         constraints: shardings of values inside, by the program's op numbers.
         donated: which argument leaves the step may overwrite.
         static: positions and keywords of the arguments that are no arrays.
-        winner: name of the finalist that won, such as "planned".
+        winner: name of the candidate that won, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
         measured_ms: step time measured on the whole program, or None.
         peak_bytes: memory that the compiled program needs on each device, or None.
@@ -66,7 +66,7 @@ class Plan:
         uneven: arguments that stay whole because no axis divides them, with the size.
         whole: what every device runs in full: loops, and ops without a sharding rule.
         silenced: functions of the host that are not called while it is measured.
-        race: the finalists.
+        race: the candidates.
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,

@@ -67,7 +67,7 @@ class _Cause:
     reason: str
 
 
-def bury(
+def record_deaths(
     store: ProfileStore,
     ended: Mapping[int, Ended] | None = None,
     about: Collection[str] | None = None,
@@ -87,7 +87,7 @@ def bury(
         before = dict(suspects)
         for marked in folder.dead():
             how = (ended or {}).get(marked.pid)
-            words = folder.last_words(marked.name)
+            words = folder.crash_record(marked.name)
             found.append(_judge(store, marked, words, how, suspects, about))
             folder.remove(marked.name)
         known = store.get_many(suspects)

@@ -2,7 +2,7 @@
 
 Beside the store `profiles.sqlite` stands a folder `profiles.sqlite.marks`, with two
 files for each process: `<name>.json`, its marks, and `<name>.alive`, which it keeps
-locked for as long as it lives, and into which Python writes its last words. A lock
+locked for as long as it lives, and into which Python writes its crash record. A lock
 ends with its owner, however that ended; a process id says less, since ids are used
 again, and are others in another container.
 """
@@ -61,7 +61,7 @@ class Marked:
     Attributes:
       name: of its files, without suffix.
       pid: its process id.
-      witnessed: its last words would stand in its `.alive` file.
+      witnessed: its crash record would stand in its `.alive` file.
       oom_kills: how many processes the kernel had ended for want of memory then.
       marks: what it is at.
     """
@@ -125,7 +125,7 @@ class MarksFolder:
         except (OSError, ValueError, TypeError, KeyError):
             return Marked(name=name, pid=0)
 
-    def last_words(self, name: str) -> str:
+    def crash_record(self, name: str) -> str:
         """What Python said of a fatal signal, one line; "" if nothing."""
         words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
         return words.partition("\n")[0]

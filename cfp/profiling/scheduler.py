@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.profiling.builder import Built
-from cfp.profiling.deaths import bury
+from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
@@ -81,7 +81,7 @@ def run_tasks(
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
-    bury(store, about=by_key)
+    record_deaths(store, about=by_key)
     with Marks(store.path, limits, program) as marks:
         state = _State(
             tasks=by_key,

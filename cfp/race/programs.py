@@ -135,7 +135,7 @@ _NOT_RUN = "estimated; nothing was compiled or run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceRow:
-    """One finalist of the race.
+    """One candidate of the race.
 
     Attributes:
         name: the plan's or the preset's.

@@ -101,8 +101,8 @@ def check(logits, loss, beside, tokens):
     if replaced:
         ins, outs = shardings(case, layout)
         lowering = lower_step(case.step, ins, outs)
-        told = dataclasses.replace(constraints(layout), replaced=replaced)
-        constrain(lowering.module, program, case.mesh, told)
+        constrained = dataclasses.replace(constraints(layout), replaced=replaced)
+        constrain(lowering.module, program, case.mesh, constrained)
         erase_unread(lowering.module)
         compiled = lowering.lowered.compile()
         arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]

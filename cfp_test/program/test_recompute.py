@@ -46,14 +46,14 @@ def recomputations(frame):
 
 
 def edited(case, choice):
-    """The step's lowering with every segment computed again; and its shardings."""
+    """The step's lowering with every segment rematerialized; and its shardings."""
     layout = lay_out(case.frame, choice)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
-    told = dataclasses.replace(
+    constrained = dataclasses.replace(
         constraints(layout), recompute=recomputations(case.frame)
     )
-    constrain(lowering.module, case.frame.program, case.mesh, told)
+    constrain(lowering.module, case.frame.program, case.mesh, constrained)
     return lowering, ins
 
 
@@ -96,7 +96,7 @@ def test_other_programs_compute_the_same(name):
 
 
 def test_a_part_computes_the_same(case):
-    """A layer by itself, its forward ops computed again."""
+    """A layer by itself, its forward ops rematerialized."""
     frame = case.frame
     segment = find_segments(frame)[1]
     part = cut_part(frame.program, segment.ops)
@@ -105,8 +105,8 @@ def test_a_part_computes_the_same(case):
     known = evaluate(case, (*part.inputs, *part.outputs))
     one = recomputable(frame.program, segment.ops, turning_point(frame))
     assert one is not None
-    told = dataclasses.replace(constraints(layout), recompute=(one,))
-    outputs = run_part(case, layout, part, known, told)
+    constrained = dataclasses.replace(constraints(layout), recompute=(one,))
+    outputs = run_part(case, layout, part, known, constrained)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
 
@@ -275,7 +275,7 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
     block = shardy.main_function(lowering.module).regions[0].blocks[0]
     place = {o.operation: number for number, o in enumerate(block.operations)}
     barriers = [o for o in clones(lowering) if o.name.endswith("optimization_barrier")]
-    # Of the last segment the backward pass begins with what is computed again.
+    # Of the last segment the backward pass begins with what is rematerialized.
     first, *others = barriers
     assert len(others) == 2
     for barrier in others:
@@ -285,7 +285,9 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
         assert max(place[op] for op in made) > place[first]
 
 
-def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeypatch):
+def test_what_was_measured_of_another_rematerialization_does_not_count(
+    case, monkeypatch
+):
     analysis = Analysis(case.frame, tuple(find_segments(case.frame)))
     plain = presets(case.frame)["data_parallel"]
     again = dataclasses.replace(plain, remat=(1,))

@@ -38,9 +38,9 @@ def analysis():
 
 
 def problem_of(analysis, budget_bytes):
-    """Two presets, each plain and computed again, which frees 80 of 100 bytes.
+    """Two presets, each plain and rematerialized, which frees 80 of 100 bytes.
 
-    Every segment keeps as much; the last one also if it is computed again.
+    Every segment keeps as much; the last one also if it is rematerialized.
     """
     by_name = presets(analysis.frame)
     last = analysis.segments[-1].kind
@@ -110,7 +110,7 @@ SHARE = {MEMORY_SHARE: "50"}
 
 @pytest.fixture
 def known(analysis, tmp_path):
-    """Puts presets into a store, and tells who takes part beside data parallelism."""
+    """Puts presets into a store, and says what races beside data parallelism."""
     by_name = presets(analysis.frame)
     names = {choice: name for name, choice in by_name.items()}
 
@@ -130,7 +130,7 @@ def known(analysis, tmp_path):
         store.put(record)
         return record.choice
 
-    def found(budget_bytes, answer=None, device_bytes=None, told=()):
+    def found(budget_bytes, answer=None, device_bytes=None, with_limit=()):
         memory = MemoryBudget(
             budget_bytes=budget_bytes,
             device_bytes=device_bytes,
@@ -145,7 +145,10 @@ def known(analysis, tmp_path):
         )
         near = [
             Candidate("planned", by_name["data_parallel"]),
-            *(Candidate("told", by_name[name], options=SHARE) for name in told),
+            *(
+                Candidate("limited", by_name[name], options=SHARE)
+                for name in with_limit
+            ),
         ]
         there = known_to_fit(context, analysis, None, near, answer)
         return [(names[one.choice], one.options) for one in there]
@@ -154,7 +157,7 @@ def known(analysis, tmp_path):
         yield keep, found
 
 
-def test_who_took_part_does_so_again_unless_there_is_news(known):
+def test_what_raced_does_so_again_unless_there_is_news(known):
     keep, found = known
     keep("data_parallel", 10, 10.0)
     zero1 = keep("zero1", 10, 10.0)
@@ -170,18 +173,18 @@ def test_who_took_part_does_so_again_unless_there_is_news(known):
     assert found(10, both) == [("zero1", {}), ("tensor_parallel", {})], "as before"
 
 
-def test_who_takes_part_told_of_the_budget_does_as_it_is_known_to_fit(known):
+def test_what_races_with_the_memory_limit_does_as_it_is_known_to_fit(known):
     keep, found = known
     keep("zero1", 10, 10.0, options=SHARE)
     assert found(10) == [("zero1", SHARE)]
-    assert found(10, told=["zero1"]) == [], "it takes part already"
+    assert found(10, with_limit=["zero1"]) == [], "it races already"
     keep("zero1", 10, 9.9, options=OPTION)
-    assert found(10, told=["zero1"]) == [("zero1", OPTION)], "nobody tries that"
+    assert found(10, with_limit=["zero1"]) == [("zero1", OPTION)], "nothing tries that"
     keep("zero1", 10, 9.8)
-    assert found(10, told=["zero1"]) == [("zero1", {})]
+    assert found(10, with_limit=["zero1"]) == [("zero1", {})]
 
 
-def test_who_was_known_before_is_no_news_if_clocks_drift(known):
+def test_what_was_known_before_is_no_news_if_clocks_drift(known):
     keep, found = known
     zero1 = keep("zero1", 10, 10.0)
     keep("fully_sharded", 10, 10.0)
@@ -191,15 +194,15 @@ def test_who_was_known_before_is_no_news_if_clocks_drift(known):
     assert found(10, slower) == [("fully_sharded", {})]
 
 
-def test_who_fits_by_now_is_news_where_nobody_did(known):
+def test_what_fits_by_now_is_news_where_nothing_did(known):
     keep, found = known
     keep("zero1", 10, 10.0)
-    nobody = Answer((), float("inf"), SECOND)
-    assert found(10, nobody) == [("zero1", {})]
-    assert found(9, nobody) == []
+    nothing = Answer((), float("inf"), SECOND)
+    assert found(10, nothing) == [("zero1", {})]
+    assert found(9, nothing) == []
     # Too large for yet another budget, it never ran.
     keep("fully_sharded", 9, None, FIRST)
-    assert found(9, nobody) == [("fully_sharded", {})]
+    assert found(9, nothing) == [("fully_sharded", {})]
 
 
 def test_known_options_take_part_unless_they_are_tried_anyway(known):
@@ -210,15 +213,15 @@ def test_known_options_take_part_unless_they_are_tried_anyway(known):
     assert found(19) == [("data_parallel", OPTION)]
 
 
-def test_who_fits_told_of_another_budget_takes_part(known):
-    """Not every one that is too large is told of this one: only the most hopeful."""
+def test_what_fits_with_another_memory_limit_races(known):
+    """Not every one that is too large gets the memory limit: only the most hopeful."""
     keep, found = known
     keep("data_parallel", 200, 10.0)
-    told = {MEMORY_SHARE: "10"}
-    keep("data_parallel", 100, 11.0, SECOND, told)
-    assert found(100, device_bytes=1000) == [("data_parallel", told)]
-    assert found(99, device_bytes=1000) == [("data_parallel", told)], "the leanest"
-    assert found(200, device_bytes=1000) == [("data_parallel", told)]
+    share = {MEMORY_SHARE: "10"}
+    keep("data_parallel", 100, 11.0, SECOND, share)
+    assert found(100, device_bytes=1000) == [("data_parallel", share)]
+    assert found(99, device_bytes=1000) == [("data_parallel", share)], "the leanest"
+    assert found(200, device_bytes=1000) == [("data_parallel", share)]
 
 
 def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def plan(mesh, folder):
     def make(memory_budget=None, cache_dir=folder, **settings):
-        # Noise is not to decide who takes part.
+        # Noise is not to decide what races.
         asked = {"per_kind": 3, "in_context": False, "compiler_options": {}}
         asked |= {"reach": float("inf"), **settings}
         return cfp.plan(
@@ -133,7 +133,7 @@ def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
     assert "Timed with" not in plan_text(made)
 
 
-def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
+def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
     """Where nothing is trained, weights are arguments like any other."""
 
     def serve(params, x):
@@ -181,12 +181,12 @@ def test_the_best_preset_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     # By estimates, which do not vary: measured, a preset may be what is planned.
     plan(plans=3, compiler_options=options, cache_dir=tmp_path, measure=None)
     (first, results), (beside, _), *_ = stages
-    digest_of = {finalist.name: finalist.job.key.digest for finalist in first}
+    digest_of = {candidate.name: candidate.job.key.digest for candidate in first}
     ranked = sorted(results, key=lambda result: result.time_ms)
     leaders = [result.name for result in ranked[:2]]
     close = {result.name for result in ranked if result.time_ms < 11.0}
     best = next(result for result in ranked if result.name in PRESETS)
-    names = [finalist.name for finalist in beside]
+    names = [candidate.name for candidate in beside]
     variants = [name for name in names if name.endswith(", plain")]
     assert variants[:2] == [f"{name}, plain" for name in leaders]
     # And the best preset with what the leaders have, if it is none of them.
@@ -215,7 +215,7 @@ def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path
         assert made.race == other.race
 
 
-def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeypatch):
+def test_what_cannot_fit_however_rematerialized_is_not_measured(plan, monkeypatch):
     least = Costs.least_peak_bytes
     swollen = {"data_parallel"}
 
@@ -240,7 +240,7 @@ def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeyp
     assert row.note == "" and every > count
 
 
-def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
+def test_what_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     patient(monkeypatch, estimate_reach=1.0)
     made = plan(cache_dir=tmp_path)
     unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
@@ -295,7 +295,7 @@ def whole_fails(monkeypatch):
     return fail
 
 
-def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_path):
+def test_what_does_not_run_whole_gives_way_to_the_next(plan, whole_fails, tmp_path):
     failed = whole_fails(1)
     made = plan(per_kind=2, cache_dir=tmp_path)
     assert len(failed) == 1
@@ -311,7 +311,7 @@ def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_pat
     assert (again.winner, again.race) == (made.winner, made.race)
 
 
-def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
+def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
     plan, whole_fails, monkeypatch, tmp_path
 ):
     """A rival that is much faster by prediction, and truncated, keeps others out."""
@@ -357,10 +357,8 @@ def test_whole_programs_race_if_none_of_the_winners_runs_whole(
     assert made.measured_ms is not None
 
 
-def test_memory_decides_who_takes_part_in_a_race_of_truncated_programs(
-    plan, monkeypatch
-):
-    """Who surely does not fit is out; who may fit takes part."""
+def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
+    """What surely does not fit is out; what may fit races."""
     needs = {}
 
     def predicted(analysis, problem, choice):
@@ -381,7 +379,7 @@ def test_memory_decides_who_takes_part_in_a_race_of_truncated_programs(
 def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     plan, monkeypatch
 ):
-    known = {}  # What is said of who fits, and of whom nothing is known.
+    known = {}  # What is said of what fits, and of what nothing is known.
 
     def predicted(analysis, problem, choice):
         return known.get(choice, CompiledBytes(temp_bytes=2**31))

@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_left_out(known, change):
 
 
 def test_more_memory_is_no_worse(mesh, tmp_path):
-    """What won with little memory takes part where there is more of it."""
+    """What won with little memory races where there is more of it."""
 
     def plan(budget, **settings):
         return cfp.plan(
@@ -181,5 +181,5 @@ def test_a_row_names_no_earlier_budget():
     row = race_row(refused)
     assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
     ran_out = replace(record, run_seconds=1.0)
-    told = race_row(replace(refused, record=ran_out)).note
-    assert told == "out_of_memory: needs 9 bytes of 5"
+    remark = race_row(replace(refused, record=ran_out)).note
+    assert remark == "out_of_memory: needs 9 bytes of 5"

@@ -24,7 +24,7 @@ def analysis():
 
 @pytest.fixture(scope="module")
 def problem(analysis):
-    """Two presets of which segments keep 100 bytes, or 10 if computed again."""
+    """Two presets of which segments keep 100 bytes, or 10 if rematerialized."""
     by_name = presets(analysis.frame)
 
     def options(kind, index):

@@ -53,7 +53,7 @@ def analysis():
 def problem(analysis):
     """Layers: data parallel, that rematerialized, fully sharded, or none of these.
 
-    The first has a kind of its own, for nobody asks for its input's gradient; here
+    The first has a kind of its own, as its input's gradient is not asked for; here
     it costs nothing.
     """
     by_name = presets(analysis.frame)
@@ -149,12 +149,12 @@ def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
     assert "without a budget the step would take 8.000 ms, in 241.00 MiB" in text
     assert "With 20.00 MiB more: 10.000 ms, 9.1% faster." in text
     assert "With 20.00 MiB less: 12.000 ms, 9.1% slower." in text
-    told = explanation_data(analysis, problem, found)
-    assert told["plan"] is None
-    assert told["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
-    assert told["memory"]["binds"] is True
-    assert told["memory"]["less"]["step_ms"] == 12
-    _, kind = told["kinds"]
+    as_data = explanation_data(analysis, problem, found)
+    assert as_data["plan"] is None
+    assert as_data["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
+    assert as_data["memory"]["binds"] is True
+    assert as_data["memory"]["less"]["step_ms"] == 12
+    _, kind = as_data["kinds"]
     assert kind["segments"] == [1, 2, 3, 4]
     assert [a["step_ms"] for a in kind["chosen"]] == [12, None]
     assert [a["unlimited_step_ms"] for a in kind["chosen"]] == [12, 8]
@@ -179,7 +179,7 @@ def test_the_explanation_of_a_plan_that_only_the_compiler_made_fit(analysis, pro
     assert f"fits in 80.00 MiB: this is about a budget of {needed:.2f} MiB." in text
 
 
-def test_a_plan_faster_than_all_that_fits_is_told_by_its_own_time(analysis, problem):
+def test_a_plan_faster_than_all_that_fits_is_shown_by_its_own_time(analysis, problem):
     """The compiler made it fit; by prediction it does not."""
     found = explain(problem, picks=[0] + [0] * LAYERS)
     assert found.plan.memory_bytes > problem.budget_bytes
@@ -203,9 +203,9 @@ def test_the_curve_as_a_table(analysis, problem):
     assert "#4 of kind 1: " in text
     assert "* the fastest within the budget of 184.00 MiB" in text
     assert "There may be more" not in text
-    told = trade_off_data(analysis, problem, found, budget)
-    assert told["complete"] is True
-    assert [p["step_ms"] for p in told["points"]] == [float(r[2]) for r in table]
+    as_data = trade_off_data(analysis, problem, found, budget)
+    assert as_data["complete"] is True
+    assert [p["step_ms"] for p in as_data["points"]] == [float(r[2]) for r in table]
     few = trade_off(problem, 2)
     text = text_of(trade_off_view(analysis, problem, few, MIB, box.ASCII))
     assert "Nothing fits in the budget of 1.00 MiB." in text

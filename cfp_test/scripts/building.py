@@ -81,7 +81,7 @@ def main() -> None:
         if options.switch_interval:
             sys.setswitchinterval(options.switch_interval)
         if options.pin:
-            # Threads begin with the cores of who starts them: the builders are told.
+            # Threads begin with the cores of what starts them: the builders get them.
             _builders_keep(cores - {min(cores)})
             os.sched_setaffinity(0, {min(cores)})
         done = profile(

@@ -9,8 +9,8 @@ takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
 version. Kernels are not tuned, so times say nothing, but memory is what the devices
 need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
 
-Prints a line for each preset, as it is and with every segment computed again; and what
-XLA would have read after it was overwritten, or why that could not be told, so that the
+Prints a line for each preset, as it is and with every segment rematerialized; and what
+XLA would have read after it was overwritten, or why that is not known, so that the
 program was compiled once more (:mod:`cfp.profiling.compiled`). ``--option`` goes to the
 compiler, such as ``xla_gpu_memory_limit_slop_factor=1``, which limits its memory.
 """
@@ -67,12 +67,12 @@ def main() -> None:
     frame, segments = analysis.frame, analysis.segments
     again = tuple(s.index for s in segments if can_recompute(frame, s))
     known = presets(frame)
-    told = dict(one.split("=", 1) for one in options.option)
+    given = dict(one.split("=", 1) for one in options.option)
     found = watch_overwritten()
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(analysis, choice, (), name, options=_UNTUNED | told)
+            job = whole_job(analysis, choice, (), name, options=_UNTUNED | given)
             found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):
@@ -87,7 +87,7 @@ def main() -> None:
                 "argument_bytes": built.argument_bytes,
                 "temp_bytes": built.temp_bytes,
                 "peak_bytes": built.peak_bytes,
-                "options": _UNTUNED | told,
+                "options": _UNTUNED | given,
                 "overwritten": found[0],
             }
             print(

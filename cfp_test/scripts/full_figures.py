@@ -1,4 +1,4 @@
-"""What is told of a whole model's trainings: which, how fast, and as a table."""
+"""Figures of a whole model's trainings: which, how fast, and as a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def best_presets(race: Sequence[RaceRow], winner: str, count: int) -> list[str]:
 
 
 def loops_counted_once(program: Program) -> int:
-    """Loops around contractions that run once, or nobody knows how often."""
+    """Loops around contractions that run once, or it is not known how often."""
     return sum(
         any(
             is_contraction(program.ops[i]) and program.ops[i].repeat <= op.repeat

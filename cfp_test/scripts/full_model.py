@@ -11,18 +11,19 @@ tokens per second and FLOP utilisation are of the latter. Prints a line for what
 done, then a table, and appends JSON lines, one for planning and one for each training.
 
 Planning and each training are processes of their own, one after the other: a device's
-high-water mark of memory never falls within a process, memory comes back whole, and who
-runs out of it takes nobody along. Such a process costs a start of JAX and a trace, and
-on GPUs no compilation: what is trained is the very program that was raced, which JAX's
-compilation cache in the working folder has. The state is initialised with one sharding
-for all, so that this is compiled once, too, and then moved to where the plan wants it.
+high-water mark of memory never falls within a process, memory comes back whole, and
+what runs out of it takes nothing along. Such a process costs a start of JAX and a
+trace, and on GPUs no compilation: what is trained is the very program that was raced,
+which JAX's compilation cache in the working folder has. The state is initialised with
+one sharding for all, so that this is compiled once, too, and then moved to where the
+plan wants it.
 
 FLOPs are those of the step's matrix products as it was traced, forward and backward,
-without what a model or a plan computes again. They are divided by the bfloat16 matrix
+without what a model or a plan rematerializes. They are divided by the bfloat16 matrix
 rate that was measured on these devices before planning, not by a data sheet's.
 
 XLA_PYTHON_CLIENT_MEM_FRACTION is 0.92 unless set: JAX's own 0.75 would leave a quarter
-of the memory to nobody.
+of the memory unused.
 """
 
 from __future__ import annotations

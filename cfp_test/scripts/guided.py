@@ -4,8 +4,8 @@
         [--mesh x=4] [--pool 40] [--per-kind 8] [--workdir DIR]
 
 All there is: for each kind of segment the parts of the presets and the best ``--pool``
-choices of every storage mode by estimate; the space itself has more than anybody can
-measure. Both best plans are then run whole, in turns. Prints a line of JSON.
+choices of every storage mode by estimate; the space itself has more than can
+be measured. Both best plans are then run whole, in turns. Prints a line of JSON.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ unless a plan without a budget does. The first plan is made with an empty store 
 ``--workdir`` has one. Every plan is made once more from what is
 stored by then: cold and warm. The times compared are those of the plan's own race, in
 which all take turns. Presets count with the compiler's default options, and in the
-faster of the ways to tell the compiler of them. ``--reach`` says who is raced, as the
+faster of their constraint levels. ``--reach`` says what is raced, as the
 planner's setting. Those that it leaves out are raced after it, against the plan and the
 best preset that was in its race; the clock of the planning has stopped then.
 ``--compare`` says which of them by prediction: all unless it is given. Prints a line
@@ -98,7 +98,7 @@ def compared(
     entries = [
         Candidate(level_name(name, level), choices[name], predicted, level)
         for name, level, predicted in [*known, *absent]
-        if name in choices  # What is computed again is not known by name.
+        if name in choices  # What is rematerialized is not known by name.
     ]
     if not entries:
         return []

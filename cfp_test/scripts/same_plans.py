@@ -210,8 +210,8 @@ def _decided(row: dict[str, Any]) -> Any:
 
 
 def _pair(one: dict[str, Any], other: dict[str, Any], name: str, unit: float) -> str:
-    told = (row.get(name) for row in (one, other))
-    return " / ".join("-" if x is None else f"{x / unit:.2f}" for x in told)
+    values = (row.get(name) for row in (one, other))
+    return " / ".join("-" if x is None else f"{x / unit:.2f}" for x in values)
 
 
 def _git(*words: str) -> str:

@@ -94,7 +94,7 @@ def test_figures_leave_out_the_first_step_and_count_all_devices():
     assert figures({**trained, "tokens": None}, 1, 1.0, 1)["tokens_per_second"] is None
 
 
-def test_the_table_says_who_failed_and_why():
+def test_the_table_says_what_failed_and_why():
     good = {
         **{"plan": "planned", "note": "", "in_a_row_ms": 8.0, "losses": [3.0, 2.5]},
         **{"step_ms": 12.0, "tokens_per_second": 50_000.0, "mfu": 0.75},
@@ -116,7 +116,7 @@ def counted(fn, *args):
     return loops_counted_once(program)
 
 
-def test_loops_of_unknown_length_are_told():
+def test_loops_of_unknown_length_are_named():
     x, count = jnp.ones((8, 8)), jnp.int32(3)
 
     def until(x, count):

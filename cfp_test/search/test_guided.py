@@ -122,7 +122,7 @@ class Devices:
         )
 
     def _needed_bytes(self, kind, candidate):
-        """While it runs, whether it was kept or is computed again."""
+        """While it runs, whether it was kept or is rematerialized."""
         plain = replace(candidate, remat=False)
         return self.costs.least_bytes(kind, plain).residual_bytes
 

@@ -39,7 +39,7 @@ def analysis(mesh):
 
 @pytest.fixture(scope="module")
 def made(mesh, analysis):
-    """A candidate with a neighbour, and the same computed again."""
+    """A candidate with a neighbour, and the same rematerialized."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
@@ -172,7 +172,7 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
     assert least["fully_sharded"] < least["zero1"] < least["data_parallel"]
 
 
-def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, mesh):
+def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, mesh):
     """What the search adds for a handover is what was subtracted before."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))

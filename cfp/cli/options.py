@@ -219,8 +219,8 @@ Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Measure less: segments by themselves only, and one way to tell the "
-        "compiler of each plan.",
+        help="Measure less: segments by themselves only, and one constraint level "
+        "for each plan.",
     ),
 ]
 

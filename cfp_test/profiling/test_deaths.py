@@ -273,7 +273,7 @@ def test_marks_that_cannot_be_read_blame_nothing(store, damage):
     assert record_deaths(store) == []
 
 
-def test_the_living_are_not_buried(store):
+def test_living_processes_get_no_record(store):
     with Marks(store.path) as marks, marks.doing(key_of("a"), "task a", "run", 100.0):
         [alive] = marks.folder.living()
         assert alive.pid == os.getpid()

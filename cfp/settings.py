@@ -29,7 +29,7 @@ SAFE_ESTIMATED_MEMORY_SHARE = 0.7
 # of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
 # took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
 # measured is what is likely".
-RECOMPUTE_TIME_EXPECTED = 1.25
+REMATERIALIZED_TIME_EXPECTED = 1.25
 # A smaller share of a step is not worth a round of measuring, nor distinguished in two
 # races. docs/results/planning_h200x2, and building_h200x2: times of two races differ by
 # about 1 %.

@@ -23,7 +23,7 @@ import cfp
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceRow
@@ -100,11 +100,11 @@ def sound(cache: Path) -> Sound:
     program, _ = trace(flatten_step(step, arguments()), planning_mesh(mesh))
     top = [op.id for op in program.ops if op.parent < 0]
     back = next(op.id for op in program.ops if "transpose(" in op.scope)
-    again = recomputable(program, top, back)
+    again = rematerializable(program, top, back)
     assert again is not None
     full = replace(
         plan,
-        constraints=replace(plan.constraints, recompute=(again,)),
+        constraints=replace(plan.constraints, rematerialized=(again,)),
         options={"xla_backend_optimization_level": "0"},
         measured_ms=1.5,
         race=(

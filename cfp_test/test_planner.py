@@ -432,11 +432,11 @@ def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
         solution = replace(taken, best=replace(taken.best, choice=choice))
         made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
-    assert made.constraints.recompute
+    assert made.constraints.rematerialized
     assert any("rematerialized" in row.storage for row in made.rows)
     made.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
-    assert loaded.constraints.recompute == made.constraints.recompute
+    assert loaded.constraints.rematerialized == made.constraints.rematerialized
     check_step(loaded)
 
 

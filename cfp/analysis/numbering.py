@@ -1,6 +1,6 @@
 """Value numbering: equal numbers mean equal tensors, up to dtype and unit dims.
 
-Rematerialised code recomputes values, in loops too; a backward loop reads what the
+Rematerialized code computes values twice, in loops too; a backward loop reads what the
 forward loop stacked. Numbers see through both, through casts and through barriers, so
 that an op of the backward pass can be matched with the op it was differentiated from.
 """

@@ -267,7 +267,7 @@ def _program(plan: Plan, analysis: Analysis, environment: Parts) -> RaceProgram:
         plan.arg_specs,
         plan.output_specs,
         constraints_to_json(plan.constraints),
-        [repr(one) for one in plan.constraints.recompute],
+        [repr(one) for one in plan.constraints.rematerialized],
     ]
     digest = hashlib.sha256(json.dumps(shardings).encode()).hexdigest()
     job = replace(

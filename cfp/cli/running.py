@@ -153,7 +153,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
-        "segments_recomputed": len(plan.constraints.recompute),
+        "segments_recomputed": len(plan.constraints.rematerialized),
         "compiler_options": dict(plan.options),
         "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,

@@ -13,7 +13,7 @@ from cfp.attention.matching.matches import share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.memory import (
     argument_bytes,
-    can_recompute,
+    can_rematerialize,
     fixed_bytes,
     kernel_sites,
     residuals,
@@ -55,7 +55,7 @@ class Costs:
         self._numbers: dict[SegmentChoice, int] = {}
         self._plain: list[SegmentChoice] = []
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
-        self._able = [can_recompute(analysis.frame, one) for one in self._kinds]
+        self._able = [can_rematerialize(analysis.frame, one) for one in self._kinds]
         self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
         self._steps = cache(self._find_steps)
         self._pass_ms = cache(self._find_pass_ms)

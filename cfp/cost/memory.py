@@ -23,7 +23,7 @@ from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import preset
 from cfp.program.graph import Program
 from cfp.program.makeable import CHEAP, makeable
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement
 
 # Of these the reader reads the tensor itself.
@@ -36,9 +36,11 @@ def turning_point(frame: Frame) -> int:
     return min(derived, default=len(frame.program.ops))
 
 
-def can_recompute(frame: Frame, segment: Segment) -> bool:
+def can_rematerialize(frame: Frame, segment: Segment) -> bool:
     """Whether a segment keeps anything that it might rematerialize instead."""
-    return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
+    return (
+        rematerializable(frame.program, segment.ops, turning_point(frame)) is not None
+    )
 
 
 # --------------------------------------------------------------------- residuals

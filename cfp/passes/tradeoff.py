@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
-from cfp.cost.memory import can_recompute
+from cfp.cost.memory import can_rematerialize
 from cfp.passes.profile import look_up, measured_rates
 from cfp.planner_settings import PlannerSettings
 from cfp.search.build import build_problem
@@ -73,7 +73,7 @@ def _again(
     records = explored.records
     found: list[tuple[int, Wanted]] = []
     for kind, index in enumerate(analysis.representatives):
-        if not can_recompute(analysis.frame, analysis.segments[index]):
+        if not can_rematerialize(analysis.frame, analysis.segments[index]):
             continue
         good = [
             (measured.time_ms, item)

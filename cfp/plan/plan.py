@@ -324,7 +324,7 @@ class Plan:
             ),
             "output_specs": self.output_specs,
             "constraints": constraints_to_json(inside),
-            "recompute": [asdict(one) for one in inside.recompute],
+            "recompute": [asdict(one) for one in inside.rematerialized],
             "replaced": replaced_to_json(inside),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,

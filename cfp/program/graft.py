@@ -24,7 +24,7 @@ from cfp.program.dtypes import numpy_dtype
 from cfp.program.excerpt import Excerpt, excerpt
 from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part
-from cfp.program.recompute import tag_of
+from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
 
 __all__ = [

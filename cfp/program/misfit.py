@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program, Spec
-from cfp.program.recompute import Recompute, repeatable
+from cfp.program.rematerialize import Rematerialization, repeatable
 
 
 def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None:
@@ -38,8 +38,8 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
             return f"operand {index} of op {op}, which has {len(reads)}"
         if (found := _spec_misfit(program, reads[index], mesh, spec)) is not None:
             return f"operand {index} of op {op}: {found}"
-    for one in constraints.recompute:
-        if (found := _recompute_misfit(program, one)) is not None:
+    for one in constraints.rematerialized:
+        if (found := _rematerialization_misfit(program, one)) is not None:
             return found
     return None
 
@@ -63,7 +63,7 @@ def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | 
     return None
 
 
-def _recompute_misfit(program: Program, one: Recompute) -> str | None:
+def _rematerialization_misfit(program: Program, one: Rematerialization) -> str | None:
     top = {op.id for op in program.ops if op.parent < 0}
     forward, backward = one.forward, one.backward
     if not {*forward, *backward} <= top or not forward or not backward:

@@ -42,7 +42,7 @@ from jax.sharding import Mesh
 from cfp.program import shardy
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.graph import Program
-from cfp.program.recompute import TAG, tag_of
+from cfp.program.rematerialize import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")

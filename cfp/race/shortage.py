@@ -9,7 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.naming import scope_path
-from cfp.cost.memory import argument_bytes, can_recompute, residuals_under, value_bytes
+from cfp.cost.memory import (
+    argument_bytes,
+    can_rematerialize,
+    residuals_under,
+    value_bytes,
+)
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
@@ -194,7 +199,7 @@ def _advice(
 
 def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
     """Whether rematerialization may still help."""
-    able = [s.index for s in analysis.segments if can_recompute(analysis.frame, s)]
+    able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
     if choice is None or not able:
         return ""
     if choice.remat:

@@ -26,7 +26,7 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.part import numbered
-from cfp.program.recompute import VERSION, recomputable
+from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
 from cfp.settings import ConstraintLevel
 
@@ -75,7 +75,9 @@ def _constrain(
         replaced += losses
     turn, within = turning_point(frame), set(part.ops)
     again = (
-        recomputable(program, within & {*analysis.segments[index].ops}, turn, within)
+        rematerializable(
+            program, within & {*analysis.segments[index].ops}, turn, within
+        )
         for index in remat
     )
     constrained = constraints(layout, program.with_bodies(part.ops))
@@ -93,7 +95,7 @@ def _constrain(
     return Constraints(
         values,
         uses,
-        recompute=tuple(one for one in again if one is not None),
+        rematerialized=tuple(one for one in again if one is not None),
         replaced=tuple(replaced),
     )
 
@@ -211,7 +213,7 @@ def _job(
     uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
     digest = hashlib.sha256()
     digest.update(repr((values, uses, in_specs, out_specs, pairs)).encode())
-    for one in constrained.recompute:
+    for one in constrained.rematerialized:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         digest.update(repr((VERSION, again)).encode())
     for one in constrained.replaced:

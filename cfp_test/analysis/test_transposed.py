@@ -85,7 +85,9 @@ def test_the_same_is_sent(analysis, name):
     assert before and not before.keys() & constrained.values.keys()
     sent = []
     for values in (constrained.values, {**constrained.values, **before}):
-        all_told = type(constrained)(values, constrained.uses, constrained.recompute)
+        all_told = type(constrained)(
+            values, constrained.uses, constrained.rematerialized
+        )
         lowered = lower_part(
             frame.program,
             job.part,

@@ -21,7 +21,7 @@ from cfp.analysis.truncate import (
     treatments,
     truncate_program,
 )
-from cfp.cost.memory import can_recompute
+from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
@@ -277,7 +277,7 @@ def by_name(preset):
 def all_again(analysis):
     """Fully sharded, with all forward passes rematerialized."""
     frame = analysis.frame
-    again = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    again = [s.index for s in analysis.segments if can_rematerialize(frame, s)]
     assert len(again) > KEPT
     return replace(presets(frame)["fully_sharded"], remat=tuple(again))
 

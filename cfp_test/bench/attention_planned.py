@@ -302,7 +302,7 @@ class Maker:
             "replaced": [
                 [one.op, *one.functions.how] for one in plan.constraints.replaced
             ],
-            "rematerialized": len(plan.constraints.recompute),
+            "rematerialized": len(plan.constraints.rematerialized),
             "programs": programs,
             "told": repr(plan),
         }

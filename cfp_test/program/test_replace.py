@@ -12,7 +12,7 @@ from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
 from cfp.program.graft import constrain, cut_part
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
 from cfp.program.trace import lower_step
 from cfp_test.checking import (
@@ -138,16 +138,16 @@ def edited(case, functions, choice, again=False, found=None):
     constrained = dataclasses.replace(
         constraints(layout),
         replaced=found or replacements(program, functions),
-        recompute=recomputations(case.frame) if again else (),
+        rematerialized=rematerializations(case.frame) if again else (),
     )
     constrain(lowering.module, program, case.mesh, constrained)
     erase_unread(lowering.module)
     return lowering, ins
 
 
-def recomputations(frame):
+def rematerializations(frame):
     turn = turning_point(frame)
-    found = [recomputable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
     return tuple(one for one in found if one is not None)
 
 
@@ -184,11 +184,11 @@ def test_a_part_computes_the_same(case, again):
     layout = lay_out(frame, Choice(choice.blocks, (Storage.USED,) * len(frame.groups)))
     known = evaluate(case, (*part.inputs, *part.outputs))
     turn = turning_point(frame)
-    one = recomputable(frame.program, segment.ops, turn)
+    one = rematerializable(frame.program, segment.ops, turn)
     constrained = dataclasses.replace(
         constraints(layout),
         replaced=replacements(frame.program, Tanh()),
-        recompute=(one,) if again else (),
+        rematerialized=(one,) if again else (),
     )
     outputs = run_part(case, layout, part, known, constrained)
     for v, got in zip(part.outputs, outputs, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
-from cfp.cost.memory import can_recompute
+from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import preset
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
@@ -110,7 +110,7 @@ def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
 
 def test_the_message_says_what_is_rematerialized_already(analysis):
     frame = analysis.frame
-    able = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    able = [s.index for s in analysis.segments if can_rematerialize(frame, s)]
     assert len(able) > 1
     plain = preset(frame, ("data",), Storage.USED)
     use = {"argument_bytes": MIB, "temp_bytes": 9 * MIB}

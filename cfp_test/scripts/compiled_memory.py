@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 import cfp
 from cfp import platform
 from cfp.analysis.analyze import analyze
-from cfp.cost.memory import can_recompute
+from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
@@ -65,7 +65,7 @@ def main() -> None:
     program, _ = trace(flat, mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
     frame, segments = analysis.frame, analysis.segments
-    again = tuple(s.index for s in segments if can_recompute(frame, s))
+    again = tuple(s.index for s in segments if can_rematerialize(frame, s))
     known = presets(frame)
     given = dict(one.split("=", 1) for one in options.option)
     found = watch_overwritten()

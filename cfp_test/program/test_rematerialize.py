@@ -16,7 +16,7 @@ from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
 from cfp.program.makeable import makeable
-from cfp.program.recompute import recomputable, tag_of
+from cfp.program.rematerialize import rematerializable, tag_of
 from cfp.program.trace import lower_step
 from cfp.search.jobs import whole_job
 from cfp_test.checking import (
@@ -39,9 +39,9 @@ def case():
     return prepare("stack", stack_step, SIZES)
 
 
-def recomputations(frame):
+def rematerializations(frame):
     turn = turning_point(frame)
-    found = [recomputable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
     return tuple(one for one in found if one is not None)
 
 
@@ -51,7 +51,7 @@ def edited(case, choice):
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
     constrained = dataclasses.replace(
-        constraints(layout), recompute=recomputations(case.frame)
+        constraints(layout), rematerialized=rematerializations(case.frame)
     )
     constrain(lowering.module, case.frame.program, case.mesh, constrained)
     return lowering, ins
@@ -67,7 +67,7 @@ def test_what_the_backward_pass_reads_is_cloned_behind_a_barrier(case):
     found = clones(lowering)
     barriers = barriers_of(lowering)
     products = [op for op in found if op.name == "stablehlo.dot_general"]
-    assert len(barriers) == len(recomputations(case.frame))
+    assert len(barriers) == len(rematerializations(case.frame))
     # Of each layer the first product: its result is what tanh and the second
     # product's gradient need. No gradient needs the second product's.
     assert len(products) >= 4
@@ -103,9 +103,9 @@ def test_a_part_computes_the_same(case):
     choice = presets(frame)["data_parallel"]
     layout = lay_out(frame, Choice(choice.blocks, (Storage.USED,) * len(frame.groups)))
     known = evaluate(case, (*part.inputs, *part.outputs))
-    one = recomputable(frame.program, segment.ops, turning_point(frame))
+    one = rematerializable(frame.program, segment.ops, turning_point(frame))
     assert one is not None
-    constrained = dataclasses.replace(constraints(layout), recompute=(one,))
+    constrained = dataclasses.replace(constraints(layout), rematerialized=(one,))
     outputs = run_part(case, layout, part, known, constrained)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
@@ -186,7 +186,7 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     made = lowering.lowered.compile()(*arrays)
     assert differences(case, jax.tree.leaves(made)) == {}
     entering = sum(len(barrier.operands) for barrier in barriers_of(lowering))
-    monkeypatch.setattr("cfp.program.recompute.makeable", lambda *how: {})
+    monkeypatch.setattr("cfp.program.rematerialize.makeable", lambda *how: {})
     lowering, _ = edited(case, presets(case.frame)["data_parallel"])
     assert entering < sum(len(barrier.operands) for barrier in barriers_of(lowering))
 
@@ -212,7 +212,7 @@ def test_nothing_is_kept_only_to_make_something_smaller_of_it():
     turn = turning_point(case.frame)
     outside = []
     for segment in segments:
-        one = recomputable(case.frame.program, segment.ops, turn)
+        one = rematerializable(case.frame.program, segment.ops, turn)
         outside.append(set() if one is None else {*one.forward} - {*segment.ops})
     assert len(segments) > 1
     assert not any(outside)
@@ -305,8 +305,8 @@ def test_loops_and_inference_have_nothing_to_compute_again():
     scanned = prepare("scan_mlp", PROGRAMS["scan_mlp"], SIZES)
     assert all(
         not scanned.frame.program.ops[op].body
-        for one in recomputations(scanned.frame)
+        for one in rematerializations(scanned.frame)
         for op in one.forward
     )
     serving = prepare("serving", PROGRAMS["serving"], SIZES)
-    assert recomputations(serving.frame) == ()
+    assert rematerializations(serving.frame) == ()

@@ -30,7 +30,7 @@ _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Rematerialization:
     """What to rematerialize.
 
     Attributes:
@@ -42,12 +42,12 @@ class Recompute:
     backward: tuple[int, ...]
 
 
-def recomputable(
+def rematerializable(
     program: Program,
     ops: Iterable[int],
     turn: int,
     within: Set[int] | None = None,
-) -> Recompute | None:
+) -> Rematerialization | None:
     """What can be rematerialized of some top-level ops, or None if nothing can.
 
     What they read of others is rematerialized, too, where cheap ops make it of what
@@ -74,7 +74,7 @@ def recomputable(
         and op not in program.leaf_ops
     }
     forward.update(*makeable(program, entering, within).values())
-    return Recompute(tuple(sorted(forward)), backward)
+    return Rematerialization(tuple(sorted(forward)), backward)
 
 
 def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
@@ -96,10 +96,10 @@ def repeatable(program: Program, op_id: int) -> bool:
     return not op.has_regions and op.kind not in _NOT_REPEATABLE
 
 
-def recompute(
+def rematerialize(
     function: ir.Operation,
     ops: Sequence[ir.Operation],
-    wanted: Sequence[Recompute],
+    wanted: Sequence[Rematerialization],
 ) -> None:
     """Clones forward ops before the backward ops that read them, in place.
 
@@ -115,7 +115,7 @@ def recompute(
     place = {op: number for number, op in enumerate(body)}
     fixed = _without_arguments(body)
     for one in wanted:
-        _Recomputation(ops, one, place, fixed).run()
+        _Rematerializer(ops, one, place, fixed).run()
 
 
 def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
@@ -129,11 +129,11 @@ def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
     return found
 
 
-class _Recomputation:
+class _Rematerializer:
     def __init__(
         self,
         ops: Sequence[ir.Operation],
-        wanted: Recompute,
+        wanted: Rematerialization,
         place: dict[ir.Operation, int],
         fixed: set[ir.Operation],
     ) -> None:

@@ -62,7 +62,7 @@ class Costs:
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
-        """Whether segments of a kind can compute their forward pass again."""
+        """Whether segments of a kind can rematerialize their forward pass."""
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
@@ -125,7 +125,7 @@ class Costs:
         """What a program needs on each device whatever is rematerialized.
 
         What a segment keeps for its backward pass is there while that runs; a compiler
-        that computes some of it again by itself leaves a share of it at least.
+        that rematerializes some of it by itself leaves a share of it at least.
         """
         state, kept, peak = self.fixed_bytes, 0, 0
         for segment in self.analysis.segments:

@@ -40,7 +40,7 @@ def python_module(plan: Plan, sites: Sites | None) -> str:
         )
     if plan.constraints.rematerialized:
         raise PlanMismatch(
-            "The plan computes segments again in the backward pass, which a module of "
+            "The plan rematerializes segments, which a module of "
             "plain JAX does not do to a step that has been differentiated. Put "
             "jax.checkpoint around these layers and plan again, or plan with a larger "
             "memory budget."

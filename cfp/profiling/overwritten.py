@@ -45,7 +45,7 @@ _BRANCHES = re.compile(
 
 
 def has_rematerialized(hlo_text: str) -> bool:
-    """Whether the compiler computes something again, by the names that it gives."""
+    """Whether the compiler rematerializes something, by the names that it gives."""
     return ".remat" in hlo_text
 
 

@@ -70,7 +70,7 @@ def preset_parts(
 ) -> list[dict[SegmentChoice, Choice]]:
     """For each kind of segment the parts of presets that concern it, each once.
 
-    Equal segments may differ in a preset: the last layer hands over to something else
+    Equal segments may differ in a preset: the last layer reshards to something else
     than to a layer.
 
     Returns:

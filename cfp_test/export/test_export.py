@@ -206,7 +206,7 @@ def test_what_a_module_cannot_say_is_refused(plan):
     with pytest.raises(PlanMismatch, match="does not say where in the step"):
         python_module(loaded, None)
     again = replace(loaded.constraints, rematerialized=(Rematerialization((0,), (1,)),))
-    with pytest.raises(PlanMismatch, match="computes segments again"):
+    with pytest.raises(PlanMismatch, match="rematerializes segments"):
         python_module(replace(loaded, constraints=again), loaded.sites)
 
 

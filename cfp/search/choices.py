@@ -70,8 +70,7 @@ def preset_parts(
 ) -> list[dict[SegmentChoice, Choice]]:
     """For each kind of segment the parts of presets that concern it, each once.
 
-    Equal segments may differ in a preset: the last layer reshards to something else
-    than to a layer.
+    Equal segments may differ in a preset: what follows the last layer is no layer.
 
     Returns:
         For each kind the first preset of each part, by part.

@@ -109,7 +109,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "PRESETS":
-            value = tuple(import_module("cfp.presets.classics").CLASSICS)
+            value = tuple(import_module("cfp.presets.presets").PRESETS)
         elif name in _HOME_OF:
             value = getattr(import_module(_HOME_OF[name]), name)
         else:

@@ -77,10 +77,10 @@ def plan(
             fits in a budget that is given, as compiled, also without a race.
         pins: shardings that the plan must keep, by path of the argument, with globs:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
-        preset: take a classic strategy instead of searching, such as
+        preset: take a preset instead of searching, such as
             "data_parallel", "fully_sharded" or "tensor_parallel".
         cache_dir: where measurements are kept; by default the user's cache directory.
-        settings: how much to measure, and who is told about progress.
+        settings: how much to measure, and what is called with progress.
 
     Raises:
         CfpError: the step, the arguments, the mesh, the pins or the budget do not
@@ -303,8 +303,8 @@ class ParallelStep:
         self.__wrapped__ = fn
 
     def __repr__(self) -> str:
-        told = self._latest.plan if self._latest else "it is planned at its first call"
-        return f"ParallelStep of {self.__name__}: {told}"
+        state = self._latest.plan if self._latest else "it is planned at its first call"
+        return f"ParallelStep of {self.__name__}: {state}"
 
     @property
     def plan(self) -> Plan:

@@ -207,7 +207,7 @@ def _rules(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
         plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
-        levels=settings.extents or usual.levels,
+        levels=settings.constraint_levels or usual.levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
     )
@@ -252,10 +252,15 @@ def _stand_in(
         place=here if mesh.runs else None,
         compiler_options=mock.OPTIONS if mesh.runs else UNTUNED,
     )
-    told = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
+    rated = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
     names = {name for name, _ in environment}
     more = [part for part in here if part[0] not in names]
-    return found, (*environment, *more, ("rung", mesh.rung), ("described_rates", told))
+    return found, (
+        *environment,
+        *more,
+        ("rung", mesh.rung),
+        ("described_rates", rated),
+    )
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -78,10 +78,10 @@ def demo(folder: Path) -> int:
             plan, target, steps=CHECKED_STEPS, check=True, progress=display.tell
         )
         ours = run_trial(plan, target, steps=STEPS, progress=display.tell)
-        classic = _plan(
+        rival = _plan(
             target, mesh, folder, PlannerSettings(race=False), preset="data_parallel"
         )
-        data_parallel = run_trial(classic, target, steps=STEPS, progress=display.tell)
+        data_parallel = run_trial(rival, target, steps=STEPS, progress=display.tell)
     print_plan(plan, literal_console())
     print(f"\n{STEPS} steps under the plan, and under plain data parallelism:")
     _print_losses(ours, data_parallel)
@@ -137,11 +137,11 @@ def _same_losses(ours: Trial, theirs: Trial) -> bool:
 def _ratio(plan: Plan, ours: Trial, theirs: Trial) -> str:
     """Both were also timed in the race, in turns and longer than here."""
     raced = {row.name: row.time_ms for row in plan.race}
-    best, classic = raced.get(plan.winner), raced.get("data_parallel")
+    best, rival = raced.get(plan.winner), raced.get("data_parallel")
     if plan.winner == "data_parallel":
         return "the plan is data parallelism: nothing was faster here"
-    if best and classic:
-        return f"in the race {classic / best:.2f} times as fast as data parallel"
+    if best and rival:
+        return f"in the race {rival / best:.2f} times as fast as data parallel"
     return f"{theirs.median_ms / ours.median_ms:.2f} times as fast"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from datetime import datetime
 
 from cfp.attention.kernels import KERNELS
@@ -28,12 +28,13 @@ class PlannerSettings:
             the race or is timed again.
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, take part
-            in the race; by default 2, and 1 on virtual CPU devices. Where memory
+        plans: how many of the best plans, by each of two ways to predict, race; by
+            default 2, and 1 on virtual CPU devices. Where memory
             decides, one of them is for programs that turn out smaller than predicted.
-        extents: how much the compiler is constrained in presets; each way races.
-            By default all ways, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
+        constraint_levels: how much the compiler is constrained in presets; each level
+            races. By default all, and one on virtual CPU devices, where a build takes
+            longer than the difference is worth. `extents` is its earlier name, which
+            can be passed in its place.
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
             are constrained, and 2 on virtual CPU devices.
@@ -60,7 +61,7 @@ class PlannerSettings:
         retry_failures: whether what failed before is tried again; or what failed
             before a moment, which a process that is started again keeps to.
         limits: what counts as hung.
-        progress: told of every event, a :class:`Progress` or a line of text.
+        progress: called with every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
             which starts one here; see docs/ray.md.
         place: where programs are compiled, and records kept besides, if not only here.
@@ -74,7 +75,7 @@ class PlannerSettings:
     seconds: float = float("inf")
     in_context: bool = True
     plans: int | None = None
-    extents: tuple[ConstraintLevel, ...] | None = None
+    constraint_levels: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
@@ -87,8 +88,11 @@ class PlannerSettings:
     progress: Callable[[Progress | str], None] | None = None
     ray: str | None = None
     place: Place | None = None
+    extents: InitVar[tuple[ConstraintLevel, ...] | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, extents: tuple[ConstraintLevel, ...] | None):
+        if extents is not None:
+            object.__setattr__(self, "constraint_levels", extents)
         for name, least, what in (
             ("per_kind", 1, "strategies to measure for each kind of segment"),
             ("others", 0, "strategies to measure beside the presets' parts"),

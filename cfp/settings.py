@@ -14,7 +14,7 @@ from math import inf
 # --------------------------------------------------------------- the profile pass
 
 # Mixed presets of several axes that are measured. decisions.md, "Of the mixed
-# classics".
+# presets".
 MIXED_PRESETS = 6
 # Presets that race where choices are made by estimates; each is a whole build. Guess.
 PRESETS_BY_ESTIMATE = 2
@@ -25,16 +25,16 @@ LEAST_ADDED_SHARE = 0.4
 # measured segments, and for estimates, which know less of what the compiler keeps.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
-# To compute a forward pass again takes so many times as long as not to, where nothing
+# Rematerialization takes so many times as long as without it, where nothing
 # of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
 # took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
 # measured is what is likely".
-RECOMPUTE_TIME_EXPECTED = 1.25
-# A smaller share of a step is not worth a round of measuring, nor told apart in two
+REMATERIALIZED_TIME_EXPECTED = 1.25
+# A smaller share of a step is not worth a round of measuring, nor distinguished in two
 # races. docs/results/planning_h200x2, and building_h200x2: times of two races differ by
 # about 1 %.
 WORTH_HAVING = 0.02
-# Strategies in a round, and unmeasured ones of a kind that take part in a search at
+# Strategies in a round, and unmeasured ones of a kind that are in a search at
 # once. Guess.
 ROUND_SIZE = 8
 
@@ -65,7 +65,7 @@ LEADERS = 2
 # estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
-# What is slower than this many times the fastest of a turn sits out: after the first
+# What is slower than this many times the fastest of a turn is left out: after the first
 # turn, and after every other, and in a race with other options, too. decisions.md, "A
 # race is for what may win it".
 STAY_AFTER_LOOK = 1.08
@@ -75,7 +75,7 @@ STAY_AFTER_TURN = 1.04
 ENOUGH_SAMPLES = 4
 SURE_STANDARD_ERRORS = 2.0
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
-# decisions.md, "Deep programs race abridged": scaled memory is within 4 %.
+# decisions.md, "Deep programs race truncated": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
 # If more of a program than this would stay, it is not truncated. Guess.
 TRUNCATED_AT_MOST = 0.7
@@ -119,11 +119,11 @@ class PlatformDefaults:
             times vary there, too, and no race goes on until it is clear what is faster.
         plans: how many of the best plans race, by each way to predict.
         estimate_reach: presets that are estimated to take this many times as long as
-            the best of them are not measured. decisions.md, "a classic of 1.6 times the
+            the best of them are not measured. decisions.md, "a preset of 1.6 times the
             best one's estimate": see `REACH_BY_ESTIMATE` for how far off these were.
         reach: candidates that are predicted to take this many times as long as the best
-            that fits are not raced, by how much the compiler is constrained.
-        levels: how much the compiler is constrained in presets; each way races.
+            that fits are not raced, by constraint level.
+        levels: constraint levels of presets; each races.
         rounds: turns of a race that decides.
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.

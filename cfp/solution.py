@@ -1,4 +1,4 @@
-"""What the profile pass and the search hand on: profiles, candidates, a solution."""
+"""What the profile pass and the search return: profiles, candidates, a solution."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class Outcome:
 
     def __repr__(self) -> str:
         time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
-        told = [text for text in (time, self.note.partition("\n")[0]) if text]
-        return f"{self.name}: {'; '.join(told) or 'not timed'}"
+        parts = [text for text in (time, self.note.partition("\n")[0]) if text]
+        return f"{self.name}: {'; '.join(parts) or 'not timed'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

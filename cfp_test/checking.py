@@ -199,14 +199,14 @@ def run_part(
     layout: Layout,
     part: Part,
     known: Mapping[int, np.ndarray],
-    told: Constraints | None = None,
+    constrained: Constraints | None = None,
 ) -> list[np.ndarray]:
     """Compiles a part by itself and runs it on what the whole program computed."""
     lowered = lower_part(
         case.frame.program,
         part,
         case.mesh,
-        told or constraints(layout),
+        constrained or constraints(layout),
         [spec_of(layout, v) for v in part.inputs],
         [spec_of(layout, v) for v in part.outputs],
     )

@@ -39,7 +39,7 @@ json.dump(found, sys.stdout)
 
 
 class Outcome(NamedTuple):
-    """What a command line came to; `crash` is an exception that nobody caught."""
+    """What a command line came to; `crash` is an exception that was not caught."""
 
     code: int
     out: str

@@ -23,7 +23,7 @@ import cfp
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceRow
@@ -71,7 +71,7 @@ class Sound:
         plan: the plan as parsed JSON.
         record: of an export, its one line as parsed JSON.
         expected: what the step returns on one device.
-        loop: number of an op that may not be computed again.
+        loop: number of an op that may not be rematerialized.
         values, ops: how many the program has.
     """
 
@@ -100,11 +100,11 @@ def sound(cache: Path) -> Sound:
     program, _ = trace(flatten_step(step, arguments()), planning_mesh(mesh))
     top = [op.id for op in program.ops if op.parent < 0]
     back = next(op.id for op in program.ops if "transpose(" in op.scope)
-    again = recomputable(program, top, back)
+    again = rematerializable(program, top, back)
     assert again is not None
     full = replace(
         plan,
-        constraints=replace(plan.constraints, recompute=(again,)),
+        constraints=replace(plan.constraints, rematerialized=(again,)),
         options={"xla_backend_optimization_level": "0"},
         measured_ms=1.5,
         race=(
@@ -117,7 +117,13 @@ def sound(cache: Path) -> Sound:
             ),
         ),
     )
-    choice = {"blocks": [], "storage": [], "remat": [], "extent": "", "options": {}}
+    choice = {
+        "blocks": [],
+        "storage": [],
+        "remat": [],
+        "extent": "",
+        "options": {},
+    }
     parts = (("segment", "s"), ("mesh", "x=2,y=2"))
     record = ProfileRecord(
         key=ProfileKey(parts).digest,
@@ -361,7 +367,7 @@ PLANS = (
         "constraints do not fit",
     ),
     Mutation("rematerialized after it is read", _backwards, "come after"),
-    Mutation("a loop rematerialized", _loop_again, "to compute again"),
+    Mutation("a loop rematerialized", _loop_again, "to rematerialize"),
     Mutation(
         "rematerialized ops out of range",
         _put(lambda made: [made.ops + 5], "recompute", 0, "backward"),

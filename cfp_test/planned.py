@@ -21,14 +21,14 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.api import find_plan
 from cfp.checking.check import ROUNDING_MARGIN, nudge
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2
 _SIZES = re.compile(r" \([^)]*\)")
-# One strategy of each kind of segment is measured beside the classics; no race.
+# One strategy of each kind of segment is measured beside the presets; no race.
 QUICK = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
 RACED = cfp.PlannerSettings(per_kind=1, in_context=False)
 

@@ -1,7 +1,7 @@
 """Two network namespaces with a link between them whose rate and delay are chosen.
 
 What `tc netem` does, in user space, for kernels without it: each namespace has a TUN
-device, and a packet that one sends is handed to the other once the link would have
+device, and a packet that one sends reaches the other once the link would have
 brought it. Needs Linux, root and iproute2.
 """
 

@@ -82,7 +82,7 @@ def claims(rows):
     return [line.split()[0] for line in report(rows).splitlines()[-5:]]
 
 
-def test_what_holds_is_told_with_the_worst_case():
+def test_what_holds_is_shown_with_the_worst_case():
     found = verdict(ROWS)
     assert (found["feasible"], found["infeasible"], found["distinct_plans"]) == (
         3,
@@ -105,7 +105,7 @@ def test_what_holds_is_told_with_the_worst_case():
         (refused(60, 110), 4),
     ],
 )
-def test_what_does_not_hold_is_told(more, place):
+def test_what_does_not_hold_is_named(more, place):
     untried = "least_bytes" in more
     assert claims([*ROWS, more])[place] == ("unknown" if untried else "FAILS")
 

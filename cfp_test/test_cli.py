@@ -205,14 +205,14 @@ def test_show_and_search_know_what_was_found(planned, folder):
 
 def test_a_plan_is_explained(planned, folder):
     wanted = ["search", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x", "--no-race"]
-    shown, told = run_batch(
+    shown, as_json = run_batch(
         [[*wanted, "--explain"], [*wanted, "--explain", "--json"]], folder
     )
     assert "Why this plan" in shown.out
     assert "Memory: there is no budget." in shown.out
-    (folder / "explained.json").write_text(told.out)
+    (folder / "explained.json").write_text(as_json.out)
     plan = Plan.load(folder / "explained.json")
-    found = json.loads(told.out)["explanation"]
+    found = json.loads(as_json.out)["explanation"]
     assert found["plan"] == found["best"]
     assert found["best"]["step_ms"] == plan.predicted_ms
     (kind,) = found["kinds"]
@@ -227,13 +227,13 @@ def test_a_plan_is_explained(planned, folder):
 def test_time_is_traded_for_memory(planned, folder):
     wanted = ["tradeoff", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
     wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
-    shown, told, bad = run_batch(
+    shown, as_json, bad = run_batch(
         [wanted, [*wanted, "--json"], [*wanted, "--plot", "curve.abc"]], folder
     )
     assert shown.code == 0, shown.err
     assert "* the fastest within the budget of 1.00 GiB" in shown.out
     assert (folder / "curve.svg").read_text().startswith("<?xml")
-    points = json.loads(told.out)["points"]
+    points = json.loads(as_json.out)["points"]
     memory = [point["memory_bytes"] for point in points]
     times = [point["step_ms"] for point in points]
     assert memory == sorted(set(memory))

@@ -11,7 +11,7 @@ from cfp.cli import app
 from cfp.errors import CfpError
 from cfp.page.page import page_html
 from cfp.report.differing import diff_text
-from cfp.report.told import explain_text
+from cfp.report.explain_plan import explain_text
 from cfp_test.cli_runner import COLUMNS, run_batch
 from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.reported import DEEP, HOSTILE
@@ -50,7 +50,7 @@ def test_a_report_is_written(done):
     assert "no is no folder" in found["nowhere"].err
 
 
-def test_plans_are_told(done, monkeypatch):
+def test_plans_are_shown(done, monkeypatch):
     monkeypatch.setenv("COLUMNS", COLUMNS)
     found, _ = done
     assert found["explain"].out == explain_text(DEEP)

@@ -51,7 +51,7 @@ def test_mistakes_end_in_one_message(mistakes, number):
 
 
 @pytest.fixture(scope="module")
-def told(folder) -> dict:
+def saved_data(folder) -> dict:
     """What a command says in JSON of two meshes, each with two microbatches."""
     wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
     [outcome] = run_batch([[*wanted, "--json", "-o", "plan.json"]], folder)
@@ -59,8 +59,8 @@ def told(folder) -> dict:
     return json.loads(outcome.out)
 
 
-def test_the_fastest_variant_is_the_plan(told, folder):
-    found = told["variants"]
+def test_the_fastest_variant_is_the_plan(saved_data, folder):
+    found = saved_data["variants"]
     times = {one["name"]: one["step_ms"] for one in found["outcomes"]}
     assert list(times) == [
         "x=4, microbatches 1",
@@ -72,7 +72,7 @@ def test_the_fastest_variant_is_the_plan(told, folder):
     assert found["fastest"] == min(times, key=times.__getitem__)
     assert all(one["seconds"] > 0 and not one["note"] for one in found["outcomes"])
     saved = json.loads((folder / "plan.json").read_text())
-    assert saved == {key: told[key] for key in told if key != "variants"}
+    assert saved == {key: saved_data[key] for key in saved_data if key != "variants"}
     plan = Plan.load(folder / "plan.json")
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
     assert found["fastest"].startswith(f"{mesh}, ")
@@ -80,8 +80,8 @@ def test_the_fastest_variant_is_the_plan(told, folder):
     assert plan.peak_bytes == peaks[found["fastest"]]
 
 
-def test_the_plan_runs_with_its_own_microbatches_only(told, folder):
-    count = int(told["variants"]["fastest"][-1])
+def test_the_plan_runs_with_its_own_microbatches_only(saved_data, folder):
+    count = int(saved_data["variants"]["fastest"][-1])
     run = ["run", PARTS, "--plan", "plan.json", "--steps", "2", "--check"]
     right, wrong = run_batch(
         [[*run, "--microbatches", str(n)] for n in (count, 3 - count)], folder
@@ -92,7 +92,7 @@ def test_the_plan_runs_with_its_own_microbatches_only(told, folder):
     assert "program is not the one that was planned" in wrong.err
 
 
-def test_variants_are_shown_the_fastest_first(told, folder):
+def test_variants_are_shown_the_fastest_first(saved_data, folder):
     wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
     several, one, plain = run_batch(
         [wanted, ["plan", PARTS, *FEW, "--microbatches", "2"], ["plan", TOY, *FEW]],
@@ -103,7 +103,7 @@ def test_variants_are_shown_the_fastest_first(told, folder):
     assert len(rows) == 4
     assert times == sorted(times)
     assert [row[1].strip() for row in rows] == ["*", "", "", ""]
-    assert rows[0][2].strip() == told["variants"]["fastest"]
+    assert rows[0][2].strip() == saved_data["variants"]["fastest"]
     assert "timed in turn in one race" in several.out
     assert "Plan 'data_parallel'" in several.out
     assert "x=4, microbatches 2" in one.out

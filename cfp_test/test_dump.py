@@ -17,10 +17,10 @@ from cfp.analysis.dump import (
     sequence_lines,
     strategy_map,
 )
-from cfp.analysis.flops import program_flops, recomputed_flops
+from cfp.analysis.flops import program_flops, rematerialized_flops
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 
@@ -218,7 +218,7 @@ def test_gradients_of_convolutions_count_like_the_convolution():
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_flops_of_what_a_checkpoint_computes_again_are_told_apart(scanned):
+def test_flops_of_what_a_checkpoint_rematerializes_are_counted_apart(scanned):
     def layer(x, w):
         return jnp.tanh(jnp.tanh(x @ w) @ w.T)
 
@@ -235,7 +235,7 @@ def test_flops_of_what_a_checkpoint_computes_again_are_told_apart(scanned):
             *(shape(8, 16), shape(3, 16, 32)),
         )
         frame = analysis.frame
-        again = recomputed_flops(frame.program, frame.blocks)
+        again = rematerialized_flops(frame.program, frame.blocks)
         return program_flops(frame.program), again
 
     product = 2 * 8 * 16 * 32

@@ -10,7 +10,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
@@ -76,9 +76,9 @@ def test_a_plan_says_that_its_predictions_are_estimates(planned):
 
 def test_the_best_of_all_options_is_found(parts):
     """And it costs what its parts and what moves between them are estimated to."""
-    analysis, estimates, classics, costs = parts
+    analysis, estimates, presets, costs = parts
     given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
-    found = estimate_options(estimates, classics, costs, **given)
+    found = estimate_options(estimates, presets, costs, **given)
     problem = build_problem(costs, found.estimated, None)
     best = solve_dynamically(problem)
     ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
@@ -86,7 +86,7 @@ def test_the_best_of_all_options_is_found(parts):
     assert not found.tight
     # A choice alike in all segments costs what the estimate of each says, its twin's
     # handover included.
-    for name, choice in classics.items():
+    for name, choice in presets.items():
         total = 0.0
         picks = []
         for segment in analysis.segments:
@@ -111,9 +111,9 @@ def test_the_best_of_all_options_is_found(parts):
 
 
 def test_what_follows_a_segment_is_not_counted_twice(parts):
-    _, estimates, classics, costs = parts
+    _, estimates, presets, costs = parts
     given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
-    found = estimate_options(estimates, classics, costs, **given)
+    found = estimate_options(estimates, presets, costs, **given)
     for kind, options in enumerate(found.estimated):
         alone = estimates[kind].without_twin()
         for option in options:
@@ -121,8 +121,8 @@ def test_what_follows_a_segment_is_not_counted_twice(parts):
 
 
 def test_where_memory_decides_segments_may_be_rematerialized(parts):
-    analysis, estimates, classics, costs = parts
-    where = (estimates, classics, costs)
+    analysis, estimates, presets, costs = parts
+    where = (estimates, presets, costs)
     given = {"per_kind": 2, "kernels": Kernels()}
     plenty = estimate_options(*where, budget_bytes=2**40, **given)
     small = estimate_options(*where, budget_bytes=1, **given)
@@ -180,7 +180,7 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     # What other threads had begun with is finished.
     assert len(raced) <= default_threads("cpu")
     assert len(raced) + len(late) >= 2
-    # What there was no time for is no failure: with more time it takes part.
+    # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)
     assert not any(row.note.startswith("timeout") for row in full.race)
     assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}

@@ -70,7 +70,7 @@ def test_what_is_donated_and_not_returned():
         trace(step, mesh)
 
 
-def told(off: float, rounding: float) -> str:
+def checked_text(off: float, rounding: float) -> str:
     """What a check says of a leaf that is off by so much."""
     compared = Comparison(
         differences=(Difference("w", off),), rounding={"w": rounding}, changes={"w": 1}
@@ -80,23 +80,23 @@ def told(off: float, rounding: float) -> str:
 
 
 def test_a_check_says_how_near_a_result_came_to_what_it_may_be_off():
-    text = told(5.1e-6, 1e-7)
+    text = checked_text(5.1e-6, 1e-7)
     assert (
         "Nearest to its limit is w: off by 5.1e-06 (relative L2), 51% of what" in text
     )
     assert "0.51" not in text
-    assert "Nearest" not in told(0.51, 1.0)  # Rounding alone decides that one.
+    assert "Nearest" not in checked_text(0.51, 1.0)  # Rounding alone decides that one.
 
 
 @pytest.mark.explained("Check FAILED")
 def test_a_check_that_fails():
-    text = told(1e-3, 1e-7)
+    text = checked_text(1e-3, 1e-7)
     assert text.startswith("Check FAILED: ")
     assert "step 0: w is off by 0.001, may be by 1e-05" in text
 
 
 @pytest.mark.explained("No more than rounding does on one device")
 def test_a_check_that_rounding_explains():
-    text = told(1e-3, 1e-3)
+    text = checked_text(1e-3, 1e-3)
     assert text.startswith("Check passed: ")
     assert "no more than rounding does there on one device" in text

@@ -1,4 +1,4 @@
-"""What takes part in a race beside the plain plans: recomputation, compiler options."""
+"""What races beside the plain plans: rematerialization, compiler options."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -44,7 +44,7 @@ RESERVE = 100
 
 @pytest.fixture(scope="module", autouse=True)
 def injected():
-    """No noise decides who leads a race, or is near enough to take part."""
+    """No noise decides what leads a race, or is near enough to race."""
     with pytest.MonkeyPatch.context() as patch:
         inject_times(patch)
         yield
@@ -124,16 +124,23 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"per_kind": 0}, "got per_kind=0"),
         ({"others": -1}, "got others=-1"),
         ({"repeats": 1}, "got repeats=1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong, told):
-    with pytest.raises(cfp.CfpError, match=told):
+def test_settings_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(cfp.CfpError, match=message):
         PlannerSettings(**wrong)
+
+
+def test_constraint_levels_can_be_passed_by_their_earlier_name():
+    levels = (ConstraintLevel.ARGUMENTS,)
+    settings = PlannerSettings(extents=levels)
+    assert settings == PlannerSettings(constraint_levels=levels)
+    assert replace(settings, others=2).constraint_levels == levels
 
 
 def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
@@ -164,7 +171,7 @@ def platform(monkeypatch, **changes):
 
 @pytest.fixture
 def lean_compiler(monkeypatch):
-    """A compiler that makes do with half of the temporaries, if it is told anything.
+    """A compiler that makes do with half of the temporaries under a memory limit.
 
     It takes its word for CPUs, too, which have no such thing.
     """
@@ -179,7 +186,7 @@ def lean_compiler(monkeypatch):
     monkeypatch.setattr(building, "build", lean)
 
 
-def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
+def test_the_budget_is_passed_to_the_compiler(plan, lean_compiler, tmp_path, mesh):
     quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
     free = plan(**quick)
     least = min(row.peak_bytes for row in free.race if row.time_ms is not None)
@@ -191,7 +198,7 @@ def test_the_compiler_is_told_of_a_budget(plan, lean_compiler, tmp_path, mesh):
     large = [row for row in made.race if row.note == "over the memory budget"]
     assert large, "what won so is compared with what did not fit"
     check_step(made)
-    # What was compiled so is known: it does for its own size, and as it was told then.
+    # What was compiled so is known: it does for its own size, with the same limit.
     known = made.peak_bytes + RESERVE
     again = plan(known, **quick)
     assert again.peak_bytes <= made.peak_bytes
@@ -304,7 +311,7 @@ def test_what_an_error_names_as_the_smallest_budget_does(plan):
 
 
 def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
-    """By prediction nothing fits: the leanest is raced, with the classics."""
+    """By prediction nothing fits: the leanest is raced, with the presets."""
     free = plan()
     monkeypatch.setattr("cfp.passes.search.best_solutions", lambda problem, count: [])
     made = plan(2 * free.peak_bytes)
@@ -312,7 +319,7 @@ def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypa
     assert rows(made)["planned"].time_ms is not None
     check_step(made)
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
-        # Nothing is compiled, so that nobody knows better.
+        # Nothing is compiled, so that nothing is known better.
         monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 1000)
         plan(race=False)
 
@@ -332,7 +339,7 @@ def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkey
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
+def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
     plan, monkeypatch, at, tmp_path
 ):
     """From the second round on; before that there is nothing to choose from."""
@@ -360,7 +367,7 @@ def test_who_interrupts_gets_the_best_plan_of_what_was_measured(
 
 
 @pytest.mark.parametrize("during", [1, 2])
-def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
+def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
     mesh, monkeypatch, during, tmp_path
 ):
     """While the first are measured no more are; later those that were still stand."""
@@ -411,7 +418,7 @@ def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
     assert full.search["strategies_measured"] > kinds
 
 
-def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
+def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
     flat = flatten_step(STEP, ARGS, {})
     found = planning_mesh(mesh)
     program, lowering = trace(flat, found)
@@ -425,11 +432,11 @@ def test_a_plan_that_recomputes_runs_and_is_kept(mesh, tmp_path):
         solution = replace(taken, candidates=[replace(best, choice=choice)])
         made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
-    assert made.constraints.recompute
-    assert any("recomputed" in row.storage for row in made.rows)
+    assert made.constraints.rematerialized
+    assert any("rematerialized" in row.storage for row in made.rows)
     made.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
-    assert loaded.constraints.recompute == made.constraints.recompute
+    assert loaded.constraints.rematerialized == made.constraints.rematerialized
     check_step(loaded)
 
 
@@ -453,7 +460,7 @@ def test_what_is_predicted_far_behind_is_out_of_reach():
     ]
     reach = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
     assert near_and_far(plan, others, reach) == (["near", "unknown", "fast"], ["far"])
-    # The best preset takes part in any case, so that there is something to compare.
+    # The best preset races in any case, so that there is something to compare.
     behind = [candidate("a", 150.0), candidate("b", 200.0)]
     assert near_and_far(plan, behind, reach) == (["a"], ["b"])
     # What has no prediction itself leaves nothing out.
@@ -470,7 +477,7 @@ def test_what_is_predicted_far_behind_is_out_of_reach():
 def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
     """Nothing is near it by prediction, so that one tells what would do.
 
-    Nobody leads a race that nobody can win, to be built with other options, too.
+    Nothing leads a race that nothing can win, to be built with other options, too.
     """
     plan(race=False, cache_dir=tmp_path)
     compiled = []
@@ -485,7 +492,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
 
 
 def test_the_winner_is_a_leader(plan, monkeypatch):
-    """Who lost to the leaders has not won because these are slower now."""
+    """What lost to the leaders has not won because these are slower now."""
     time, called = Run.time, []
 
     def slower(run, candidates, *how, **more):
@@ -512,7 +519,7 @@ def test_the_winner_is_a_leader(plan, monkeypatch):
         ((0, 0), cfp.DeviceError, None),
     ],
 )
-def test_what_an_error_says_where_nobody_wins(mesh, peaks, error, smallest):
+def test_what_an_error_says_where_nothing_wins(mesh, peaks, error, smallest):
     program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
     analysis = analyze(program, (("x", 4),))
     results = [
@@ -537,13 +544,13 @@ def test_what_an_error_says_where_nobody_wins(mesh, peaks, error, smallest):
         assert "Of 2 compiled plans" in str(found)
 
 
-def predicted_classics(plan):
+def predicted_presets(plan):
     found = {name: row for name, row in rows(plan).items() if name in PRESETS}
     return {name: row for name, row in found.items() if row.predicted_ms is not None}
 
 
-def test_who_is_out_of_reach_stands_in_the_table(plan):
-    known = predicted_classics(plan(reach=1e-9))
+def test_what_is_out_of_reach_stands_in_the_table(plan):
+    known = predicted_presets(plan(reach=1e-9))
     best = min(row.predicted_ms for row in known.values())
     raced = {name for name, row in known.items() if row.predicted_ms == best}
     assert raced < known.keys()
@@ -552,9 +559,9 @@ def test_who_is_out_of_reach_stands_in_the_table(plan):
         assert ("far behind" in row.note) == (name not in raced)
 
 
-def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
+def test_what_is_out_of_reach_is_raced_where_nothing_else_fits(plan, monkeypatch):
     free = plan(reach=float("inf"))
-    known = sorted(predicted_classics(free).values(), key=lambda row: row.peak_bytes)
+    known = sorted(predicted_presets(free).values(), key=lambda row: row.peak_bytes)
     small, large = known[0], known[-1]
     assert 0 < small.peak_bytes < large.peak_bytes
 
@@ -568,7 +575,7 @@ def test_who_is_out_of_reach_is_raced_where_nobody_else_fits(plan, monkeypatch):
     monkeypatch.setattr("cfp.race.run.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)
-    # The leanest takes part then, too, and may be as fast.
+    # The leanest races then, too, and may be as fast.
     assert made.winner in (small.name, "leanest")
     assert rows(made)[small.name].time_ms is not None
     # Or it was not even compiled, where that was predicted.

@@ -168,7 +168,7 @@ def test_what_a_race_is_said_to_have_measured(verified):
 @pytest.mark.parametrize("level", ConstraintLevel)
 def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, level):
     _, analysis, flat = verified
-    settings = cfp.PlannerSettings(race=False, extents=(level,))
+    settings = cfp.PlannerSettings(race=False, constraint_levels=(level,))
     made = cfp.plan(
         step,
         *arguments(),

@@ -61,7 +61,7 @@ def endings(faults: Iterable[tuple[str, str]], make_folder: Callable) -> Endings
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> Endings:
+def all_endings(tmp_path_factory) -> Endings:
     return endings(FAULTS, tmp_path_factory.mktemp)
 
 
@@ -86,8 +86,8 @@ def silent(text: str, process: int) -> bool:
 
 
 @pytest.mark.explained("A program failed in this process of several")
-def test_a_process_that_dies_while_it_measures(told):
-    other, died = told["die-planning", "1"]
+def test_a_process_that_dies_while_it_measures(all_endings):
+    other, died = all_endings["die-planning", "1"]
     assert died.code == -9
     assert silent(message(other), 1)
     if "A program failed in this process of several" in other.err:
@@ -123,8 +123,8 @@ def test_the_coordinator_dies(more_told):
 
 
 @pytest.mark.explained("Process 1 of this program has failed, and so this one ends")
-def test_a_process_that_fails_alone(told):
-    other, failed = told["raise-planning", "1"]
+def test_a_process_that_fails_alone(all_endings):
+    other, failed = all_endings["raise-planning", "1"]
     reason = "MemoryError: no room left in this process"
     assert reason in message(failed)
     # It says why, although its devices wait for the other's.
@@ -143,9 +143,9 @@ def assert_both_tell(ended: list[Ended], what: str, remedy: str) -> None:
 
 
 @pytest.mark.explained("The processes of this program differ")
-def test_processes_with_other_programs(told):
+def test_processes_with_other_programs(all_endings):
     remedy = "call cfp with the same step"
-    assert_both_tell(told["other-program", "1"], "the program", remedy)
+    assert_both_tell(all_endings["other-program", "1"], "the program", remedy)
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""The fastest of several variants: who wins, who is out, what an interrupt leaves."""
+"""The fastest of several variants: what wins, what is out, what an interrupt leaves."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from cfp.errors import CfpError, MemoryBudgetError, PinError
 from cfp.platform import mesh_shapes
 from cfp.race import turns as racing
 
-CLASSIC = {"preset": "data_parallel"}
+PRESET = {"preset": "data_parallel"}
 ROWS = 512
 
 
@@ -91,7 +91,7 @@ def altered(monkeypatch):
     return start
 
 
-def told(fastest):
+def times_of(fastest):
     return {outcome.name: outcome.step_ms for outcome in fastest.outcomes}
 
 
@@ -109,7 +109,7 @@ def interrupting(*beginning):
     return cfp.PlannerSettings(progress=progress)
 
 
-# ----------------------------------------------------------------------- who wins
+# ----------------------------------------------------------------------- what wins
 
 
 @pytest.mark.smoke
@@ -117,9 +117,9 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
     own = {"line": 1.0, "flat": 2.0, "cube": 3.0}
     together = {"line": 3.0, "flat": 2.5, "cube": 2.6}
     ran = timed(own, together)
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
-    assert told(found) == together
+    assert times_of(found) == together
     assert set(notes(found).values()) == {""}
     assert found.plan.mesh_axes == (("x", 2), ("y", 4))
     plans = {outcome.name: outcome.plan for outcome in found.outcomes}
@@ -129,26 +129,26 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
 
     # Everything is in the store by now, and what was raced is not raced again.
     ran.clear()
-    again = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
-    assert (told(again), ran) == (together, [])
+    again = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
+    assert (times_of(again), ran) == (together, [])
     # Among others, it is: only times of one race compare.
-    cfp.plan_fastest(SHAPES[:2], **CLASSIC, cache_dir=tmp_path)
+    cfp.plan_fastest(SHAPES[:2], **PRESET, cache_dir=tmp_path)
     assert set(ran) == {"line: data_parallel", "flat: data_parallel"}
 
 
 def test_one_variant_has_no_rival(timed, tmp_path):
     ran = timed({"line": 1.0}, {})
-    found = cfp.plan_fastest(SHAPES[:1], **CLASSIC, cache_dir=tmp_path)
-    assert (told(found), found.basis) == ({"line": 1.0}, cfp.Basis.MEASURED)
+    found = cfp.plan_fastest(SHAPES[:1], **PRESET, cache_dir=tmp_path)
+    assert (times_of(found), found.basis) == ({"line": 1.0}, cfp.Basis.MEASURED)
     assert set(ran) == {"data_parallel"}
 
 
 def test_the_winner_runs_and_computes_what_one_device_does(tmp_path):
     parts = [variant(f"{n} parts", parts=n) for n in (1, 4)]
     found = cfp.plan_fastest(
-        parts, **CLASSIC, donate_argnums=(0,), memory_budget="1GiB", cache_dir=tmp_path
+        parts, **PRESET, donate_argnums=(0,), memory_budget="1GiB", cache_dir=tmp_path
     )
-    times = told(found)
+    times = times_of(found)
     assert found.name == min(times, key=times.__getitem__)
     assert found.basis is cfp.Basis.RACED
     assert found.plan.donated == (True, False)
@@ -171,21 +171,21 @@ def test_without_a_race_predictions_decide(altered, tmp_path):
     settings = cfp.PlannerSettings(race=False)
     found = cfp.plan_fastest(SHAPES, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.PREDICTED)
-    assert told(found) == predicted
+    assert times_of(found) == predicted
     with pytest.raises(CfpError, match="Have a race"):
-        cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+        cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
 
 
-# ------------------------------------------------------------------------ who is out
+# ------------------------------------------------------------------------ what is out
 
 
-def test_who_does_not_fit_says_why(tmp_path):
+def test_what_does_not_fit_says_why(tmp_path):
     whole, parts = variant("whole"), variant("parts", parts=8)
-    both = cfp.plan_fastest([whole, parts], **CLASSIC, cache_dir=tmp_path)
+    both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
     peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
     assert peaks["parts"] < peaks["whole"]
     budget = {"memory_budget": peaks["parts"], "cache_dir": tmp_path}
-    found = cfp.plan_fastest([whole, parts], **CLASSIC, **budget)
+    found = cfp.plan_fastest([whole, parts], **PRESET, **budget)
     assert found.name == "parts"
     assert found.plan.peak_bytes == peaks["parts"]
     first, second = found.outcomes
@@ -193,11 +193,11 @@ def test_who_does_not_fit_says_why(tmp_path):
     assert "Raise the budget" in first.note
     # Alone its error is what it would be without variants.
     with pytest.raises(MemoryBudgetError) as caught:
-        cfp.plan_fastest([whole], **CLASSIC, **budget)
+        cfp.plan_fastest([whole], **PRESET, **budget)
     assert caught.value.smallest_feasible_bytes == peaks["whole"]
 
 
-def test_who_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
+def test_what_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
     times = {"line": 1.0, "flat": 2.0, "cube": 3.0}
     timed(times, times)
     healthy = racing.run
@@ -208,18 +208,18 @@ def test_who_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
         return healthy(built, job, *place, timing=timing)
 
     monkeypatch.setattr(racing, "run", run)
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert found.name == "flat"
-    assert told(found) == {**times, "line": None}
+    assert times_of(found) == {**times, "line": None}
     assert notes(found)["line"] == "crashed: boom"
 
 
 def test_where_all_fail_each_says_why(tmp_path):
     pins = {"w": jax.P("z"), "x": jax.P("y")}
     with pytest.raises(PinError):
-        cfp.plan_fastest(SHAPES[:1], **CLASSIC, pins=pins, cache_dir=tmp_path)
+        cfp.plan_fastest(SHAPES[:1], **PRESET, pins=pins, cache_dir=tmp_path)
     with pytest.raises(CfpError, match="None of the variants") as caught:
-        cfp.plan_fastest(SHAPES[:2], **CLASSIC, pins=pins, cache_dir=tmp_path)
+        cfp.plan_fastest(SHAPES[:2], **PRESET, pins=pins, cache_dir=tmp_path)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "line",
         "flat",
@@ -257,12 +257,12 @@ def test_variants_need_names_of_their_own(tmp_path):
 def test_an_interrupt_keeps_the_best_so_far(timed, tmp_path):
     timed({"line": 2.0, "flat": 1.0}, {})
     settings = interrupting("cube: ")
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert told(found) == {"line": 2.0, "flat": 1.0, "cube": None}
+    assert times_of(found) == {"line": 2.0, "flat": 1.0, "cube": None}
     assert notes(found) == {"line": "", "flat": "", "cube": "interrupted"}
     settings, new = interrupting("flat: "), tmp_path / "new"
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=new, settings=settings)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=new, settings=settings)
     assert found.name == "line"
     assert notes(found) == {"line": "", "flat": "interrupted", "cube": "interrupted"}
 
@@ -270,16 +270,16 @@ def test_an_interrupt_keeps_the_best_so_far(timed, tmp_path):
 def test_an_interrupt_before_anything_is_known_passes_through(tmp_path):
     settings = interrupting("line: ")
     with pytest.raises(KeyboardInterrupt):
-        cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+        cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
 
 
 def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_path):
     own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
     timed(own, {})
     settings = interrupting("timing line: ", "timing flat: ", "timing cube: ")
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path, settings=settings)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert told(found) == own
+    assert times_of(found) == own
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -327,7 +327,7 @@ def test_a_plan_that_was_cut_short_is_a_last_resort(place, timed, altered, tmp_p
         return replace(found, plan=plan, interrupted=True)
 
     planned = altered(cut_short)
-    found = cfp.plan_fastest(SHAPES, **CLASSIC, cache_dir=tmp_path)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert found.name == "line"
     assert len(planned) == place + 1
     assert found.basis is (cfp.Basis.MEASURED if place else cfp.Basis.PREDICTED)

@@ -22,11 +22,11 @@ def program_flops(program: Program) -> int:
     return sum(op_flops(program, op) for op in program.ops if is_contraction(op))
 
 
-def recomputed_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Of `program_flops` those of the forward pass that is computed again.
+def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
+    """Of `program_flops` those of the forward pass that is rematerialized.
 
     That is what the step itself asks for, as with ``jax.checkpoint``; what a plan
-    computes again is no part of its program.
+    rematerializes is no part of its program.
     """
     again = [
         program.ops[member.op]
@@ -49,7 +49,7 @@ def op_flops(program: Program, op: Op) -> int:
         features = {f for dim in rule.operands[1] for f in dim}
         made = [f for dim in rule.results[0] for f in dim if f in features]
         window = prod(kernel) // max(1, prod(rule.sizes[f] for f in made))
-        # A dilated input is mostly zeros, which nobody multiplies by.
+        # A dilated input is mostly zeros, which are not multiplied by.
         spread = _SPREAD.search(op.attributes)
         zeros = prod(map(int, spread[1].split(","))) if spread else 1
         return 2 * prod(result) * window * op.repeat // zeros

@@ -2,7 +2,7 @@
 
 An op with regions has no factors of its own: what it carries through one place (the
 initial value, the body's argument, the value that an iteration yields, the result)
-is one tensor seen at four points. A barrier hands on many tensors that need not have
+is one tensor seen at four points. A barrier passes on many tensors that need not have
 anything in common. Everything that follows data through a program asks here.
 """
 
@@ -84,7 +84,7 @@ class Flow:
                 yield self.program.ops[producer]
 
     def becomes(self, user: int, index: int) -> tuple[int, ...]:
-        """The values that an op hands on of what it reads at an index.
+        """The values that an op passes on of what it reads at an index.
 
         Indices at or behind the operands count into what its regions yield.
         """

@@ -1,7 +1,7 @@
 """From choices to shardings: a spec for every value and for every use of one.
 
 A :class:`Choice` holds one strategy per block and one storage mode per storage
-group. :class:`Layout` turns it into what the compiler is told: how each value is
+group. :class:`Layout` turns it into constraints for the compiler: how each value is
 sharded when it is made, and how each op wants to read it. Where the two differ,
 there is a resharding.
 """
@@ -51,7 +51,7 @@ class Choice:
     Attributes:
         blocks: the strategies.
         storage: the storage modes.
-        remat: indices of the segments whose forward pass is computed again in the
+        remat: indices of the segments whose forward pass is rematerialized in the
             backward pass, so that nothing but their inputs is kept for it.
         kernels: what computes the attentions of a segment, by its index, where that is
             not what the program has; see `cfp.attention.matching`.
@@ -338,12 +338,12 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
 
 
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
-    """What a layout tells the compiler.
+    """The constraints of a layout.
 
-    One entry where a value is made, one for each use that wants it otherwise. What is
-    only transposed is told of behind that: told of before, it would be reduced there,
-    and the compiler could not make the transpose part of the product. For the gradients
-    of weights, which are transposed products, it would then come into the update.
+    One where a value is made, one for each use that wants it otherwise. What is only
+    transposed has its constraint behind the transpose: before it, the value would be
+    reduced there, and the compiler could not make the transpose part of the product. It
+    would then come into the update: gradients of weights are transposed products.
 
     Args:
         layout: the layout.
@@ -357,7 +357,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
         for result in program.ops[op_id].results:
             if not program.values[result].shape:
                 continue
-            if not _is_told_behind(layout, result, ops):
+            if not _is_constrained_behind(layout, result, ops):
                 values[result] = layout.value_spec[result]
     uses: dict[tuple[int, int], Spec] = {}
     for op in program.ops if ops is None else [program.ops[i] for i in ops]:
@@ -374,8 +374,8 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     return Constraints(values, uses)
 
 
-def _is_told_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
-    """Whether a value is only transposed, and the compiler told of what comes of it."""
+def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
+    """Whether a value is only transposed, and the transposed one is constrained."""
     program = layout.frame.program
     readers = program.users[value]
     if len(readers) != 1:

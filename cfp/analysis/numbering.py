@@ -1,6 +1,6 @@
 """Value numbering: equal numbers mean equal tensors, up to dtype and unit dims.
 
-Rematerialised code recomputes values, in loops too; a backward loop reads what the
+Rematerialized code computes values twice, in loops too; a backward loop reads what the
 forward loop stacked. Numbers see through both, through casts and through barriers, so
 that an op of the backward pass can be matched with the op it was differentiated from.
 """
@@ -140,7 +140,7 @@ class _Numbering:
         elif op.kind == "slice" and (piece := self._piece(op)) is not None:
             numbers[op.results[0]] = piece
         elif _is_opaque(op):
-            for result in op.results:  # nobody knows what an opaque op does
+            for result in op.results:  # what an opaque op does is not known
                 numbers[result] = self.fresh()
         else:
             for index, result in enumerate(op.results):
@@ -213,7 +213,7 @@ class _Numbering:
     def _number_regions(self, op: Op) -> None:
         """A loop or branch that does the same with the same as one before it is equal.
 
-        So is all in it, as in a loop of a layer that is computed again.
+        So is all in it, as in a loop of a layer that is rematerialized.
         """
         form = self._form(op)
         before = op if form is None else self.regions.setdefault(form, op)
@@ -292,7 +292,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """Whether nobody knows what an op does."""
+    """Whether it is not known what an op does."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 

@@ -322,7 +322,7 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         plan.arg_specs,
         plan.output_specs,
         plan.constraints,
-        # A memory limit, too: in wider types more is computed again for it, not less.
+        # A memory limit, too: in wider types more is rematerialized for it, not less.
         plan.options,
         wide=True,
     )

@@ -55,7 +55,7 @@ class Trial:
         steps: in order.
         tolerance: what a checked step may differ by.
         checked: whether they were compared with one device's.
-        rematerialized: how many instructions the compiler computes again by itself, in
+        rematerialized: how many instructions the compiler rematerializes by itself, in
             the step and, if checked, in what was compared; None where a program has no
             text.
     """
@@ -129,7 +129,7 @@ def run_trial(
             in less than float32. More passes only where rounding explains it, and
             never a leaf of zeros.
         seed: of random arguments.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanMismatch: the plan is not for this target.

@@ -28,7 +28,7 @@ from cfp.plan.parts import constraints_to_json
 from cfp.plan.plan import Plan
 from cfp.plan.words import basis_text
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
@@ -124,7 +124,7 @@ def verify(
         mesh: the devices; its axes are the plan's.
         seconds: about how long it may take; what is not compiled by then is left out.
         cache_dir: where measurements are kept.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanMismatch: the plan is for another step.
@@ -259,13 +259,13 @@ def _program(plan: Plan, analysis: Analysis, environment: Parts) -> RaceProgram:
     job = program.job
     argument = {value: i for i, value in enumerate(frame.program.args)}
     output = {value: i for i, value in enumerate(frame.program.outputs)}
-    told = [
+    shardings = [
         plan.arg_specs,
         plan.output_specs,
         constraints_to_json(plan.constraints),
-        [repr(one) for one in plan.constraints.recompute],
+        [repr(one) for one in plan.constraints.rematerialized],
     ]
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(shardings).encode()).hexdigest()
     job = replace(
         job,
         key=ProfileKey((*job.key.parts, ("plan", digest))),

@@ -56,7 +56,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Who takes part: handwritten,cost_model,preset; all, if not given.",
+            help="What to compare: handwritten,cost_model,preset; all, if not given.",
         ),
     ] = None,
     handwritten: Annotated[
@@ -106,7 +106,7 @@ def bench(
     """Compare plans with shardings written by hand, a cost model, and PyTorch.
 
     All competitors of a configuration are first checked against one device, and then
-    timed in turn in one process. Who ends that process, or hangs, is out, and another
+    timed in turn in one process. What ends that process, or hangs, is out, and another
     process goes on. Options that this command does not know are the models':
     --layers 2 --batch 16 --dtype float32. Runs in a clone of cfp.
 

@@ -24,7 +24,7 @@ from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.report.told import wrapped
+from cfp.report.explain_plan import wrapped
 from cfp.settings import ConstraintLevel
 
 TargetText = Annotated[
@@ -195,7 +195,7 @@ TimeBudget = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Take a classic instead of searching; see cfp presets."
+        metavar="NAME", help="Take a preset instead of searching; see cfp presets."
     ),
 ]
 NoRace = Annotated[
@@ -219,8 +219,8 @@ Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Measure less: segments by themselves only, and one way to tell the "
-        "compiler of each plan.",
+        help="Measure less: segments by themselves only, and one constraint level "
+        "for each plan.",
     ),
 ]
 
@@ -352,7 +352,7 @@ def settings(
     if not quick:
         return made
     return replace(
-        made, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
+        made, in_context=False, plans=1, constraint_levels=(ConstraintLevel.EVERYTHING,)
     )
 
 

@@ -23,15 +23,15 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets as classic_presets
+from cfp.presets.presets import presets as all_presets
 from cfp.profiling.marks import Limits
 from cfp.report import passes
 from cfp.report.console import literal_console
+from cfp.report.explain_plan import wrapped
 from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.figures import with_figures
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
-from cfp.report.told import wrapped
 from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.choices import picks_of
 from cfp.search.explain import Explanation, explain
@@ -208,8 +208,8 @@ def search(
         if as_json:
             more = {}
             if why is not None:
-                told = explanation_data(session.analysis, found.problem, why)
-                more["explanation"] = told
+                data = explanation_data(session.analysis, found.problem, why)
+                more["explanation"] = data
             print_json(plan_json(made, more))
             return
         print_plan(made, literal_console())
@@ -302,15 +302,15 @@ def presets(
     donate: o.Donate = None,
     static: o.Static = None,
 ) -> None:
-    """List the classic strategies for a step: data parallel, fully sharded, ...
+    """List the presets for a step: data parallel, fully sharded, ...
 
     Example: cfp presets gpt --layers 4 --platform cpu --devices 4
     """
     pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
-        classics = classic_presets(session.analysis.frame)
-        found = passes.presets_data(session.analysis, classics)
+        by_name = all_presets(session.analysis.frame)
+        found = passes.presets_data(session.analysis, by_name)
         if as_json:
             print_json(json.dumps(found, indent=1))
             return

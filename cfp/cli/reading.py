@@ -20,8 +20,8 @@ from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
 from cfp.report.differing import diff_data, diff_text
+from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.sites import sites_data, sites_text
-from cfp.report.told import explain_data, explain_text
 from cfp.targets import Target, resolve
 
 PlanFile = Annotated[
@@ -189,7 +189,7 @@ def inspect(
 ) -> None:
     """List a compiled step's collectives with their bytes and source lines.
 
-    The step is compiled under a plan, under a classic strategy, or, with neither, as
+    The step is compiled under a plan, under a preset, or, with neither, as
     plain jax.jit does with the shardings that its arguments have. Nothing is run.
 
     Example: cfp inspect gpt --layers 2 --preset zero1 --platform cpu --devices 4

@@ -18,11 +18,11 @@ from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.report.console import literal_console
+from cfp.report.explain_plan import wrapped
 from cfp.report.fitted import Fitted
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
-from cfp.report.told import wrapped
 from cfp.targets import Target
 from cfp.units import parse_bytes
 
@@ -69,7 +69,7 @@ def run(
     measure: o.Measure = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Run a step for real: under a plan, a classic strategy, or a new plan.
+    """Run a step for real: under a plan, a preset, or a new plan.
 
     Without --plan or --preset the step is planned first.
 
@@ -153,7 +153,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
-        "segments_recomputed": len(plan.constraints.recompute),
+        "segments_recomputed": len(plan.constraints.rematerialized),
         "compiler_options": dict(plan.options),
         "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,

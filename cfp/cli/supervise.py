@@ -25,7 +25,7 @@ from pathlib import Path
 from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
 from cfp.profiling import marks
-from cfp.profiling.deaths import Ended, bury
+from cfp.profiling.deaths import Ended, record_deaths
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.store import ProfileStore
 
@@ -157,7 +157,7 @@ class _Parent:
             os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
             raise KeyboardInterrupt
-        # A terminal has told the child already; the kernel's codes are above zero.
+        # A terminal has signalled the child already; the kernel's codes are above zero.
         if event.si_code <= 0:
             os.kill(self._child, event.si_signo)
 
@@ -180,7 +180,7 @@ class _Parent:
         how = Ended(status=self._status, overdue=self._overdue)
         _clear_line()
         with ProfileStore(self._store_path) as store:
-            deaths = bury(store, {} if stopped else {self._child: how})
+            deaths = record_deaths(store, {} if stopped else {self._child: how})
         return not stopped and any(
             death.pid == self._child and death.suspects for death in deaths
         )
@@ -192,11 +192,11 @@ class _Parent:
         _clear_line()
         with ProfileStore(self._store_path) as store:
             # Whether it died of what it ran, or another process did, is not known.
-            bury(store, {})
+            record_deaths(store, {})
         code = os.waitstatus_to_exitcode(self._status)
         if self._overdue or (code < 0 and self._stop is None):
             how = "took too long" if self._overdue else signal.Signals(-code).name
-            told = compose(
+            message = compose(
                 f"This process of several was ended: {how}.",
                 expected="all processes to go on together",
                 got="the end of this one; SIGABRT is how JAX ends a process when "
@@ -204,7 +204,7 @@ class _Parent:
                 attempt="see what the others printed; then start all processes again: "
                 "what was measured is kept",
             )
-            print(f"error: {told}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
         return self.exit_code
 
 

@@ -59,7 +59,7 @@ def tradeoff(
     """Show how fast a step can be in how much memory, and what changes on the way.
 
     Measures what cfp plan would with plenty of memory, and the fastest strategies also
-    computed again in the backward pass. All times and sizes are predicted.
+    rematerialized in the backward pass. All times and sizes are predicted.
 
     Example: cfp tradeoff gpt --layers 2 --hidden 128 --seq 64 --plot curve.png
     """

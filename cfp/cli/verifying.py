@@ -18,9 +18,9 @@ from cfp.cli.finding import Output
 from cfp.cli.output import save
 from cfp.cli.session import analyse, open_target
 from cfp.plan.plan import Plan
+from cfp.report.explain_plan import wrapped
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
-from cfp.report.told import wrapped
 
 
 @o.measuring
@@ -69,7 +69,7 @@ def verify(
             if not other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh)
-            told = verify_plan(
+            verified = verify_plan(
                 plan,
                 session.analysis,
                 session.step,
@@ -79,10 +79,10 @@ def verify(
                 cache_dir=workdir,
                 progress=display.tell,
             )
-        save(told.best, output, say=not as_json)
+        save(verified.best, output, say=not as_json)
         if as_json:
-            print_json(json.dumps(verified_data(told), indent=1))
+            print_json(json.dumps(verified_data(verified), indent=1))
             return
-        print_plan(replace(told.best, rows=()), Console())
-        for line in verified_text(told):
+        print_plan(replace(verified.best, rows=()), Console())
+        for line in verified_text(verified):
             print(wrapped(line))

@@ -18,7 +18,7 @@ class SegmentChoice:
         strategies: one for each block.
         storage: of all its parameters.
         estimate_ms: what it is estimated to take; choices that differ in it are equal.
-        remat: whether its forward pass is computed again in the backward pass.
+        remat: whether its forward pass is rematerialized in the backward pass.
         kernel: what computes its attentions; "" as the program has it.
     """
 
@@ -30,7 +30,7 @@ class SegmentChoice:
 
     @property
     def plain(self) -> SegmentChoice:
-        """The same with nothing computed again; both are laid out alike."""
+        """The same with nothing rematerialized; both are laid out alike."""
         return replace(self, remat=False) if self.remat else self
 
 
@@ -49,7 +49,7 @@ def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> La
     """The layout of some segments.
 
     Of one by itself those of the same kind right before and behind are laid out alike,
-    so that what crosses into them is handed over as they would read it.
+    so that what crosses into them is sharded as they would read it.
 
     Args:
         analysis: of the program.

@@ -13,7 +13,7 @@ from cfp.attention.matching.matches import share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.memory import (
     argument_bytes,
-    can_recompute,
+    can_rematerialize,
     fixed_bytes,
     kernel_sites,
     residuals,
@@ -55,20 +55,20 @@ class Costs:
         self._numbers: dict[SegmentChoice, int] = {}
         self._plain: list[SegmentChoice] = []
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
-        self._able = [can_recompute(analysis.frame, one) for one in self._kinds]
+        self._able = [can_rematerialize(analysis.frame, one) for one in self._kinds]
         self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
         self._steps = cache(self._find_steps)
         self._pass_ms = cache(self._find_pass_ms)
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
-        """Whether segments of a kind can compute their forward pass again."""
+        """Whether segments of a kind can rematerialize their forward pass."""
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """What a segment of a kind keeps at least under a candidate.
 
-        Of a segment that is computed again only what others read is kept, and of what
+        Of a segment that is rematerialized only what others read is kept, and of what
         a kernel computes what it returns.
         """
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
@@ -122,10 +122,10 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """What a program needs on each device whatever is computed again.
+        """What a program needs on each device whatever is rematerialized.
 
         What a segment keeps for its backward pass is there while that runs; a compiler
-        that computes some of it again by itself leaves a share of it at least.
+        that rematerializes some of it by itself leaves a share of it at least.
         """
         state, kept, peak = self.fixed_bytes, 0, 0
         for segment in self.analysis.segments:

@@ -20,10 +20,10 @@ from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
 from cfp.patterns.build import split
 from cfp.patterns.sites import in_parts, no_longer_made
-from cfp.presets.classics import preset
+from cfp.presets.presets import preset
 from cfp.program.graph import Program
 from cfp.program.makeable import CHEAP, makeable
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement
 
 # Of these the reader reads the tensor itself.
@@ -36,9 +36,11 @@ def turning_point(frame: Frame) -> int:
     return min(derived, default=len(frame.program.ops))
 
 
-def can_recompute(frame: Frame, segment: Segment) -> bool:
-    """Whether a segment keeps anything that it might compute again instead."""
-    return recomputable(frame.program, segment.ops, turning_point(frame)) is not None
+def can_rematerialize(frame: Frame, segment: Segment) -> bool:
+    """Whether a segment keeps anything that it might rematerialize instead."""
+    return (
+        rematerializable(frame.program, segment.ops, turning_point(frame)) is not None
+    )
 
 
 # --------------------------------------------------------------------- residuals
@@ -59,7 +61,7 @@ def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]
     Args:
         frame: of the program.
         ops: ids of top-level ops, such as those of a segment.
-        remat: whether they are computed again: then they keep only what others read.
+        remat: whether they are rematerialized: then they keep only what others read.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}

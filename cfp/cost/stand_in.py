@@ -63,7 +63,7 @@ def computation_of(hlo_text: str) -> str:
         for name, lines in module.computations.items():
             found.update(f"{number(name)} {name == module.entry}\n".encode())
             for one in lines:
-                told = [
+                attributes = [
                     _NAME.sub(lambda m: str(number(m[1])), text)
                     for text in parts_of(one.attributes)
                     if text.partition("=")[0] not in _APART
@@ -72,7 +72,7 @@ def computation_of(hlo_text: str) -> str:
                 shape = "" if one.opcode == "constant" else one.shape
                 config = one.config if one.opcode == "custom-call" else ""
                 ids = [number(name) for name in (one.name, *one.operands)]
-                line = (shape, one.opcode, ids, told, one.root, one.trips, config)
+                line = (shape, one.opcode, ids, attributes, one.root, one.trips, config)
                 found.update(repr(line).encode())
     return found.hexdigest()
 

@@ -4,7 +4,7 @@ Ops are gone through in program order. A tensor is in memory from the op that ma
 to the last one that reads it: what has memory of its own, and what is kept for the
 backward pass. A loop needs what it returns, such as the stacked gradients of its
 layers, and what one iteration does, which may have a forward pass in it that is
-computed again.
+rematerialized.
 """
 
 from __future__ import annotations

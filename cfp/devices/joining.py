@@ -25,7 +25,7 @@ COORDINATOR, PROCESSES, PROCESS_ID = (
     "CFP_PROCESSES",
     "CFP_PROCESS_ID",
 )
-# Asks commands to join without saying whom.
+# Asks commands to join without saying what.
 JOIN = "CFP_JOIN"
 # How long others may take to come, and to give a sign of life.
 JOIN_SECONDS, LOST_SECONDS = 50, 20
@@ -71,7 +71,7 @@ class Membership:
         if not complete or count is None or mine is None or not 0 <= mine < count:
             raise ProcessError(
                 compose(
-                    "Which process of the program this is cannot be told.",
+                    "It is not known which process of the program this is.",
                     expected="a coordinator HOST:PORT, a number of processes N, and "
                     "the number of this one, from 0 to N - 1",
                     got=f"coordinator {where or 'missing'}, processes "

@@ -38,9 +38,9 @@ def python_module(plan: Plan, sites: Sites | None) -> str:
             "saved by an older version of cfp, or without its step. Plan again, or "
             "plan.bind(step, *args) and save it."
         )
-    if plan.constraints.recompute:
+    if plan.constraints.rematerialized:
         raise PlanMismatch(
-            "The plan computes segments again in the backward pass, which a module of "
+            "The plan rematerializes segments, which a module of "
             "plain JAX does not do to a step that has been differentiated. Put "
             "jax.checkpoint around these layers and plan again, or plan with a larger "
             "memory budget."

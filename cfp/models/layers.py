@@ -3,7 +3,7 @@
 Every layer takes one array and returns one, so that `flax.linen.remat` and
 `flax.linen.scan` can wrap it. Parameters are float32; `dtype` is what is computed in.
 
-Dims of parameters and activations have logical names (`cfp.models.logical`), for who
+Dims of parameters and activations have logical names (`cfp.models.logical`), for what
 wants to shard a model by hand. Without rules for them they are without effect.
 
 Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.

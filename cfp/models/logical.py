@@ -4,7 +4,7 @@ Every dim of a parameter has a name, and so has every dim of the activations tha
 person would care to shard. Rules map names to axes of a mesh, as in MaxText:
 
     parameters   vocab, position, embed, heads, kv_heads, head_dim, mlp, experts,
-                 norm, layers, and a few that nobody shards
+                 norm, layers, and a few that are never sharded
     activations  act_batch, act_seq, act_residual_seq, act_embed, act_heads,
                  act_kv_heads, act_head_dim, act_mlp, act_vocab, act_groups,
                  act_group, act_experts, act_expert_groups, act_capacity

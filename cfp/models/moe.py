@@ -146,7 +146,7 @@ def expert_capacity(group: int, experts: int) -> int:
 def route_top2(gates: jax.Array, capacity: int) -> Routing:
     """Seats each token at its two best experts, in the order of the tokens.
 
-    All first choices are seated before any second choice. Who finds no seat is
+    All first choices are seated before any second choice. What finds no seat is
     dropped: that expert adds nothing to the token.
 
     Args:

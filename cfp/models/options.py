@@ -14,7 +14,7 @@ Scalar = int | float | str | bool | None
 
 # What every model's options of these names do.
 SCAN_DOC = "run the layers in a loop, their parameters stacked on dim 0"
-REMAT_DOC = "compute each layer again in the backward pass, and keep only its input"
+REMAT_DOC = "rematerialize each layer in the backward pass, and keep only its input"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

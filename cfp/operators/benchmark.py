@@ -372,7 +372,7 @@ def check_shapes(operators: Sequence[Operator], rows: Sequence[Row]) -> None:
     for operator in operators:
         own = [row for row in rows if row.operator == operator.name]
         if own and all(row.state in (ABSENT, REFUSED) for row in own):
-            told = "; ".join(f"{r.implementation}: {r.reason}" for r in own)
+            reasons = "; ".join(f"{r.implementation}: {r.reason}" for r in own)
             raise OperatorError(
-                f"No implementation of {operator.name} takes these shapes: {told}."
+                f"No implementation of {operator.name} takes these shapes: {reasons}."
             )

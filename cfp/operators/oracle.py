@@ -126,7 +126,7 @@ def _distances(found: Any, right: Any, xp: Any) -> dict[str, tuple[Any, Any]]:
     for name, value in found.items():
         other = xp.asarray(right[name])
         off = xp.asarray(value).astype(xp.float32) - other
-        # Of what should be zero, the difference itself is told.
+        # Of what should be zero, the difference itself counts.
         size, most = xp.linalg.norm(other.ravel()), xp.max(xp.abs(other))
         distances[name] = (
             xp.linalg.norm(off.ravel()) / xp.where(size > 0, size, 1.0),

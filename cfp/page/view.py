@@ -106,7 +106,7 @@ class RaceView:
     won: bool
     predicted_bar: float
     measured_bar: float
-    same: str  # names under which the same program took part
+    same: str  # names under which the same program raced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

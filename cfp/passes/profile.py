@@ -12,12 +12,12 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
-from cfp.search.choices import estimate_kinds, leading_classics
+from cfp.search.choices import estimate_kinds, leading_presets
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.jobs import part_job
@@ -63,11 +63,11 @@ def look_up(
     """
     settings, alone = context.settings, context.agreement.alone
     estimates = estimate_kinds(analysis, rates)
-    every = leading_classics(analysis, estimates, presets(analysis.frame))
+    every = leading_presets(analysis, estimates, presets(analysis.frame))
     # What saves memory is worth measuring however long it takes, if need be, and so are
     # all where one could not be built or run; which depends on times, too, that several
     # processes may know differently.
-    near = leading_classics(analysis, estimates, every, context.rules.estimate_reach)
+    near = leading_presets(analysis, estimates, every, context.rules.estimate_reach)
     costs, memory = Costs(analysis, rates), context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
@@ -125,14 +125,14 @@ def look_up(
 
 
 def tuning_jobs(
-    analysis: Analysis, classics: Mapping[str, Choice], environment: Parts
+    analysis: Analysis, presets: Mapping[str, Choice], environment: Parts
 ) -> list[Job]:
     """What holds nearly every kernel of a program: one of each kind of segment.
 
-    In each way in which the classics shard the blocks. The largest come first, so that
+    In each way in which the presets shard the blocks. The largest come first, so that
     those that tune several at once end together.
     """
-    ways = {choice.blocks: (name, choice) for name, choice in classics.items()}
+    ways = {choice.blocks: (name, choice) for name, choice in presets.items()}
     segments = analysis.segments
     largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
     return [
@@ -179,7 +179,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         # What lies between processes may be anything, and is found out in seconds.
         rates = measured_rates(context)
     estimates = estimate_kinds(analysis, rates)
-    named = leading_classics(analysis, estimates, presets(analysis.frame))
+    named = leading_presets(analysis, estimates, presets(analysis.frame))
     found = estimate_options(
         estimates,
         named,

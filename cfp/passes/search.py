@@ -11,7 +11,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import CfpError
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.race.candidates import (
     leanest_of,
     level_name,
@@ -109,7 +109,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     unraced = {
         name: SLOWER if name in profiles.presets else why
         for name in presets(analysis.frame)
-        if name in CLASSICS and name not in named
+        if name in PRESETS and name not in named
     }
     return Solution(
         [

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
-from cfp.cost.memory import can_recompute
+from cfp.cost.memory import can_rematerialize
 from cfp.passes.profile import look_up, measured_rates
 from cfp.planner_settings import PlannerSettings
 from cfp.search.build import build_problem
@@ -38,7 +38,7 @@ def measure_all_budgets(
     """The search problem of choices for budgets of any size, and no budget.
 
     It has what a search with plenty of memory asks for, the presets among it, and
-    the fastest of every kind of segment with their forward pass computed again: of
+    the fastest of every kind of segment with their forward pass rematerialized: of
     these, if the time of the settings is over, only what is known.
 
     Raises:
@@ -66,14 +66,14 @@ def measure_all_budgets(
 def _again(
     context: PlanContext, analysis: Analysis, explored: Explored
 ) -> list[Wanted]:
-    """The fastest candidates of every kind, with their forward pass computed again.
+    """The fastest candidates of every kind, with their forward pass rematerialized.
 
     The fastest of all kinds come first, since time may be over before the last.
     """
     records = explored.records
     found: list[tuple[int, Wanted]] = []
     for kind, index in enumerate(analysis.representatives):
-        if not can_recompute(analysis.frame, analysis.segments[index]):
+        if not can_rematerialize(analysis.frame, analysis.segments[index]):
             continue
         good = [
             (measured.time_ms, item)
@@ -84,7 +84,7 @@ def _again(
         ]
         good.sort(key=lambda pair: pair[0])
         for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):
-            label = f"strategy {number} of segment {kind}, computed again"
+            label = f"strategy {number} of segment {kind}, rematerialized"
             again = rematerialize(analysis, context.environment, item, label, records)
             found.append((number, again))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -41,7 +41,7 @@ from cfp.solution import Candidate
 _NUMBER = re.compile(r"\d+")
 _SHAPE = re.compile(r"\[([\d,]*)\]")
 _OF_SIZE = re.compile(r" ?\(?of \d+\)|(?<=\d) of \d+(?=\))")
-_RECOMPUTED = ", recomputed"
+_REMATERIALIZED = (", rematerialized", ", recomputed")  # The second: older files.
 _TRY = "the segments that were planned, more of them or with another batch; or cfp plan"
 
 _Rows = tuple[PlanRow, ...]
@@ -182,8 +182,8 @@ def _paired(plan: Plan, analysis: Analysis) -> list[_Pair]:
             ratios.update({ratio: rows[0].name for ratio in here})
             pairs[segment.index] = _Pair(segment=segment, rows=rows, scaled=bool(here))
     if len(ratios) > 1:
-        told = ", ".join(f"{ratio:g} times at {name}" for ratio, name in ratios.items())
-        _refuse("More than one size differs from the plan.", "one, the batch", told)
+        text = ", ".join(f"{ratio:g} times at {name}" for ratio, name in ratios.items())
+        _refuse("More than one size differs from the plan.", "one, the batch", text)
     return [pairs[segment.index] for segment in analysis.segments]
 
 
@@ -277,7 +277,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
         for group in pair.segment.groups:
             storage[group] = _storage(pair.rows[0]) or common
     remat = tuple(
-        p.segment.index for p in pairs if p.rows[0].storage.endswith(_RECOMPUTED)
+        p.segment.index for p in pairs if p.rows[0].storage.endswith(_REMATERIALIZED)
     )
     blocks = tuple(strategies[b] for b in range(len(frame.blocks)))
     kernels = tuple(

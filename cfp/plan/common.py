@@ -31,10 +31,10 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
     if agreement.alone:
         return plan
     plain = replace(plan, sites=None, step=None, mesh=None)
-    told = agreement.decided("the plan", plain.to_json() if agreement.decides else "")
+    text = agreement.decided("the plan", plain.to_json() if agreement.decides else "")
     if agreement.decides:
         return plan
-    theirs = Plan.from_json(json.loads(told), allowed_options=tuple(plan.options))
+    theirs = Plan.from_json(json.loads(text), allowed_options=tuple(plan.options))
     for name in _DECIDED:
         if getattr(theirs, name) != getattr(plan, name):
             raise ProcessError(

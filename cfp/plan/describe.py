@@ -46,7 +46,7 @@ def plan_rows(
         if kernel:
             storage += f", {kernel_text(kernel)}"
         if remat:
-            storage += ", recomputed"
+            storage += ", rematerialized"
         how = (remat, kernel)
         time_ms = _segment_ms(
             problem, segment.kind, choice, list(segment.blocks), modes, how

@@ -23,7 +23,7 @@ from cfp.plan.sites import sites_from_json
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
-from cfp.program.recompute import Recompute
+from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
 
@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 10_000
 _MOST_AXES = 16
 _MOST_DIMS = 64
 _MOST_DEVICES = 2**20
-_MOST_COUNT = 2**53  # What JSON hands on exactly.
+_MOST_COUNT = 2**53  # What JSON holds exactly.
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(?:,\d{1,15})*)?\]")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -315,7 +315,7 @@ def _constraints(
     for i, one in enumerate(_list(recompute, "recompute")):
         where = f"recompute[{i}]"
         data = _object(one, where, ("forward", "backward"))
-        again.append(Recompute(*(_ops(data[n], f"{where}.{n}") for n in data)))
+        again.append(Rematerialization(*(_ops(data[n], f"{where}.{n}") for n in data)))
     others = tuple(
         _replacement(one, mesh, f"replaced[{i}]")
         for i, one in enumerate(_list(replaced, "replaced"))

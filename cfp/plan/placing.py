@@ -136,7 +136,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
             raise _other_size(arguments, i, leaf)
         return put(leaf, sharding)
     part = np.asarray(leaf)
-    # What NumPy has in 64 bits JAX has in 32, unless it is told otherwise.
+    # What NumPy has in 64 bits JAX has in 32, unless it is configured otherwise.
     if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:
         raise _other_size(arguments, i, part)
     try:

@@ -58,7 +58,7 @@ class Plan:
         constraints: shardings of values inside, by the program's op numbers.
         donated: which argument leaves the step may overwrite.
         static: positions and keywords of the arguments that are no arrays.
-        winner: name of the finalist that won, such as "planned".
+        winner: name of the candidate that won, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
         measured_ms: step time measured on the whole program, or None.
         peak_bytes: memory that the compiled program needs on each device, or None.
@@ -66,7 +66,7 @@ class Plan:
         uneven: arguments that stay whole because no axis divides them, with the size.
         whole: what every device runs in full: loops, and ops without a sharding rule.
         silenced: functions of the host that are not called while it is measured.
-        race: the finalists.
+        race: the candidates.
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,
@@ -171,7 +171,7 @@ class Plan:
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
 
-        Types are told as the step shows them: a PRNG key is a key, and not the
+        Types are named as the step shows them: a PRNG key is a key, and not the
         integers that it is in the program.
         """
         types = tuple(type_text(aval) for aval in step.avals)
@@ -314,7 +314,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        sites, told = self.found_sites, self.constraints
+        sites, inside = self.found_sites, self.constraints
         data = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
@@ -323,9 +323,9 @@ class Plan:
                 self.arg_names, self.arg_types, self.arg_specs, self.donated
             ),
             "output_specs": self.output_specs,
-            "constraints": constraints_to_json(told),
-            "recompute": [asdict(one) for one in told.recompute],
-            "replaced": replaced_to_json(told),
+            "constraints": constraints_to_json(inside),
+            "recompute": [asdict(one) for one in inside.rematerialized],
+            "replaced": replaced_to_json(inside),
             "winner": self.winner,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,

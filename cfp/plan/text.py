@@ -92,22 +92,22 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def best_variants(plan: Plan) -> list[RaceRow]:
-    """Of each finalist its fastest variant, the fastest finalist first.
+    """Of each candidate its fastest variant, the fastest candidate first.
 
-    A variant's name is the finalist's, a comma, and in what it differs. Finalists that
-    came out as one program stand there once, under the winner's name if they won.
+    A variant's name is the candidate's, a comma, and in what it differs. Candidates
+    that came out as one program stand there once, under the winner's name if they won.
     """
     programs: dict[object, RaceRow] = {}
-    for row in _finalists(plan):
+    for row in _best_of_each(plan):
         programs.setdefault(row.samples_ms or row.name, row)
     return sorted(programs.values(), key=_place)
 
 
 def other_names(plan: Plan, row: RaceRow) -> list[str]:
-    """Under which names the program of a row took part in the race, too."""
+    """Under which names the program of a row raced, too."""
     return [
         other.name
-        for other in sorted(_finalists(plan), key=_place)
+        for other in sorted(_best_of_each(plan), key=_place)
         if other.name != row.name
         and row.samples_ms
         and other.samples_ms == row.samples_ms
@@ -115,12 +115,12 @@ def other_names(plan: Plan, row: RaceRow) -> list[str]:
 
 
 def slower_variants(plan: Plan) -> int:
-    """How many variants of finalists were not the fastest of theirs."""
-    return len(plan.race) - len(_finalists(plan))
+    """How many variants of candidates were not the fastest of theirs."""
+    return len(plan.race) - len(_best_of_each(plan))
 
 
-def _finalists(plan: Plan) -> list[RaceRow]:
-    """Of each finalist its fastest variant, the winner first."""
+def _best_of_each(plan: Plan) -> list[RaceRow]:
+    """Of each candidate its fastest variant, the winner first."""
     ranked = sorted(
         plan.race,
         key=lambda row: (row.name != plan.winner, *_place(row)),

@@ -47,13 +47,13 @@ class Job:
       key: what it is kept under. Jobs with equal keys are taken for the same.
       label: what progress shows, such as "segment 1: 3 of 24".
       part: the ops, from `cfp.program.graft.cut_part`.
-      constraints: what the compiler is told about them.
+      constraints: of the values inside.
       in_specs: shardings of the part's inputs.
       out_specs: shardings of the part's outputs.
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
       options: compiler options, by name.
-      expected_ms: how long one execution should take; 0 where nobody knows.
+      expected_ms: how long one execution should take; 0 where it is not known.
       choice: of a whole program what its record is to keep beside the figures.
       after: digests of jobs that share its kernels: if they are built at the same time,
         it waits for them, and the compiler tries those kernels out once.

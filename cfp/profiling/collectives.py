@@ -65,7 +65,7 @@ def measure_rates(
       mesh: the devices.
       store: answers what it can, and keeps every new record.
       retry_failures: measure again what failed before, or before a moment.
-      progress: told of every event.
+      progress: called with every event.
       limits: what counts as hung.
 
     Raises:

@@ -48,10 +48,10 @@ class CommonStore(ProfileStore):
         """The records that process 0 has of some keys."""
         found = self.get_many(keys) if self._agreement.decides else {}
         texts = {key: record.to_json() for key, record in found.items()}
-        told = self._agreement.decided("what is known", texts)
+        common = self._agreement.decided("what is known", texts)
         if self._agreement.decides:
             return found
-        return {key: ProfileRecord.from_json(text) for key, text in told.items()}
+        return {key: ProfileRecord.from_json(text) for key, text in common.items()}
 
     def close(self) -> None:
         """Ends the use of the file."""

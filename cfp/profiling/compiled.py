@@ -104,7 +104,7 @@ def _called(module: Module) -> set[str]:
 
 
 def _late(hlo_text: str) -> tuple[str | None, str | None]:
-    """What is read too late, if anything; and else why that cannot be told, if so."""
+    """What is read too late, if anything; and else why that is not known, if so."""
     try:
         return read_after_overwritten(hlo_text), None
     except (AssertionError, LookupError, RecursionError, ValueError) as error:

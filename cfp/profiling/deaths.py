@@ -3,11 +3,11 @@
 What was being run when a process died is a failure like any other: recorded with
 its reason, and not tried again. Three things must not be taken for it:
 
-- a process that somebody ended, by Ctrl-C, `kill` or switching the machine off. A
-  fault of its own leaves last words or an exit status, and want of memory a count in
-  the kernel. What was ended without either is simply measured again; where nobody
-  could have noted last words, or saw that this process alone was killed, it has two
-  tries.
+- a process that was ended by hand: by Ctrl-C, `kill` or switching the machine off. A
+  fault of its own leaves a crash record or an exit status, and want of memory a count
+  in the kernel. What was ended without either is simply measured again; where no crash
+  record could be written, or it is not known whether this process alone was killed, it
+  has two tries.
 - a build beside the guilty one. Where several were being built, all are suspects, and
   the next time suspects are built one at a time.
 - something that was measured, and whose process died right after.
@@ -67,7 +67,7 @@ class _Cause:
     reason: str
 
 
-def bury(
+def record_deaths(
     store: ProfileStore,
     ended: Mapping[int, Ended] | None = None,
     about: Collection[str] | None = None,
@@ -87,7 +87,7 @@ def bury(
         before = dict(suspects)
         for marked in folder.dead():
             how = (ended or {}).get(marked.pid)
-            words = folder.last_words(marked.name)
+            words = folder.crash_record(marked.name)
             found.append(_judge(store, marked, words, how, suspects, about))
             folder.remove(marked.name)
         known = store.get_many(suspects)
@@ -99,15 +99,15 @@ def bury(
         if suspects != before:
             folder.write_suspects(suspects)
     if about is None:
-        told = [key for key in suspects if suspects[key] != before.get(key)]
+        named = [key for key in suspects if suspects[key] != before.get(key)]
     else:
-        told = [key for key in suspects if key in about]
-    if told:
-        names = "; ".join(suspects[key].what for key in told[:_MOST_NAMED])
+        named = [key for key in suspects if key in about]
+    if named:
+        names = "; ".join(suspects[key].what for key in named[:_MOST_NAMED])
         _log.warning(
             "a process died while it was %s%s. Trying again",
             names,
-            "; ..." if len(told) > _MOST_NAMED else "",
+            "; ..." if len(named) > _MOST_NAMED else "",
         )
     return found
 

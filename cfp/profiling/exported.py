@@ -1,4 +1,4 @@
-"""Reads exported records, which may come from another machine, and from anybody.
+"""Reads exported records, which may come from another machine, and from any source.
 
 Times and sizes can mislead a search, and do no more. Two things are followed further:
 what a record says was chosen for a whole program holds compiler options, which may only

@@ -171,7 +171,7 @@ def _element_bits(element: str) -> int:
 
 
 def _group_size(kind: str, text: str, devices: int) -> int:
-    """How many devices take part in one group, of the largest if they differ."""
+    """How many devices are in one group, of the largest if they differ."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(text)
         return _largest_ring(pairs[1]) if pairs else devices

@@ -37,7 +37,7 @@ class CollectiveSite:
     Attributes:
         kind: as in HLO: "all-reduce", "all-gather", ...
         bytes: of one of them: the larger side's size on one device.
-        group_size: how many devices take part.
+        group_size: how many devices are in a group.
         count: how often it runs in one step; a loop counts as often as the compiler
             knows it to turn, and all branches of a conditional count.
         scope: JAX's name stack of the op, or "".

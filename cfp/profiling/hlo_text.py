@@ -35,7 +35,7 @@ class Instruction:
         root: whether it is the computation's result.
         trips: how often a loop turns, as far as the compiler knows; or 1.
         number: of a parameter, which one it is.
-        config: what the backend is told of it, as JSON; may be empty.
+        config: the backend's configuration of it, as JSON; may be empty.
     """
 
     name: str

@@ -28,7 +28,7 @@ from cfp.program.graph import Program
 _SMALLEST_FLOAT = 0.002
 _LARGEST_FLOAT = 0.0199
 _INTEGER_BITS = 7
-# Nobody waits for an input: trying out kernels for it takes longer than making it.
+# Inputs are not worth tuning: trying out kernels for it takes longer than making it.
 _UNTUNED = {"xla_gpu_autotune_level": "0"}
 
 

@@ -33,7 +33,8 @@ from cfp.profiling.private import open_private
 from cfp.profiling.record import utc_now
 
 _WATCH_SECONDS = 1.0
-# Who slept longer than this between two looks was stopped, and all else with it.
+# A process that slept longer than this between two looks was stopped, and all else
+# with it.
 _STOPPED_SECONDS = 3.0
 
 _log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Marks:
             file = open_private(self.folder.path / f"{self._mine.name}.alive", "ab")
             self._files.enter_context(file)
             lock_file(file)
-        # Somebody else's is left alone: pytest's, or one that the user asked for. Of
+        # Another's is left alone: pytest's, or one that the user asked for. Of
         # several processes one is ended when another dies, whatever it runs.
         if witnessed := not faulthandler.is_enabled() and jax.process_count() == 1:
             faulthandler.enable(file, all_threads=False)
@@ -195,7 +196,7 @@ class Marks:
         write_whole(self.folder.path / f"{self._mine.name}.json", asdict(found))
 
     def _watch(self) -> None:
-        """Notes what takes too long; nobody in this process can end it."""
+        """Notes what takes too long; nothing in this process can end it."""
         looked = time.monotonic()
         while not self._closed.wait(_WATCH_SECONDS):
             now = time.monotonic()

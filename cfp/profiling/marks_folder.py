@@ -2,7 +2,7 @@
 
 Beside the store `profiles.sqlite` stands a folder `profiles.sqlite.marks`, with two
 files for each process: `<name>.json`, its marks, and `<name>.alive`, which it keeps
-locked for as long as it lives, and into which Python writes its last words. A lock
+locked for as long as it lives, and into which Python writes its crash record. A lock
 ends with its owner, however that ended; a process id says less, since ids are used
 again, and are others in another container.
 """
@@ -37,7 +37,7 @@ class Mark:
       deadline: when it counts as hung, as of `time.monotonic`, which the processes
         of a machine share.
       overdue: that moment has passed.
-      program: whose it is, by the name of the user's function; "" if nobody's.
+      program: whose it is, by the name of the user's function; "" if of none.
     """
 
     parts: Parts
@@ -61,7 +61,7 @@ class Marked:
     Attributes:
       name: of its files, without suffix.
       pid: its process id.
-      witnessed: its last words would stand in its `.alive` file.
+      witnessed: its crash record would stand in its `.alive` file.
       oom_kills: how many processes the kernel had ended for want of memory then.
       marks: what it is at.
     """
@@ -89,7 +89,7 @@ class Suspicion:
 
 
 class MarksFolder:
-    """The folder of marks beside a store, for who reads them."""
+    """The folder of marks beside a store, for reading them."""
 
     def __init__(self, store_path: Path):
         self.path = store_path.with_name(f"{store_path.name}.marks")
@@ -109,7 +109,7 @@ class MarksFolder:
     def dead(self) -> list[Marked]:
         """Of the processes that have died; to be called locked.
 
-        Where there are no file locks nobody is known to be alive, or dead.
+        Without file locks it is not known which processes are alive.
         """
         return [self.read(name) for name in self._names() if self._held(name) is False]
 
@@ -125,7 +125,7 @@ class MarksFolder:
         except (OSError, ValueError, TypeError, KeyError):
             return Marked(name=name, pid=0)
 
-    def last_words(self, name: str) -> str:
+    def crash_record(self, name: str) -> str:
         """What Python said of a fatal signal, one line; "" if nothing."""
         words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
         return words.partition("\n")[0]
@@ -137,7 +137,7 @@ class MarksFolder:
                 (self.path / f"{name}.{suffix}").unlink()
 
     def suspects(self) -> dict[str, Suspicion]:
-        """What deaths may have to do with that were laid to nobody's charge, by key."""
+        """What deaths may have to do with that have no known cause, by key."""
         try:
             found = json.loads((self.path / "suspects.json").read_text())
             return {key: Suspicion(**suspicion) for key, suspicion in found.items()}
@@ -160,7 +160,7 @@ class MarksFolder:
                 locked = lock_file(file, wait=False)
         except FileNotFoundError:
             return None
-        # Who ends well takes its files away before it lets go of its lock.
+        # A process that ends well removes its files before it lets go of its lock.
         if locked is None or (locked and not path.exists()):
             return None
         return not locked

@@ -20,7 +20,7 @@ class MeasureOptions:
         retry_failures: whether what failed before is tried again, or what failed before
             a moment.
         limits: what counts as hung.
-        progress: told what is being done.
+        progress: called with what is being done.
         place: where programs are compiled, if not here.
         compiler_options: of every program.
         run: times a program in place of `cfp.profiling.runner.run`, where not all of

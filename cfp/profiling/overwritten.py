@@ -1,15 +1,15 @@
 """Finds values that a compiled program reads after it has overwritten them.
 
 XLA's GPU compiler decides what is computed in place, and inserts the copies that this
-takes, before it rematerializes. What it then computes again reads its operands later
+takes, before it rematerializes. What it then rematerializes reads its operands later
 than before, and nothing looks for copies once more. Seen with jaxlib 0.11.2: a matrix
 product that is added to the residual stream in place, and behind it a layer norm,
-computed again, of the residual stream as it was:
+rematerialized, of the residual stream as it was:
 
     %y = f32[8,4] custom-call(%a, %b, %x), output_to_operand_aliasing={{}: (2, {})}
     %z = f32[8,4] fusion(%x), ...                 # %x is %y by now
 
-Such a program computes something else than it says. It is told by its text: modules are
+Such a program computes something else than it says. It shows in its text: modules are
 printed in the order in which they run.
 """
 
@@ -45,12 +45,12 @@ _BRANCHES = re.compile(
 
 
 def has_rematerialized(hlo_text: str) -> bool:
-    """Whether the compiler computes something again, by the names that it gives."""
+    """Whether the compiler rematerializes something, by the names that it gives."""
     return ".remat" in hlo_text
 
 
 def count_rematerialized(hlo_text: str) -> int | None:
-    """How many instructions the compiler computes again; None if there is no text."""
+    """How many instructions the compiler rematerializes; None if there is no text."""
     return len(set(_REMATERIALIZED.findall(hlo_text))) if hlo_text.strip() else None
 
 
@@ -107,7 +107,7 @@ class _Program:
         return self._known[name]
 
     def unchanged(self, loop: Instruction) -> frozenset[int]:
-        """Elements of a loop's state that its body hands on as they are."""
+        """Elements of a loop's state that its body passes on as they are."""
         if loop.name not in self._unchanged:
             found = _BODY.search(loop.attributes)
             body = self.computation(found[1]) if found else None
@@ -145,7 +145,7 @@ class _Computation:
         }
 
     def value(self, of: str, path: _Path = ()) -> _Value:
-        """Where a result comes from: the same memory, and nobody wrote to it since."""
+        """Where a result comes from: the same memory, and nothing wrote to it since."""
         at: _Value = of, path
         passed = []
         while at not in self._values:
@@ -187,7 +187,7 @@ class _Computation:
         return None
 
     def overwritten(self) -> dict[_Value, tuple[int, str]]:
-        """What nobody may read any longer: when it was overwritten, and by whom."""
+        """What may be read no longer: when it was overwritten, and by what."""
         if self._overwritten is None:
             self._overwritten = {}
             for one in self._instructions:

@@ -30,8 +30,8 @@ def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRec
         mesh=mesh,
         in_specs=sharding.spec,
         out_specs=sharding.spec,
-        # Nobody is told that what was reduced is equal everywhere: each device's
-        # copy counts as a piece.
+        # Without this check what was reduced need not be equal everywhere: each
+        # device's copy counts as a piece.
         check_vma=False,
     )
 

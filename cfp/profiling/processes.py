@@ -119,10 +119,10 @@ class Agreement:
         if self.alone:
             return
         found = _talk().after_a_run(failure) if failure else None
-        told = found or self.gathered(AFTER_A_RUN, failure)
-        failed = [text for text in told if text]
-        if failed and len(failed) < len(told):
-            which = _numbered([i for i, text in enumerate(told) if text])
+        failures = found or self.gathered(AFTER_A_RUN, failure)
+        failed = [text for text in failures if text]
+        if failed and len(failed) < len(failures):
+            which = _numbered([i for i, text in enumerate(failures) if text])
             raise ProcessError(
                 compose(
                     f"A program failed in {which}, and ran in the others.",
@@ -145,19 +145,19 @@ class Agreement:
         """
         if self.alone:
             return
-        told = self.gathered("what is planned", dict(facts))
-        if (difference := differing(told)) is not None:
+        all_facts = self.gathered("what is planned", dict(facts))
+        if (difference := differing(all_facts)) is not None:
             raise difference
 
 
-def differing(told: Sequence[Mapping[str, str]]) -> ProcessError | None:
+def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
     """The error of processes that were not started alike; None if they were.
 
     Args:
-      told: facts by name, of each process in order.
+      all_facts: facts by name, of each process in order.
     """
-    for name in dict.fromkeys(name for facts in told for name in facts):
-        values = [facts.get(name, "nothing") for facts in told]
+    for name in dict.fromkeys(name for facts in all_facts for name in facts):
+        values = [facts.get(name, "nothing") for facts in all_facts]
         if len(set(values)) == 1:
             continue
         groups: dict[str, list[int]] = {}

@@ -25,7 +25,7 @@ class Collective:
     Attributes:
       kind: as in HLO: "all-reduce", "all-gather", "reduce-scatter", ...
       bytes: size on one device of the operand or the result, whichever is larger.
-      group_size: how many devices take part.
+      group_size: how many devices are in a group.
       count: how often it is executed in one run.
     """
 

@@ -118,7 +118,7 @@ def profile(
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
       retry_failures: measure again what failed before, or before a moment.
-      progress: told of every event, in this thread.
+      progress: called with every event, in this thread.
       timing: how long to measure each.
       environment: the compiler's directories; by default one for autotuning next
         to the store.
@@ -318,7 +318,7 @@ class _Loop:
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
-            # What nobody feeds back is freed before the next run needs the room.
+            # What is not fed back is freed before the next run needs the room.
             self._outputs = ()
             self._outputs = self._compiled(*self.inputs)
             for put, got in self._feedback:

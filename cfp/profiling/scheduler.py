@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.profiling.builder import Built
-from cfp.profiling.deaths import bury
+from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
@@ -68,7 +68,7 @@ def run_tasks(
         batches of four times the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
-      progress: told of every event, in this thread.
+      progress: called with every event, in this thread.
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
       limits: what counts as hung.
@@ -81,7 +81,7 @@ def run_tasks(
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
-    bury(store, about=by_key)
+    record_deaths(store, about=by_key)
     with Marks(store.path, limits, program) as marks:
         state = _State(
             tasks=by_key,
@@ -205,7 +205,7 @@ class _State:
         self.best_ms = min(self.best_ms, record.time_ms)
 
     def claim(self, waiting: deque[Task], room: int, used: int) -> list[Task]:
-        """Takes tasks that nobody else is at out of the queue, to be built.
+        """Takes tasks that no other process has claimed out of the queue, to be built.
 
         What another process has measured meanwhile is answered.
         """
@@ -213,7 +213,7 @@ class _State:
             keys = [task.key for task in waiting]
             if self.agreement.alone:
                 keys = self.marks.claim(keys, room - used)
-            # What was claimed is nobody else's, so that this is the last word.
+            # What was claimed is no other process's, so that this is final.
             ours = {key.digest for key in keys[: room - used]}
             known = {
                 digest: record

@@ -1,4 +1,4 @@
-"""What there is to measure, and what is told of it: how far it is, and what came of it.
+"""What there is to measure, and its progress: how far it is, and what came of it.
 
 How tasks are measured is in `cfp.profiling.scheduler`.
 """
@@ -25,7 +25,7 @@ class Task:
       label: what progress shows.
       build: called in a thread; a record if it cannot be built.
       run: called in the thread that called `run_tasks`.
-      expected_ms: how long one execution should take; 0 where nobody knows.
+      expected_ms: how long one execution should take; 0 where it is not known.
       after: digests of tasks: those that are claimed together with it are built before
         it. Of these none may wait itself.
     """

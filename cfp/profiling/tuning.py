@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Job, build
-from cfp.profiling.deaths import bury
+from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.private import make_private_folder
 from cfp.profiling.processes import Agreement
@@ -50,7 +50,7 @@ def tune_kernels(
       jobs: what to build.
       store: beside it lies what the compiler has learnt.
       retry_failures: build again what a process died of, or died of before a moment.
-      progress: told what is being built.
+      progress: called with what is being built.
       limits: what counts as hung.
 
     Returns:
@@ -61,7 +61,7 @@ def tune_kernels(
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
         return 0
-    bury(store, about={job.key.digest for job in jobs})
+    record_deaths(store, about={job.key.digest for job in jobs})
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
         k for k, record in known.items() if not is_to_retry(record, retry_failures)

@@ -76,7 +76,7 @@ def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
 
     Args:
         closed: what was traced.
-        alarm: told of what they raise.
+        alarm: called with what they raise.
     """
     found = _guarded(closed.jaxpr, alarm)
     return closed if found is closed.jaxpr else closed.replace(jaxpr=found)

@@ -36,7 +36,7 @@ def check_hashable(key: int | str, value: Any) -> None:
     except TypeError as error:
         raise StepNotTraceable(
             f"Static argument {key!r} is a {type(value).__name__}, which cannot be "
-            "hashed, so that calls with different values are not told apart. Pass a "
+            "hashed, so that calls with different values look alike. Pass a "
             "tuple or a frozen dataclass."
         ) from error
 

@@ -15,25 +15,25 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.graph import Program, Spec
-from cfp.program.recompute import Recompute, recompute
+from cfp.program.rematerialize import Rematerialization, rematerialize
 from cfp.program.replace import Replacement, replace_ops
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What to tell the partitioner about a program.
+    """What the partitioner is constrained to.
 
     Attributes:
         values: how each value is sharded where it is made, by value id.
         uses: how an op reads an operand where that differs, by (op id, operand
             index); indices behind the operands count into ``op.yields``.
-        recompute: what is computed again in the backward pass.
+        rematerialized: what is rematerialized in the backward pass.
         replaced: what is computed by other functions.
     """
 
     values: Mapping[int, Spec]
     uses: Mapping[tuple[int, int], Spec]
-    recompute: tuple[Recompute, ...] = ()
+    rematerialized: tuple[Rematerialization, ...] = ()
     replaced: tuple[Replacement, ...] = ()
 
 
@@ -71,7 +71,7 @@ def constrain(
     with module.context, ir.Location.unknown():
         inserter = _Inserter(module, function, ops, program, mesh)
         inserter.insert(constraints)
-        recompute(function, ops, constraints.recompute)
+        rematerialize(function, ops, constraints.rematerialized)
         where = (module, ops, program, mesh, inserter.mesh_name)
         return replace_ops(*where, constraints.replaced)
 

@@ -50,7 +50,7 @@ class Excerpt:
                     forward=tuple(self.ops[o] for o in one.forward if o in self.ops),
                     backward=tuple(self.ops[o] for o in one.backward if o in self.ops),
                 )
-                for one in constraints.recompute
+                for one in constraints.rematerialized
             ),
             tuple(
                 found

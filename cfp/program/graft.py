@@ -24,7 +24,7 @@ from cfp.program.dtypes import numpy_dtype
 from cfp.program.excerpt import Excerpt, excerpt
 from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part
-from cfp.program.recompute import tag_of
+from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
 
 __all__ = [
@@ -73,10 +73,10 @@ def lower_part(
     cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
-        told = cut.translated(constraints)
-        stands = constrain(source, cut.program, mesh, told)
+        inside = cut.translated(constraints)
+        stands = constrain(source, cut.program, mesh, inside)
         _transplant(module, source, cut.program, cut.part, stands)
-        if told.replaced:
+        if inside.replaced:
             erase_unread(module)
         for function in shardy.functions(module.operation):
             _silence_callbacks(function)

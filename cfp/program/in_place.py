@@ -2,7 +2,7 @@
 
 Such a step is a program of its own only with what it changed among its results. What
 it does to its arguments' Python objects is done once, while it is traced, to copies
-that nobody sees again: it runs, and nothing is learnt.
+that is not seen again: it runs, and nothing is learnt.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
     return var
 
 
-def told(name: str, lost: Sequence[str]) -> str:
+def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """What to say of a step that loses changes, and how it is written instead.
 
     Args:
@@ -207,7 +207,7 @@ def _is_used_up(node: Any) -> bool:
     return isinstance(node, Iterator | MappingView)
 
 
-def told_of_surroundings(name: str, lost: Sequence[str]) -> str:
+def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     """What to say of a step that overwrites arrays which are not its arguments."""
     more = len(lost) - _MOST_NAMED
     named = ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

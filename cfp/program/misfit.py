@@ -2,7 +2,7 @@
 
 A fingerprint says that a program is the one that was planned, and not that the numbers
 beside it are. Constraints never change what a program computes, as long as they name
-values of it; what is computed again has to be what gives the same again.
+values of it; what is rematerialized has to give the same again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program, Spec
-from cfp.program.recompute import Recompute, repeatable
+from cfp.program.rematerialize import Rematerialization, repeatable
 
 
 def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None:
@@ -38,8 +38,8 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
             return f"operand {index} of op {op}, which has {len(reads)}"
         if (found := _spec_misfit(program, reads[index], mesh, spec)) is not None:
             return f"operand {index} of op {op}: {found}"
-    for one in constraints.recompute:
-        if (found := _recompute_misfit(program, one)) is not None:
+    for one in constraints.rematerialized:
+        if (found := _rematerialization_misfit(program, one)) is not None:
             return found
     return None
 
@@ -63,14 +63,14 @@ def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | 
     return None
 
 
-def _recompute_misfit(program: Program, one: Recompute) -> str | None:
+def _rematerialization_misfit(program: Program, one: Rematerialization) -> str | None:
     top = {op.id for op in program.ops if op.parent < 0}
     forward, backward = one.forward, one.backward
     if not {*forward, *backward} <= top or not forward or not backward:
-        return f"ops to compute again, of {len(program.ops)}: not all are there"
+        return f"ops to rematerialize, of {len(program.ops)}: not all are there"
     if max(forward) >= min(backward):
-        return "ops to compute again that come after what reads them"
+        return "ops to rematerialize that come after what reads them"
     for op in forward:
         if not repeatable(program, op):
-            return f"op {op} ({program.ops[op].name}) to compute again"
+            return f"op {op} ({program.ops[op].name}) to rematerialize"
     return None

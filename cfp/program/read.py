@@ -267,7 +267,7 @@ def _constant(op: ir.Operation, index: int) -> str:
 # Besides ops with regions, those whose structure is not all that their attributes say.
 _WITH_STRUCTURE = frozenset({"stablehlo.constant", "stablehlo.composite"})
 
-# Source lines are wanted where a person is told about an op; reading one costs more
+# Source lines are wanted where a message names an op; reading one costs more
 # than the rest of the op, so elementwise ops go without.
 _NAMED_SOURCE = frozenset(
     f"stablehlo.{kind}"
@@ -327,7 +327,7 @@ def _text(
             inner = [f"({_named(block.arguments, names)})"]
             for opview in block:
                 inside = opview.operation
-                # Nobody looks up what a value from outside is.
+                # What a value from outside is is never looked up.
                 reads = [names.get(v, f"outside #{index}") for v in inside.operands]
                 what = "; ".join((",".join(reads), _text(inside, index, names, blanks)))
                 made = _named(inside.results, names)

@@ -17,7 +17,7 @@ more. How to use it, say for ``y = f(x, w)`` with its backward pass:
 
 A stage reads *uses*, (op id, operand index): it takes what that op takes there, behind
 its sharding constraints, and rematerialized where that is. It makes values, which come
-first among its function's results. All other results are handed on to the next stage,
+first among its function's results. All other results pass to the next stage,
 behind what that reads: residuals of a forward stage. A backward stage that stands in
 another loop than the forward stage gets none: it is a replacement of its own, which
 computes the forward pass again.
@@ -42,7 +42,7 @@ from jax.sharding import Mesh
 from cfp.program import shardy
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.graph import Program
-from cfp.program.recompute import TAG, tag_of
+from cfp.program.rematerialize import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")

@@ -211,14 +211,14 @@ class FlatStep:
             ) from error
         name = self.flat_fn.__name__
         if overwritten := around.overwritten():
-            raise StepNotTraceable(in_place.told_of_surroundings(name, overwritten))
+            raise StepNotTraceable(in_place.lost_surroundings_text(name, overwritten))
         if lost := self._lost():
-            raise StepNotTraceable(in_place.told(name, lost))
+            raise StepNotTraceable(in_place.lost_changes_text(name, lost))
         return traced
 
     @property
     def gives_unasked(self) -> bool:
-        """Whether a jax.jit around the step gives memory away, and nobody else does.
+        """Whether a jax.jit around the step gives memory away, and nothing else does.
 
         Inside of another program it cannot.
         """

@@ -18,8 +18,9 @@ from cfp.solution import Candidate
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
-    """What a choice is called of which the compiler is constrained so much."""
-    return name if level is ConstraintLevel.EVERYTHING else f"{name}, {level} told"
+    """What a choice is called under a constraint level."""
+    whole = level is ConstraintLevel.EVERYTHING
+    return name if whole else f"{name}, {level} constrained"
 
 
 def with_options(
@@ -92,7 +93,7 @@ def rematerialized(
         return option.candidate.plain == own.candidate.plain
 
     found = _best_around(analysis, problems, presets, alike)
-    return {f"{name}, recomputed": again for name, again in found if again.remat}
+    return {f"{name}, rematerialized": again for name, again in found if again.remat}
 
 
 def planned_around(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
-from cfp.profiling.deaths import bury
+from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.place import place_for
@@ -174,7 +174,7 @@ def known_records(
     builder: Builder, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
     """Records of programs, by key, that need not be made again."""
-    bury(builder.store, about=digests)
+    record_deaths(builder.store, about=digests)
     return {
         digest: record
         for digest, record in builder.store.common(digests).items()

@@ -103,11 +103,11 @@ def near_among(
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Those that may be faster than the best, and those that take part anyway.
+    """Those that may be faster than the best, and those that race anyway.
 
     Args:
         candidates: what there is; without a prediction each may be faster.
-        anyway: keys of what takes part however slow it is.
+        anyway: keys of what races however slow it is.
         reach: how many times as long as the best a candidate may take.
         fitting: what is known to fit; the best is of these, or of the candidates.
     """

@@ -143,10 +143,10 @@ _NOT_RUN = "estimated; nothing was compiled or run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceRow:
-    """One finalist of the race.
+    """One candidate of the race.
 
     Attributes:
-        name: the plan's or the classic's.
+        name: the plan's or the preset's.
         predicted_ms: from the profiles.
         samples_ms: measured step times, all of them.
         time_ms: their median, or None where it did not run.
@@ -176,7 +176,7 @@ class RaceOutcome:
         result: how it did, if it was timed.
         peak_bytes: what it needs on each device, if it was compiled.
         built: its whole program, if it was compiled just now.
-        rows: what took part, and how it did.
+        rows: what raced, and how it did.
         counts: counts and seconds of all passes.
     """
 

@@ -47,7 +47,7 @@ from cfp.settings import SURELY_TOO_LARGE, WHOLE_TRIES, ConstraintLevel
 from cfp.solution import Candidate, Solution, predicted_bytes
 
 # Kept apart from the first race: what leads must not change with this one.
-_ALONE: Parts = (("race", "the winner of shortened ones"),)
+_ALONE: Parts = (("race", "the winner of truncated ones"),)
 
 
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:

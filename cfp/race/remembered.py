@@ -68,11 +68,11 @@ class Answer:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """What the answer to a race is kept under: programs that take part in any case."""
+    """What the answer to a race is kept under: programs that race in any case."""
     options = context.rules.compiler_options.values()
     return ProfileKey(
         (
-            ("what", "who took part in a race"),
+            ("what", "the programs of a race"),
             ("programs", _digest(one.job.key.digest for one in programs)),
             ("options", repr([sorted(one.items()) for one in options])),
             ("budget", str(context.budget_bytes)),
@@ -101,7 +101,7 @@ def keep_answer(
     known: Sequence[str],
     samples_ms: Sequence[float],
 ) -> None:
-    """Keeps what took part because it was known, and samples of the winner."""
+    """Keeps what raced because it was known, and samples of the winner."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
@@ -244,7 +244,8 @@ def _read(
             for strategy in data["blocks"]
         )
         storage = tuple(map(Storage, data["storage"]))
-        remat, level = tuple(data["remat"]), ConstraintLevel(data["extent"])
+        level = ConstraintLevel(data["extent"])
+        remat = tuple(data["remat"])
         chosen = dict(data["options"])
         kernels = tuple((int(place), str(name)) for place, name in data["kernels"])
     except (KeyError, TypeError, ValueError, RecursionError):

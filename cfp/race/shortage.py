@@ -9,7 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.naming import scope_path
-from cfp.cost.memory import argument_bytes, can_recompute, residuals_under, value_bytes
+from cfp.cost.memory import (
+    argument_bytes,
+    can_rematerialize,
+    residuals_under,
+    value_bytes,
+)
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
@@ -112,14 +117,14 @@ def _error(
     parts = sorted(
         ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
     )
-    told = [
+    uses = [
         f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"
         for name, size in parts
         if size >= _WORTH_NAMING * needed_bytes
     ]
     lines = [first]
-    if told:
-        lines.append(f"It is for: {', '.join(told)}.")
+    if uses:
+        lines.append(f"It is for: {', '.join(uses)}.")
     large = {name for name, size in parts if size >= _WORTH_A_LOOK * needed_bytes}
     if choice is not None:
         lines += _inside(analysis, choice, large)
@@ -178,32 +183,32 @@ def _advice(
     analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
 ) -> str:
     """What would help, by what takes most."""
-    told = ["Raise the budget, use more devices"]
+    options = ["Raise the budget, use more devices"]
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
-        told.append(
+        options.append(
             "make the batch smaller, or let it through in parts (--microbatches)"
         )
-    advice = ", ".join(told)
+    advice = ", ".join(options)
     if RESULTS in large:
         advice += (
             ", or donate the state (--donate 0, donate_argnums=0), so that the new one "
             "takes the old one's place"
         )
-    return f"{advice}. {_recomputed_text(analysis, choice)}".rstrip()
+    return f"{advice}. {_rematerialization_text(analysis, choice)}".rstrip()
 
 
-def _recomputed_text(analysis: Analysis, choice: Choice | None) -> str:
-    """Whether computing forward passes again may still help."""
-    able = [s.index for s in analysis.segments if can_recompute(analysis.frame, s)]
+def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
+    """Whether rematerialization may still help."""
+    able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
     if choice is None or not able:
         return ""
     if choice.remat:
         return (
-            f"{len(choice.remat)} of the {len(able)} segments that can compute their "
-            "forward pass again do so already."
+            f"{len(choice.remat)} of the {len(able)} segments that can be "
+            "rematerialized are already."
         )
     return (
-        "No segment of this plan computes its forward pass again, and "
-        f"{len(able)} could: a search tries that where it predicts that memory is "
+        "No segment of this plan is rematerialized, and "
+        f"{len(able)} could be: a search tries that where it predicts that memory is "
         "tight, a preset does not."
     )

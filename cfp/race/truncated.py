@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from cfp.analysis.abridge import Abridged, abridge, treatments
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.analysis.truncate import TruncatedProgram, treatments, truncate_program
 from cfp.cost.memory import fixed_bytes
 from cfp.search.choices import picks_of
 from cfp.search.problem import Problem
@@ -46,7 +46,7 @@ class Truncated:
         ratios: what it says.
     """
 
-    programs: Mapping[Choice, Abridged]
+    programs: Mapping[Choice, TruncatedProgram]
     ratios: Mapping[Choice, Ratios]
 
     def ratios_of(self, choice: Choice) -> Ratios:
@@ -71,7 +71,7 @@ def truncate(
         alike.
     """
     twice = _share_held_twice(analysis)
-    programs: dict[Choice, Abridged] = {}
+    programs: dict[Choice, TruncatedProgram] = {}
     ratios: dict[Choice, Ratios] = {}
     alike: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
@@ -79,17 +79,17 @@ def truncate(
     if not alike:
         return None
     for kinds, group in alike.items():
-        abridged = abridge(analysis, kinds, kept)
-        if abridged is None:
+        program = truncate_program(analysis, kinds, kept)
+        if program is None:
             return None
-        if len(abridged.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
+        if len(program.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
             return None
         short = replace(
-            problem.only(abridged.segments),
-            fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
+            problem.only(program.segments),
+            fixed_bytes=fixed_bytes(analysis, program.part.inputs),
         )
         known = {
-            choice: _ratios(problem, short, abridged.segments, picks, twice)
+            choice: _ratios(problem, short, program.segments, picks, twice)
             for choice in group
             if (picks := picks_of(analysis, problem, choice)) is not None
         }
@@ -99,7 +99,7 @@ def truncate(
             time=mean(one.time for one in known.values()),
             memory=mean(one.memory for one in known.values()),
         )
-        programs |= dict.fromkeys(group, abridged)
+        programs |= dict.fromkeys(group, program)
         ratios |= dict.fromkeys(group, usual) | known
     return Truncated(programs, ratios)
 

@@ -57,9 +57,9 @@ def race_programs(
 ) -> list[RaceResult]:
     """Compiles programs whole and times them in turn, A B C A B C.
 
-    What is far behind after a turn sits out, so that turns go to those between which it
-    is close. Where all others become slower meanwhile, because the devices did, what
-    sat out takes part again: nothing wins by having sat out.
+    What is far behind after a turn is left out of the next, so that turns go to those
+    between which it is close. Where all others become slower meanwhile, because the
+    devices did, what was left out is timed again: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
     A race that was run before with as many turns and the same budget is not run again,
@@ -68,7 +68,7 @@ def race_programs(
 
     Args:
         builder: what compiles them, and where they run.
-        programs: what takes part.
+        programs: what races.
         rounds: how many turns there are; up to twice as many where it takes them to
             tell.
 

@@ -12,10 +12,10 @@ from cfp.plan.plan import Plan
 from cfp.plan.text import STORAGE_WORDS
 from cfp.plan.words import basis_text, elided
 from cfp.printable import merged_alike
-from cfp.report.told import wrapped
+from cfp.report.explain_plan import wrapped
 from cfp.units import format_bytes
 
-# Versions and devices are told in full; nobody compares drivers' details by eye.
+# Versions and devices are shown in full, drivers' details are not.
 _NOTHING = "-"
 _NAMES_SHOWN = 4
 # The size of a dim is none of how it is sharded: ``(dim 0 of 8)``, ``(of 64)``.

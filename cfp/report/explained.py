@@ -173,7 +173,7 @@ def explanation_data(
     names = option_names(analysis, problem.options)
     memory = found.memory
 
-    def told(solution: Any) -> dict[str, Any] | None:
+    def as_data(solution: Any) -> dict[str, Any] | None:
         if solution is None:
             return None
         return {"step_ms": solution.cost_ms, "memory_bytes": solution.memory_bytes}
@@ -191,8 +191,8 @@ def explanation_data(
         }
 
     return {
-        "plan": told(found.plan),
-        "best": told(found.best),
+        "plan": as_data(found.plan),
+        "best": as_data(found.best),
         "kinds": [
             {
                 "kind": item.kind,
@@ -214,8 +214,8 @@ def explanation_data(
             "peak_bytes": memory.peak_bytes,
             "binds": memory.binds,
             "step_bytes": memory.step_bytes,
-            "unlimited": told(memory.unlimited),
-            "more": told(memory.more),
-            "less": told(memory.less),
+            "unlimited": as_data(memory.unlimited),
+            "more": as_data(memory.more),
+            "less": as_data(memory.less),
         },
     }

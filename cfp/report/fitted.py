@@ -142,5 +142,5 @@ def _records(table: Table, width: int) -> Iterator[tuple[str, str | None]]:
     for row, texts in zip(table.rows, cells, strict=True):
         pairs = [pair for pair in zip(headings, texts, strict=True) if pair[1]]
         marks = "".join(text for heading, text in pairs if not heading)
-        told = "; ".join(f"{heading}: {text}" for heading, text in pairs if heading)
-        yield wrap.fill(f"{marks or ' '} {told}"), str(row.style) or None
+        cells = "; ".join(f"{heading}: {text}" for heading, text in pairs if heading)
+        yield wrap.fill(f"{marks or ' '} {cells}"), str(row.style) or None

@@ -63,7 +63,7 @@ def _table(title: str, border: box.Box, *columns: str) -> Table:
 def analysis_view(
     analysis: Analysis, seconds: float, border: box.Box
 ) -> RenderableType:
-    """Kinds of segments, the blocks of each, and the ops that nobody can shard."""
+    """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
     frame = analysis.frame
     program = frame.program
     kinds = len(analysis.representatives)
@@ -223,12 +223,12 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
 
 
 def presets_data(
-    analysis: Analysis, classics: Mapping[str, Choice]
+    analysis: Analysis, presets: Mapping[str, Choice]
 ) -> list[dict[str, Any]]:
-    """For each classic what it keeps on a device and what it sends in a step."""
+    """For each preset what it keeps on a device and what it sends in a step."""
     frame = analysis.frame
     found = []
-    for name, choice in classics.items():
+    for name, choice in presets.items():
         layout = lay_out(frame, choice)
         held = sum(
             frame.program.values[v].size_bytes
@@ -244,7 +244,7 @@ def presets_data(
 
 
 def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType:
-    """The classics as a table."""
+    """The presets as a table."""
     table = _table(
         "Presets", border, "name", "arguments per device", "collectives in a step"
     )

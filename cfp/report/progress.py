@@ -41,7 +41,7 @@ class PlainLines:
     silent_seconds: float = 10.0
     every_seconds: float = 30.0
     _doing: str = ""
-    _told_seconds: float = 0.0
+    _shown_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
         """The line that is due, if one is.
@@ -54,9 +54,9 @@ class PlainLines:
             return None
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
         is_new = doing != self._doing
-        if not is_new and seconds - self._told_seconds < self.every_seconds:
+        if not is_new and seconds - self._shown_seconds < self.every_seconds:
             return None
-        self._doing, self._told_seconds = doing, seconds
+        self._doing, self._shown_seconds = doing, seconds
         if isinstance(event, Progress):
             event = f"measuring {progress_text(event, clock=False)}"
         return f"cfp {_clock(seconds)}: {event}"
@@ -65,7 +65,7 @@ class PlainLines:
 class Display:
     """Shows events on the error stream: live on a terminal, elsewhere in plain lines.
 
-    Use it as a context manager, and hand out `tell` to be told of events.
+    Use it as a context manager, and pass `tell` on, to be called with events.
     """
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
@@ -131,7 +131,7 @@ class Display:
                 try:
                     print(line, file=sys.stderr, flush=True)
                 except (OSError, ValueError):
-                    return  # Nobody reads it any more.
+                    return  # It is not read any more.
 
     def _render(self) -> Table:
         event = self._event
@@ -201,7 +201,7 @@ def progress_text(event: Progress, clock: bool = True) -> str:
 
 
 def seconds_left(event: Progress) -> float | None:
-    """How long the rest will take, if it goes on as so far; None if nobody knows."""
+    """How long the rest will take, if it goes on as so far; None if unknown."""
     measured = event.done - event.cached
     rest = event.total - event.done
     if measured < 2 or rest == 0:

@@ -106,7 +106,7 @@ _UNMEASURED = {"estimated": "Estimates", "one device": "Predicted on one device"
 
 
 def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
-    """The finalists, the fastest first; the winner is marked."""
+    """The candidates, the fastest first; the winner is marked."""
     ran = any(row.samples_ms for row in plan.race) or plan.rung == "measured"
     title = "Race" if ran else _UNMEASURED[plan.rung]
     rungs = {row.rung for row in plan.race}
@@ -135,7 +135,7 @@ def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
 
 
 def _same_as(plan: Plan, row: RaceRow) -> str:
-    """Finalists that came out as one program were run once, and stand in one row."""
+    """Candidates that came out as one program were run once, and stand in one row."""
     others = other_names(plan, row)
     return f"the same program as {', '.join(others)}" if others else ""
 
@@ -165,8 +165,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         if hidden := slower_variants(plan):
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())
-    told = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
-    parts += [Text(line) for line in told if line]
+    lines = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
+    parts += [Text(line) for line in lines if line]
     return Group(*parts)
 
 

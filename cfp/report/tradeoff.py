@@ -36,7 +36,7 @@ def trade_off_view(
     title = "Step time against memory"
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("memory", "step ms", "recomputed"):
+    for heading in ("memory", "step ms", "rematerialized"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("what changes (kind of segment: choices)")
     within = best_within(found, budget_bytes)
@@ -47,7 +47,7 @@ def trade_off_view(
             "*" if point == within else "",
             format_bytes(point.memory_bytes),
             f"{point.cost_ms:.3f}",
-            str(recomputed(problem, point) or "-"),
+            str(rematerialized(problem, point) or "-"),
             _changes(names, before, taken),
             style="bold" if point == within else None,
         )
@@ -71,8 +71,8 @@ def best_within(found: TradeOff, budget_bytes: int | None) -> Solved | None:
     return fitting[-1] if fitting else None
 
 
-def recomputed(problem: Problem, point: Solved) -> int:
-    """How many segments compute their forward pass again."""
+def rematerialized(problem: Problem, point: Solved) -> int:
+    """How many segments rematerialize their forward pass."""
     return sum(
         problem.options[kind][pick].candidate.remat
         for kind, pick in zip(problem.kinds, point.picks, strict=True)
@@ -93,7 +93,7 @@ def _changes(names: list[list[str]], before: Taken | None, taken: Taken) -> str:
         for kind, counts in enumerate(taken)
         if before is None or before[kind] != counts
     ]
-    # Equal segments may have changed places, which tells nobody anything.
+    # Equal segments may have changed places, which means nothing.
     return "; ".join(parts) or "the same, in another order"
 
 
@@ -120,7 +120,7 @@ def _notes(
 def _meanings(
     analysis: Analysis, problem: Problem, found: TradeOff, names: list[list[str]]
 ) -> Iterator[str]:
-    """Which choices the names are that are no classic's."""
+    """Which choices the names are that are no preset's."""
     used = {
         pair
         for point in found.points
@@ -147,7 +147,7 @@ def trade_off_data(
             {
                 "memory_bytes": point.memory_bytes,
                 "step_ms": point.cost_ms,
-                "recomputed": recomputed(problem, point),
+                "rematerialized": rematerialized(problem, point),
                 "within_budget": point == within,
                 "segments": [
                     {
@@ -185,8 +185,11 @@ def plot_trade_off(
         memory = [p.memory_bytes / size for p in found.points]
         times = [p.cost_ms for p in found.points]
         axis.step(memory, times, where="post", color="C0", linewidth=1)
-        counts = [recomputed(problem, p) for p in found.points]
-        for again, label in ((False, "nothing recomputed"), (True, "recomputes")):
+        counts = [rematerialized(problem, p) for p in found.points]
+        for again, label in (
+            (False, "nothing rematerialized"),
+            (True, "rematerializes"),
+        ):
             mine = [i for i, n in enumerate(counts) if bool(n) == again]
             if mine:
                 axis.plot(

@@ -8,11 +8,11 @@ from cfp.analysis.analyze import Analysis
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.printable import distinct_ends
 from cfp.search.problem import Option
 
-_RECOMPUTED = "recomputed"
+_REMATERIALIZED = "rematerialized"
 
 
 def option_names(
@@ -20,14 +20,14 @@ def option_names(
 ) -> list[list[str]]:
     """A short name for each option of each kind of segment.
 
-    That of the first classic whose part it is, or else its number: ``#7``. What is
-    recomputed has the name of what is not, and says so.
+    That of the first preset whose part it is, or else its number: ``#7``. What is
+    rematerialized has the name of what is not, and says so.
     """
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
     found = []
     for kind, index in enumerate(analysis.representatives):
         names: dict[tuple, str] = {}
-        for name, choice in classics.items():
+        for name, choice in by_name.items():
             part = segment_candidate(analysis, index, choice)
             names.setdefault((part.strategies, part.storage), name)
         texts = []
@@ -36,7 +36,7 @@ def option_names(
             alike = candidate.strategies, candidate.storage
             name = names.setdefault(alike, f"#{number}")
             also = [kernel_text(candidate.kernel)] if candidate.kernel else []
-            also += [_RECOMPUTED] if candidate.remat else []
+            also += [_REMATERIALIZED] if candidate.remat else []
             texts.append(f"{name} ({', '.join(also)})" if also else name)
         found.append(texts)
     return found
@@ -91,7 +91,7 @@ def candidate_words(
     elif base is not None and base.kernel and not candidate.kernel:
         parts.append("computed as it is written")
     if candidate.remat:
-        parts.append(_RECOMPUTED)
+        parts.append(_REMATERIALIZED)
     elif base is not None and base.remat:
-        parts.append("not recomputed")
+        parts.append("not rematerialized")
     return "; ".join(parts) or "the same"

@@ -138,7 +138,7 @@ def compile_step(
         fingerprint: of the structure of the program that the constraints were made
             for; None where there are none.
         arg_specs, output_specs: a sharding for each leaf.
-        constraints: what the partitioner is told about values inside.
+        constraints: of values inside.
         options: XLA compiler options.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.

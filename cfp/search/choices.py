@@ -19,7 +19,7 @@ from cfp.analysis.strategies import Strategy
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.presets.classics import CLASSICS
+from cfp.presets.presets import PRESETS
 from cfp.profiling.collectives import Rates
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem, Solved
@@ -70,8 +70,7 @@ def preset_parts(
 ) -> list[dict[SegmentChoice, Choice]]:
     """For each kind of segment the parts of presets that concern it, each once.
 
-    Equal segments may differ in a preset: the last layer hands over to something else
-    than to a layer.
+    Equal segments may differ in a preset: what follows the last layer is no layer.
 
     Returns:
         For each kind the first preset of each part, by part.
@@ -166,18 +165,18 @@ def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, .
     return tuple(found)
 
 
-def leading_classics(
+def leading_presets(
     analysis: Analysis,
     estimates: Sequence[SegmentEstimate],
-    classics: Mapping[str, Choice],
+    presets: Mapping[str, Choice],
     reach: float = float("inf"),
 ) -> dict[str, Choice]:
-    """The classics that are worth measuring, in their order.
+    """The presets that are worth measuring, in their order.
 
     Args:
         analysis: of the program.
         estimates: of its kinds of segments.
-        classics: all of them, by name.
+        presets: all of them, by name.
         reach: how many times as long as the best of them one may be estimated to take.
     """
     kinds = [segment.kind for segment in analysis.segments]
@@ -188,15 +187,15 @@ def leading_classics(
             * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
             for kind, index in enumerate(analysis.representatives)
         )
-        for name, choice in classics.items()
+        for name, choice in presets.items()
     }
-    # Of a program that only hands on what it got there is nothing to estimate.
+    # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
-    mixed = sorted(classics.keys() - set(CLASSICS), key=total_ms.__getitem__)
-    leading = {*CLASSICS, *mixed[:MIXED_PRESETS]}
+    mixed = sorted(presets.keys() - set(PRESETS), key=total_ms.__getitem__)
+    leading = {*PRESETS, *mixed[:MIXED_PRESETS]}
     return {
         name: choice
-        for name, choice in classics.items()
+        for name, choice in presets.items()
         if name in leading and total_ms[name] <= limit_ms
     }

@@ -1,6 +1,6 @@
 """What candidates should cost that are not measured.
 
-Estimates leave out what hides behind computing, temporaries, and what computing again
+Estimates leave out what hides behind computing, temporaries, and what rematerializing
 takes: each counts as it turned out for what was measured of the kind (medians). Where
 nothing is to be measured, as for virtual devices, whose times say nothing about those
 of GPUs, and wherever there is no device, estimates alone decide.
@@ -22,7 +22,7 @@ from cfp.search.dynamic import solve_dynamically
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.search.wanted import Explored
-from cfp.settings import RECOMPUTE_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
+from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
 
 def expect(
@@ -54,7 +54,7 @@ def expect(
 
     slower = _ratio(((o.time_ms, estimate.total_ms(o.candidate)) for o in as_is), 1.0)
     again_slower = _ratio(
-        ((o.time_ms, base.time_ms) for o, base in both), RECOMPUTE_TIME_EXPECTED
+        ((o.time_ms, base.time_ms) for o, base in both), REMATERIALIZED_TIME_EXPECTED
     )
     # The backward pass needs as much, if not from the forward pass on.
     needed_again = _ratio(((_needed(o), _needed(base)) for o, base in both), 1.0)

@@ -235,7 +235,7 @@ class _Round:
                 self._found.append(asked[one])
                 number += 1
         if candidate.remat:
-            label = f"segment {kind}: {number}, computed again"
+            label = f"segment {kind}: {number}, rematerialized"
             asked[candidate] = rematerialize(
                 analysis, maker.environment, asked[plain], label, self._records
             )

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
-from cfp.analysis.abridge import Abridged
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import (
     Choice,
@@ -17,6 +16,7 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import Spec
+from cfp.analysis.truncate import TruncatedProgram
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
@@ -26,7 +26,7 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
 from cfp.program.part import numbered
-from cfp.program.recompute import VERSION, recomputable
+from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
 from cfp.settings import ConstraintLevel
 
@@ -75,7 +75,9 @@ def _constrain(
         replaced += losses
     turn, within = turning_point(frame), set(part.ops)
     again = (
-        recomputable(program, within & {*analysis.segments[index].ops}, turn, within)
+        rematerializable(
+            program, within & {*analysis.segments[index].ops}, turn, within
+        )
         for index in remat
     )
     constrained = constraints(layout, program.with_bodies(part.ops))
@@ -93,7 +95,7 @@ def _constrain(
     return Constraints(
         values,
         uses,
-        recompute=tuple(one for one in again if one is not None),
+        rematerialized=tuple(one for one in again if one is not None),
         replaced=tuple(replaced),
     )
 
@@ -129,7 +131,7 @@ def whole_job(
     label: str,
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
     options: Mapping[str, str] | None = None,
-    abridged: Abridged | None = None,
+    truncated: TruncatedProgram | None = None,
 ) -> Job:
     """The job that measures a whole program under a choice, with compiler options.
 
@@ -140,10 +142,10 @@ def whole_job(
         label: what progress calls it.
         level: how much the compiler is constrained.
         options: of the compiler.
-        abridged: what is to stand for the program, and for the choice.
+        truncated: what is to stand for the program, and for the choice.
     """
     tuned = tuple(sorted((options or {}).items()))
-    what = "abridged program" if abridged else "whole program"
+    what = "truncated program" if truncated else "whole program"
     frame = analysis.frame
     # A choice needs as much in two programs only if both give up the same memory.
     given = repr((frame.program.alias, sorted(frame.pins.items())))
@@ -152,13 +154,17 @@ def whole_job(
     if tuned:
         environment = (*environment, ("options", repr([*tuned])))
     again, kernels, chosen = choice.remat, choice.kernels, ""
-    if abridged:
-        part, left = abridged.part, set(abridged.segments)
+    if truncated:
+        part, left = truncated.part, set(truncated.segments)
         again = [index for index in again if index in left]
         kernels = [(index, kernel) for index, kernel in kernels if index in left]
     else:
         part = _whole(analysis)
-        kept = {**asdict(choice), "extent": level, "options": dict(options or {})}
+        kept = {
+            **asdict(choice),
+            "extent": level,
+            "options": dict(options or {}),
+        }
         chosen = json.dumps(kept)
     layout = lay_out(frame, choice)
     constrained = _constrain(analysis, layout, part, again, kernels, level)
@@ -211,7 +217,7 @@ def _job(
     uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
     digest = hashlib.sha256()
     digest.update(repr((values, uses, in_specs, out_specs, pairs)).encode())
-    for one in constrained.recompute:
+    for one in constrained.rematerialized:
         again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
         digest.update(repr((VERSION, again)).encode())
     for one in constrained.replaced:

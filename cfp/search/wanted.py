@@ -268,10 +268,10 @@ def rematerialize(
     label: str,
     records: Mapping[str, ProfileRecord],
 ) -> Wanted:
-    """A candidate with its forward pass computed again, and what tells its cost.
+    """A candidate with its forward pass rematerialized, and what tells its cost.
 
     The neighbour's tells what it keeps then, which may be more than it has to: the
-    compiler need not see a way to let go of the rest. While it runs it needs about what
+    compiler need not see a way to free the rest. While it runs it needs about what
     the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
     neighbour, or where the base failed with or without it, it is measured alone.
     """

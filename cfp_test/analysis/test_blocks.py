@@ -112,11 +112,11 @@ def test_scanned_layers_have_the_blocks_of_unrolled_ones():
 
 
 @pytest.mark.parametrize("name", ["scan_remat", "module_scan"])
-def test_recomputed_contractions_join_their_block(name):
+def test_rematerialized_contractions_join_their_block(name):
     frame = frame_of(PROGRAMS[name])
     assert len(frame.blocks) == 10
     ops = frame.program.ops
-    for block in frame.blocks[1:8]:  # the last one of a layer is not recomputed
+    for block in frame.blocks[1:8]:  # the last one of a layer is not rematerialized
         again = [m for m in block.members if not m.derived]
         assert len(again) == 2
         assert len(block.members) == 4

@@ -1,4 +1,4 @@
-"""Steps that nobody wrote: random graphs of ops, under random choices."""
+"""Generated steps: random graphs of ops, under random choices."""
 
 import multiprocessing
 import re
@@ -47,7 +47,7 @@ def check(sizes, examples, most, part=0):
     drawn, lowered = Counter(), Counter()
 
     # The same examples in every run, others on each mesh: what fails once in a
-    # thousand runs helps nobody. To shrink one would take an hour.
+    # thousand runs is of no use. To shrink one would take an hour.
     @seed(10 * part + len(sizes))
     @settings(
         max_examples=examples,

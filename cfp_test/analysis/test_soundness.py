@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp_test.checking import compile_choice, differences, draw, prepare
 from cfp_test.programs.registry import PROGRAMS, programs_on
 
@@ -53,6 +53,6 @@ def test_random_choices(name, sizes):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "sizes"), EVERYWHERE)
-def test_classics(name, sizes):
+def test_presets(name, sizes):
     case = prepare(name, PROGRAMS[name], sizes)
     check(case, presets(case.frame))

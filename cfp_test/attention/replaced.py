@@ -21,7 +21,7 @@ from cfp.attention.matching.matches import (
 )
 from cfp.checking.check import Check, compile_alone
 from cfp.checking.difference import Difference
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
@@ -84,17 +84,17 @@ class Step:
             way = way_of(frame.program, match, kernel, layout.axes)
             assert isinstance(way, Way), way
             found += replacements(frame.program, match, way)
-        told = dataclasses.replace(constraints(layout), replaced=tuple(found))
+        constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))
         compiled = compile_step(
             self.flat,
             self.mesh,
             None,
             [layout.arg_spec(i) for i in range(len(frame.program.args))],
             layout.output_specs(),
-            told,
+            constrained,
             wide=True,
         )
-        return compiled, told.replaced
+        return compiled, constrained.replaced
 
     def far(
         self, planned: CompiledStep, alone: CompiledStep | None = None

@@ -9,7 +9,7 @@ import pytest
 from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import attentions, replacements, way_of
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
@@ -119,8 +119,8 @@ def replaced(make, kernel):
         found += replacements(program, match, way)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
-    told = dataclasses.replace(constraints(layout), replaced=tuple(found))
-    constrain(lowering.module, program, case.mesh, told)
+    constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))
+    constrain(lowering.module, program, case.mesh, constrained)
     erase_unread(lowering.module)
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]

@@ -13,7 +13,7 @@ from cfp.attention import chunked
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.errors import PlanMismatch
-from cfp.report.told import explain_data, explain_text
+from cfp.report.explain_plan import explain_data, explain_text
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
@@ -122,7 +122,7 @@ def test_no_scores_are_left_in_what_it_compiles_to(planned, mesh, tmp_path):
     assert squares(cfp.plan(step, *arguments(), mesh=mesh, **how)) != []
 
 
-def test_attentions_that_are_left_alone_are_told_with_the_reason(mesh, tmp_path):
+def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_path):
     def double(params, x):
         """Of two attentions one has weights that do not add up to one."""
 
@@ -142,14 +142,14 @@ def test_attentions_that_are_left_alone_are_told_with_the_reason(mesh, tmp_path)
     settings = cfp.PlannerSettings(attention=("chunked",), race=False, **SETTINGS)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(double, params, x[:, :16], **how)
-    told = " ".join(explain_text(plan).split())
-    assert "Attention as written, at attention/test_plans.py:" in told
-    assert "its output is not that of a softmax of scaled scores" in told
+    shown = " ".join(explain_text(plan).split())
+    assert "Attention as written, at attention/test_plans.py:" in shown
+    assert "its output is not that of a softmax of scaled scores" in shown
     loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
     assert loaded.figures.left == plan.figures.left != ()
     data = explain_data(loaded)["attentions_as_written"]
     assert [one["count"] for one in data] == [1] * len(data)
-    # Nothing is looked for, and told, where no kernel is asked for.
+    # Nothing is looked for, and said, where no kernel is asked for.
     plain = cfp.plan(double, params, x[:, :16], mesh=mesh, cache_dir=tmp_path)
     assert plain.figures.left == ()
 

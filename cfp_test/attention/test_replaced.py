@@ -85,7 +85,7 @@ def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, scan, remat)
     alone = untouched[model, scan]
     planned, replaced = step.with_kernel("chunked")
     # Forward and backward in one, or one each where a loop lies between or the forward
-    # pass is computed again.
+    # pass is rematerialized.
     assert len(replaced) >= len(step.attentions.matches)
     assert step.far(planned, alone) == []
     # No scores are left, in no pass; there are some in the step as it is written.

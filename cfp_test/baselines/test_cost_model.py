@@ -12,7 +12,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.strategies import NONE
 from cfp.errors import CfpError
 from cfp.models import build
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -82,7 +82,7 @@ def test_heavy_ops_are_never_replicated(small):
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe"])
-def test_no_classic_is_cheaper_by_the_model(model):
+def test_no_preset_is_cheaper_by_the_model(model):
     step, args = build(model, **{**TINY[model], "batch": 8})
     analysis = analysed(step, args, ONE_AXIS)
     found = choose(analysis, AlphaBeta.uniform(ONE_AXIS, LINK))

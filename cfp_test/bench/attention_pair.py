@@ -156,7 +156,7 @@ class Pair:
         from cfp.context import open_context
         from cfp.passes.pipeline import decide
         from cfp.planner_settings import PlannerSettings
-        from cfp.presets.classics import presets
+        from cfp.presets.presets import presets
         from cfp.solution import Candidate, Solution
         from cfp.targets import resolve
 
@@ -221,7 +221,7 @@ class Pair:
             others=0,
             in_context=False,
             compiler_options={},
-            extents=(ConstraintLevel.EVERYTHING,),
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
         )
         plan = cfp.plan(
             target.step,

@@ -275,7 +275,7 @@ class Maker:
             seconds=_PLAN_SECONDS,
             race=not by_estimates,
             plans=1,
-            extents=(ConstraintLevel.EVERYTHING,),
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
             compiler_options={},
         )
         budget = row.get("budget")
@@ -302,7 +302,7 @@ class Maker:
             "replaced": [
                 [one.op, *one.functions.how] for one in plan.constraints.replaced
             ],
-            "rematerialized": len(plan.constraints.recompute),
+            "rematerialized": len(plan.constraints.rematerialized),
             "programs": programs,
             "told": repr(plan),
         }
@@ -322,7 +322,7 @@ class Maker:
 
     def _hand(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A strategy by hand, with a kernel in all segments and the head in parts."""
-        from cfp.presets.classics import presets
+        from cfp.presets.presets import presets
 
         analyzed = self._analysed(row["target"])
         frame = analyzed.analysis.frame

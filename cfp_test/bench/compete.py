@@ -1,6 +1,6 @@
 """One configuration's competitors: checked, compiled, timed in turn, traced.
 
-Who fails, or ends the process, is a row with the reason; the others go on. What is
+What fails, or ends the process, is a row with the reason; the others go on. What is
 kept in the journal is not done again, but for compiling.
 """
 
@@ -42,12 +42,12 @@ class SuiteOptions:
       settings: of the planner.
       rounds: how many turns each competitor gets.
       timing: one turn.
-      groups: who takes part.
+      groups: what is compared.
       only: of the hand-written strategies, those named; all if empty.
       budget_bytes: memory of one device.
       pytorch: rows that PyTorch's own runs wrote.
       trace: whether the plan and its best rival are traced.
-      tell: told what is being done.
+      tell: called with what is being done.
       journal: what an earlier process of the same command came to.
     """
 

@@ -1,4 +1,4 @@
-"""Who takes part: the plan, the classics, the cost model, and tables by hand."""
+"""What is compared: the plan, the presets, the cost model, and tables by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS = ("planned", "handwritten", "cost_model", "preset")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Competitor:
-    """Someone who takes part in a comparison.
+    """One side of a comparison.
 
     Attributes:
       name: in tables.
@@ -60,7 +60,7 @@ class Competitor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """All who take part in one configuration.
+    """All that is compared in one configuration.
 
     Attributes:
       competitors: the plan first.
@@ -159,7 +159,7 @@ def planned(
       began: when planning did, as of `time.monotonic`.
       budget_bytes: memory of one device.
       label: put behind every name, where several meshes are planned for.
-      groups: who is wanted.
+      groups: what is wanted.
 
     Raises:
       CfpError: there is no plan.
@@ -190,13 +190,14 @@ def planned(
                 made = Candidate(f"{name}{label}", one.choice, predicted)
                 found.append(_entry(done, made, "cost_model", made.name))
                 if (winner.level, winner.options) != (made.level, made.options):
-                    told = replace(
+                    as_planned = replace(
                         made,
                         name=f"{name}, told as planned{label}",
                         level=winner.level,
                         options=winner.options,
                     )
-                    found.append(_entry(done, told, "cost_model", told.name))
+                    entry = _entry(done, as_planned, "cost_model", as_planned.name)
+                    found.append(entry)
                 comparison.append(_side_by_side(done, name + label, one, predicted))
         if "preset" in groups:
             found += [

@@ -36,7 +36,7 @@ from cfp.cli.session import Session, analyse
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.plan.describe import block_collectives
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
 from cfp.settings import ConstraintLevel
@@ -68,12 +68,12 @@ def repeated_kind(analysis: Analysis) -> int:
 def layer_options(analysis: Analysis, kind: int, per_block: int) -> list[list[int]]:
     """For each block of a layer the numbers of the strategies to combine.
 
-    Those of the classics come first, then others that split it over all axes.
+    Those of the presets come first, then others that split it over all axes.
     """
-    classics = [layer_numbers(analysis, kind, c) for c in _classics(analysis).values()]
+    parts = [layer_numbers(analysis, kind, c) for c in _presets(analysis).values()]
     found = []
     for place, every in enumerate(_layer_strategies(analysis, kind)):
-        first = [numbers[place] for numbers in classics]
+        first = [numbers[place] for numbers in parts]
         split = [i for i, s in enumerate(every) if all(a.inner != NONE for a in s)]
         found.append(list(dict.fromkeys([*first, *split]))[:per_block])
     return found
@@ -100,7 +100,7 @@ def _layer_strategies(analysis: Analysis, kind: int) -> list[list[Strategy]]:
 def combinations(
     analysis: Analysis, kind: int, options: Sequence[Sequence[int]], limit: int
 ) -> list[tuple[int, ...]]:
-    """Which combinations are measured: the classics', and others drawn at random.
+    """Which combinations are measured: the presets', and others drawn at random.
 
     Returns:
       At most `limit`, as numbers of the layer's block strategies; all there are, in
@@ -113,7 +113,7 @@ def combinations(
         return list(itertools.product(*options))
     found = {
         tuple(layer_numbers(analysis, kind, choice)): None
-        for choice in _classics(analysis).values()
+        for choice in _presets(analysis).values()
     }
     draw = random.Random(0)
     while len(found) < limit:
@@ -121,9 +121,9 @@ def combinations(
     return list(found)[:limit]
 
 
-def _classics(analysis: Analysis) -> dict[str, Choice]:
+def _presets(analysis: Analysis) -> dict[str, Choice]:
     every = presets(analysis.frame)
-    return {name: choice for name, choice in every.items() if name in CLASSICS}
+    return {name: choice for name, choice in every.items() if name in PRESETS}
 
 
 def choice_of(analysis: Analysis, kind: int, numbers: Sequence[int]) -> Choice:

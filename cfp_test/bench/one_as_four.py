@@ -37,7 +37,7 @@ from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.devices import mock
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.inputs import generator, input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
@@ -46,7 +46,7 @@ from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run
 from cfp.program.graft import Constraints
-from cfp.program.recompute import Recompute
+from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
@@ -107,7 +107,7 @@ def _constraints(plan: Mapping[str, Any]) -> Constraints:
         values.update((int(v), _spec(group["spec"])) for v in group["values"])
         uses.update({tuple(use): _spec(group["spec"]) for use in group["uses"]})
     again = (
-        Recompute(tuple(one["forward"]), tuple(one["backward"]))
+        Rematerialization(tuple(one["forward"]), tuple(one["backward"]))
         for one in plan["recompute"]
     )
     return Constraints(values, uses, tuple(again))

@@ -244,9 +244,9 @@ def _estimated(data: dict[str, Any], name: str, found: Sequence[Pair]) -> list[s
             recorded[preset] = ms
     ranked = sorted(recorded, key=times.__getitem__)
     best = min(one.recorded_ms for one in found)
-    told = ", ".join(f"{preset} {times[preset]:.0f} ms" for preset in ranked)
+    listed = ", ".join(f"{preset} {times[preset]:.0f} ms" for preset in ranked)
     mine = recorded[ranked[0]]
-    return [name, told, f"{mine:.1f}", f"{best:.1f}", f"{mine / best - 1:.1%}"]
+    return [name, listed, f"{mine:.1f}", f"{best:.1f}", f"{mine / best - 1:.1%}"]
 
 
 def _ablations(

@@ -175,7 +175,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
             settings,
             plans=1,
             reach=_LADDER_REACH if cell.part == "ladder" else None,
-            extents=(ConstraintLevel.EVERYTHING,),
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
             compiler_options={},
         )
     with open_context(analyzed.mesh, folder / "store", None, settings) as context:

@@ -22,7 +22,7 @@ import jax
 from cfp import described
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.describe import plan_rows
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.targets import resolve
 from cfp_test.bench.one_as_n_data import FILE as RECORDED
 from cfp_test.bench.one_as_n_data import RESULTS

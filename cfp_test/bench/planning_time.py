@@ -31,11 +31,11 @@ import jax
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.cost.costs import Costs
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.search.choices import estimate_kinds, leading_classics
+from cfp.search.choices import estimate_kinds, leading_presets
 from cfp.search.wanted import WantedMaker
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on
@@ -79,7 +79,7 @@ def _builds_on_gpus(analysis: Any) -> int:
     """Programs that measuring begins with, by the defaults for GPUs."""
     rates = Rates.default(SIZES)
     estimates = estimate_kinds(analysis, rates)
-    every = leading_classics(analysis, estimates, presets(analysis.frame), 1.6)
+    every = leading_presets(analysis, estimates, presets(analysis.frame), 1.6)
     maker = WantedMaker(Costs(analysis, rates), every, estimates, ())
     first = maker.first(cfp.PlannerSettings().per_kind, 1)
     return len({job.key.digest for wanted in first for job in wanted.jobs})

@@ -75,10 +75,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As races and tables name it, with what the races leave out."""
-        told = ", arguments told" if self.level is ConstraintLevel.ARGUMENTS else ""
+        """As recorded races and tables name it, with what the races leave out."""
+        whole = self.level is not ConstraintLevel.ARGUMENTS
+        level = "" if whole else ", arguments told"
         options = f", {self.options}" if self.options else ""
-        return f"{self.preset}{told}{options}"
+        return f"{self.preset}{level}{options}"
 
     @property
     def file(self) -> str:

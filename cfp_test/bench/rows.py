@@ -12,7 +12,7 @@ from cfp.profiling.timing import interquartile_range
 
 FORMAT = 1
 
-# Who the plan is measured against, and what the ratio is called.
+# What the plan is measured against, and what the ratio is called.
 RIVALS = {
     "handwritten": "planned / best handwritten",
     "cost_model": "planned / best cost model",
@@ -26,7 +26,7 @@ class Row:
     """How one competitor did.
 
     Attributes:
-      name, group, mesh: who it is.
+      name, group, mesh: which it is.
       status: "ok", or why there are no samples: "out_of_memory", "compile_error",
         "crashed", "timeout", or "wrong" where it does not train as one device does.
       reason: the same in words; "" for "ok".
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def median_ms(self) -> float:
-        """Infinite for who has no samples."""
+        """Infinite without samples."""
         ok = self.status == "ok" and self.samples_ms
         return statistics.median(self.samples_ms) if ok else float("inf")
 
@@ -181,7 +181,7 @@ def pytorch_rows(data: Iterable[Mapping[str, Any]], wanted: Mapping[str, Any]) -
 def changes(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[tuple[str, str, float, float]]:
-    """(configuration, competitor, ms before, ms now) of who ran in both results."""
+    """(configuration, competitor, ms before, ms now) of what ran in both results."""
     found = []
     older = {one["name"]: rows_of(one) for one in before["configurations"]}
     for one in now["configurations"]:

@@ -68,7 +68,7 @@ def run_suite(
 def compare(
     config: Config, meshes: Sequence[Mesh], options: SuiteOptions
 ) -> dict[str, Any]:
-    """One configuration: everybody, in one process."""
+    """One configuration: all, in one process."""
     devices = meshes[0].size
     taking_part, failed = _field(config, meshes, options)
     rows = [*failed, *compete(config, taking_part.competitors, options)]
@@ -89,7 +89,7 @@ def compare(
 def _field(
     config: Config, meshes: Sequence[Mesh], options: SuiteOptions
 ) -> tuple[Field, list[Row]]:
-    """Who takes part; and rows for what could not be planned."""
+    """What is compared; and rows for what could not be planned."""
     competitors: list[Competitor] = []
     planning: dict[str, dict[str, float]] = {}
     comparison: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def _field(
             )
             continue
         competitors += found.competitors
-        # Who plans once more, after another process died, finds all of it known.
+        # Planned once more, after another process died, all of it is known.
         planning[on] = options.journal.planned(on, found.planning[on])
         comparison += found.comparison
         tflop = found.tflop

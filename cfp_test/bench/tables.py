@@ -25,7 +25,7 @@ HEADINGS = (
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The fastest first; who was not timed last."""
+    """The fastest first; what was not timed last."""
     return sorted(rows, key=lambda row: row.median_ms)
 
 

@@ -30,7 +30,7 @@ def test_page_says_what_the_results_say():
     assert "| NVLink | gpt, 4 layers | 9.00 | 0.900 | 0.500 | 1.125 | - | 10 |" in lines
     assert "![Step times, relative to the plan's](p.svg)" in lines
     assert "- device_kind: NVIDIA H200" in lines
-    # The fastest first; who was not timed last, with its reason.
+    # The fastest first; what was not timed last, with its reason.
     start = lines.index("### gpt, 4 layers")
     table = [line for line in lines[start:] if line.startswith("|")][2:]
     assert table[0].startswith("| preset zero1 | x=4 | 8.00 |")

@@ -1,4 +1,4 @@
-"""The suite on virtual devices: who is wrong or fails is a row, others are timed."""
+"""The suite on virtual devices: what is wrong or fails is a row, others are timed."""
 
 import json
 import signal
@@ -21,12 +21,12 @@ from cfp_test.cli_runner import environment, run_batch, run_one
 from cfp_test.waiting import end_of, running, until
 
 
-def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
+def test_what_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     (config,) = configs("tiny", ["gpt"], {"layers": 1}, 4)
     (right,) = (c for c in handwritten(config, 4) if c.name == "data_parallel")
 
     def wrong(is_small, options):
-        assert is_small, "who is wrong is not compiled at full size"
+        assert is_small, "what is wrong is not compiled at full size"
         sizes = {**small("gpt", config.options, 4), "learning_rate": 2e-2}
         hasty = handwritten(replace(config, options=sizes), 4)
         (other,) = (c for c in hasty if c.name == "data_parallel")
@@ -62,7 +62,7 @@ def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     assert rows["broken"].status == "out_of_memory"
     assert "RESOURCE_EXHAUSTED" in rows["broken"].reason
 
-    # Another process has to compile who was timed, and does nothing else again.
+    # Another process has to compile what was timed, and does nothing else again.
     made = []
 
     def right_again(is_small, options):
@@ -86,7 +86,7 @@ def test_who_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     assert Journal(kept).steps == journal.steps > 0
 
 
-def test_bench_survives_who_ends_its_process(tmp_path):
+def test_bench_survives_what_ends_its_process(tmp_path):
     """Two are out; the rest is timed, and kept when the user has had enough."""
     faults = {
         "gpt: zero1, checked at the small size": "abort",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory, reason_of
-from cfp.profiling.deaths import bury
+from cfp.profiling.deaths import record_deaths
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.marks_folder import Doing
@@ -76,7 +76,7 @@ class Watch:
         """
         key = ProfileKey((*what, ("stage", stage)))
         with ProfileStore(self.store_path) as store:
-            bury(store)
+            record_deaths(store)
             record = store.get(key.digest)
         if record is not None and not is_to_retry(record, self.retry_failures):
             raise Died(record)

@@ -320,7 +320,7 @@ def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
 
 
 class Alone:
-    """One device, on which rounding does as much as it is told, call by call."""
+    """One device, on which rounding does as much as is given, call by call."""
 
     def __init__(self, noise):
         self.step = SimpleNamespace(static=())

@@ -8,7 +8,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
 from cfp.models import registry
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of

@@ -9,7 +9,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.fusion import summed_in_two_orders
 from cfp.cost.temporaries import peak_bytes, steps_of
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step

@@ -120,7 +120,7 @@ def test_what_is_exported_can_be_planned_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "axes", "error", "told"),
+    ("text", "axes", "error", "message"),
     [
         ("4xh300", {}, TargetError, "no such kind"),
         ("four h200", {}, TargetError, "cannot be read"),
@@ -131,8 +131,8 @@ def test_what_is_exported_can_be_planned_for(tmp_path):
         ("2x4xl40s", {}, TargetError, "a network between hosts"),
     ],
 )
-def test_bad_descriptions_have_one_clear_message(text, axes, error, told):
-    with pytest.raises(error, match=told) as caught:
+def test_bad_descriptions_have_one_clear_message(text, axes, error, message):
+    with pytest.raises(error, match=message) as caught:
         cfp.described(text, **axes)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
@@ -143,7 +143,7 @@ def test_bad_descriptions_have_one_clear_message(text, axes, error, told):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("memory_gib = 40\n", "does not say all"),
         ('kind = "h200"\nbfloat16_tflop_per_s = -1\n', "impossible number"),
@@ -158,10 +158,10 @@ def test_bad_descriptions_have_one_clear_message(text, axes, error, told):
         ('kind = "h200"\nhosts = 10000000\n', "from 1 to 1048576"),
     ],
 )
-def test_bad_files_have_one_clear_message(tmp_path, content, told):
+def test_bad_files_have_one_clear_message(tmp_path, content, message):
     file = tmp_path / "cluster.toml"
     file.write_text(content)
-    with pytest.raises(TargetError, match=told):
+    with pytest.raises(TargetError, match=message):
         cfp.described(str(file))
 
 

@@ -19,7 +19,7 @@ from cfp.models.registry import build
 from cfp.plan.plan import Plan
 from cfp.plan.sites import Site, Sites
 from cfp.profiling.hlo import collectives_in
-from cfp.program.recompute import Recompute
+from cfp.program.rematerialize import Rematerialization
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT, run_exported
 from cfp_test.reported import HOSTILE
@@ -205,8 +205,8 @@ def test_what_a_module_cannot_say_is_refused(plan):
     loaded, _, _ = plan
     with pytest.raises(PlanMismatch, match="does not say where in the step"):
         python_module(loaded, None)
-    again = replace(loaded.constraints, recompute=(Recompute((0,), (1,)),))
-    with pytest.raises(PlanMismatch, match="computes segments again"):
+    again = replace(loaded.constraints, rematerialized=(Rematerialization((0,), (1,)),))
+    with pytest.raises(PlanMismatch, match="rematerializes segments"):
         python_module(replace(loaded, constraints=again), loaded.sites)
 
 

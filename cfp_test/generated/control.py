@@ -1,4 +1,4 @@
-"""Loops, branches, recomputation, custom derivatives and manual sharding."""
+"""Loops, branches, rematerialization, custom derivatives and manual sharding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _checkpointed(d: Draft, body: Node) -> Node:
 
 @op(nests=True)
 def scan_layers(d: Draft, shape: Shape) -> Node:
-    """A loop over layers, perhaps recomputed, reversed or unrolled."""
+    """A loop over layers, perhaps rematerialized, reversed or unrolled."""
     layers = d.integer(2, 4)
     body, own = _stacked(d, shape, layers)
     if d.flip():

@@ -1,4 +1,4 @@
-"""Layers in a loop, and layers computed again, compute what plain layers do."""
+"""Layers in a loop, and layers rematerialized, compute what plain layers do."""
 
 import functools
 

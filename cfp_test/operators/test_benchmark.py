@@ -105,7 +105,7 @@ def test_programs_compiled_in_threads_make_the_same_rows(rows):
         assert row.errors == right.errors
 
 
-def test_what_the_budget_does_not_reach_is_told():
+def test_what_the_budget_does_not_reach_is_named():
     clock = iter(range(1000))
     settings = b.Settings(seconds=0.5, clock=lambda: float(next(clock)))
     found = list(b.run([DOUBLE], [TINY], ["float32"], settings))

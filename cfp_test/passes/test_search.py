@@ -6,7 +6,7 @@ import pytest
 
 from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.search.build import build_problem
 from cfp.search.expected import estimate_options
 from cfp.search.kernels import Kernels

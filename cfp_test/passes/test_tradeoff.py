@@ -39,7 +39,7 @@ def measured(analysis, mesh, folder, monkeypatch):
     """Measures under a budget of seconds, of which one is over with each round.
 
     Tells the labels of each round, and what in the end may be chosen of what is
-    computed again, as (kind, candidate).
+    rematerialized, as (kind, candidate).
     """
 
     def go(seconds):
@@ -48,7 +48,7 @@ def measured(analysis, mesh, folder, monkeypatch):
         clock = itertools.count()
 
         def asked(program, mesh, jobs, store, **options):
-            if all("computed again" in job.label for job in jobs):
+            if all("rematerialized" in job.label for job in jobs):
                 rounds.append([job.label for job in jobs])
             return profile(program, mesh, jobs, store, **options)
 
@@ -57,7 +57,7 @@ def measured(analysis, mesh, folder, monkeypatch):
         counting = SimpleNamespace(monotonic=lambda: next(clock))
         monkeypatch.setattr(tradeoff, "time", counting)
         monkeypatch.setattr("cfp.context.time", counting)
-        # However slow the machine is, what is not computed again is measured whole.
+        # However slow the machine is, what is not rematerialized is measured whole.
         never = SimpleNamespace(
             monotonic=lambda: -math.inf, perf_counter=time.perf_counter
         )

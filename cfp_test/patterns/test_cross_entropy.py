@@ -10,7 +10,7 @@ import pytest
 from cfp.analysis.layout import constraints, lay_out
 from cfp.patterns.build import build, is_chunked, name_of, read_how, spread_of
 from cfp.patterns.sites import cross_entropies
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
@@ -140,8 +140,8 @@ def test_the_step_computes_the_same_and_holds_no_logits(loss, name):
     assert read_how(one.functions.how, 2) == (4, spread)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
-    told = dataclasses.replace(constraints(layout), replaced=(one,))
-    constrain(lowering.module, program, case.mesh, told)
+    constrained = dataclasses.replace(constraints(layout), replaced=(one,))
+    constrain(lowering.module, program, case.mesh, constrained)
     erase_unread(lowering.module)
     assert f"tensor<4x6x{WORDS}xf32>" not in str(lowering.module)
     compiled = lowering.lowered.compile()

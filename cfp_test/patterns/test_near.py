@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cfp.analysis.layout import constraints, lay_out
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.sites import cross_entropies
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
@@ -101,8 +101,8 @@ def check(logits, loss, beside, tokens):
     if replaced:
         ins, outs = shardings(case, layout)
         lowering = lower_step(case.step, ins, outs)
-        told = dataclasses.replace(constraints(layout), replaced=replaced)
-        constrain(lowering.module, program, case.mesh, told)
+        constrained = dataclasses.replace(constraints(layout), replaced=replaced)
+        constrain(lowering.module, program, case.mesh, constrained)
         erase_unread(lowering.module)
         compiled = lowering.lowered.compile()
         arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]

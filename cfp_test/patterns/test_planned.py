@@ -15,7 +15,7 @@ from cfp.cli.options import settings
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.models.registry import build, initialise
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.search.kernels import Kernels
 from cfp_test.checking import prepare

@@ -10,7 +10,7 @@ from cfp.analysis.layout import lay_out
 from cfp.errors import PlanMismatch
 from cfp.models.registry import build, initialise
 from cfp.patterns.sites import cross_entropies
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import Recorded, erase_unread
 from cfp.program.trace import lower_step
@@ -43,8 +43,8 @@ def planned(case, kernel):
     kernels = tuple((segment.index, kernel) for segment in analysis.segments)
     choice = dataclasses.replace(choice, kernels=kernels)
     everything = ConstraintLevel.EVERYTHING
-    told = constraints_of(analysis, choice, everything)
-    return told, lay_out(analysis.frame, choice)
+    inside = constraints_of(analysis, choice, everything)
+    return inside, lay_out(analysis.frame, choice)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def planned(case, kernel):
 def test_loss_and_state_are_the_untouched_steps(name, options, kernel, attentions):
     case = case_of(name, **options)
     program = case.frame.program
-    told, layout = planned(case, kernel)
-    names = [one.name for one in told.replaced]
+    inside, layout = planned(case, kernel)
+    names = [one.name for one in inside.replaced]
     assert names.count("cross-entropy") == 1
-    assert len({o.op for o in told.replaced if o.name == "attention"}) == attentions
+    assert len({o.op for o in inside.replaced if o.name == "attention"}) == attentions
     # As a plan's file has it, and found again.
     recorded = tuple(
         dataclasses.replace(one, stages=(), functions=Recorded(one.functions.how))
-        for one in told.replaced
+        for one in inside.replaced
     )
-    again = dataclasses.replace(told, replaced=recorded)
-    assert resolved(program, case.mesh, again).replaced == told.replaced
+    again = dataclasses.replace(inside, replaced=recorded)
+    assert resolved(program, case.mesh, again).replaced == inside.replaced
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
-    constrain(lowering.module, program, case.mesh, told)
+    constrain(lowering.module, program, case.mesh, inside)
     erase_unread(lowering.module)
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
@@ -90,10 +90,12 @@ def test_routers_are_left_alone_with_a_reason():
 
 def test_a_plan_for_another_program_says_so():
     case = case_of("gpt")
-    told, _ = planned(case, "vocabulary/4")
-    [one] = told.replaced
+    inside, _ = planned(case, "vocabulary/4")
+    [one] = inside.replaced
     other = dataclasses.replace(one, op=one.op + 1)
     with pytest.raises(PlanMismatch, match="none that may be replaced"):
         resolved(
-            case.frame.program, case.mesh, dataclasses.replace(told, replaced=(other,))
+            case.frame.program,
+            case.mesh,
+            dataclasses.replace(inside, replaced=(other,)),
         )

@@ -12,7 +12,7 @@ import pytest
 import cfp
 from cfp.profiling.hlo import collectives_in
 from cfp.report.differing import diff_data
-from cfp.report.told import explain_text
+from cfp.report.explain_plan import explain_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
 
@@ -122,9 +122,9 @@ def test_another_batch_differs_in_sizes_and_in_no_sharding(saved):
     assert not found["arguments"] and not found["blocks"]
     assert all(None not in pair for pair in found["collectives"].values())
     assert not diff_data(plan, adapted(plan, *arguments(3)))["collectives"]
-    told = explain_text(other)
-    assert "why: carried over from the plan of another program" in told
-    assert "asked for by name" not in told and "no limit" not in told
+    shown = explain_text(other)
+    assert "why: carried over from the plan of another program" in shown
+    assert "asked for by name" not in shown and "no limit" not in shown
 
 
 def test_it_says_that_it_is_not_measured(saved):

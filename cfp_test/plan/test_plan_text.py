@@ -35,15 +35,15 @@ def test_a_plan_prints_in_a_few_lines():
     ]
 
 
-def test_times_of_an_abridged_race_are_not_set_beside_those_of_whole_steps():
+def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
     counts = {"segments": 6.0, "segments_raced": 4.0}
     plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)
-    told = re.sub(r"\s+", " ", repr(plan))
+    words = re.sub(r"\s+", " ", repr(plan))
     own = next(row.time_ms for row in RACE if row.name == "planned")
     assert (
         "the fastest of 2 raced on 4 of its segments; next, data_parallel: "
         f"12.250 ms, against {own:.3f} ms there"
-    ) in told
+    ) in words
 
 
 def wide_row(segment: int, place: int) -> PlanRow:
@@ -99,9 +99,9 @@ def test_a_plan_says_which_wishes_it_does_not_keep():
     given, settings = jnp.ones((8, 8)), cfp.PlannerSettings(race=False)
     how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
     plan = cfp.plan(step, given, given, **how)
-    told = "eft out: 1 of the step's own sharding constraints, since the plan decides"
-    assert told in repr(plan)
-    assert told in plan_text(plan)
+    words = "eft out: 1 of the step's own sharding constraints, since the plan decides"
+    assert words in repr(plan)
+    assert words in plan_text(plan)
     assert "left out" not in repr(replace(plan, search={}))
 
 
@@ -116,11 +116,11 @@ def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
     args = jnp.ones((8, 8)), jnp.ones((7, 8)), jnp.ones((6, 8))
     plan = cfp.plan(step, *args, **how)
     assert plan.uneven == ("x (7 over x=2)",)
-    told = "hole, since the mesh does not divide it: x (7 over x=2)"
+    words = "hole, since the mesh does not divide it: x (7 over x=2)"
     plan.save(tmp_path / "plan.json")
     for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        assert told in repr(one)
-        assert told in plan_text(one)
+        assert words in repr(one)
+        assert words in plan_text(one)
 
 
 def test_a_plan_says_what_every_device_runs_in_full(tmp_path):

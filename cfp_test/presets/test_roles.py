@@ -181,7 +181,7 @@ def test_what_is_combined_with_a_batch_is_one():
     assert sorted(sharded(step)) == sorted([*ROWS, wide, wide, wide, scores])
 
 
-def test_a_batch_joins_what_a_loop_over_layers_is_told():
+def test_a_batch_joins_what_a_loop_over_layers_reads():
     layers = {"w": normal(0, 3, 16, 16), "shift": normal(1, 3, 32, 16)}
 
     def loss(p, batch):
@@ -242,7 +242,7 @@ def test_what_is_no_batch():
 
 
 def test_data_that_are_handed_back_are_a_batch():
-    """And weights that are, because nobody trains them, are none."""
+    """And weights that are, because they are not trained, are none."""
     frozen = {"table": normal(3, 64, 16), "layer": [normal(4, 16, 16), normal(5, 16)]}
 
     def train_step(p, x, y, table, layer):

@@ -164,7 +164,7 @@ def test_parts_are_built_in_threads(case):
 # ------------------------------------------------------------------------------- errors
 
 
-def test_too_little_memory_is_told_from_other_errors():
+def test_too_little_memory_is_distinguished_from_other_errors():
     error = jax.errors.JaxRuntimeError
     assert is_out_of_memory(error("RESOURCE_EXHAUSTED: Out of memory allocating 9."))
     assert is_out_of_memory(error("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory"))

@@ -11,7 +11,7 @@ from typing import IO
 import pytest
 
 from cfp.profiling import deaths, marks_folder
-from cfp.profiling.deaths import Ended, bury
+from cfp.profiling.deaths import Ended, record_deaths
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.locks import lock_file
 from cfp.profiling.marks import Limits, Marks
@@ -111,7 +111,7 @@ WORDS = "Fatal Python error: Aborted while running it"
             "timeout",
             "no end after 60 s while running it",
         ),
-        # It noted that by itself, and somebody ended it, or its parent did.
+        # It noted that by itself, and it was ended by hand, or its parent did.
         (
             [mark("a", overdue=True)],
             "",
@@ -144,18 +144,18 @@ def test_what_a_process_died_of(
     store, caplog, left, words, changes, ended, status, reason
 ):
     leave(store, *left, words=words, **changes)
-    [death] = bury(store, ended)
+    [death] = record_deaths(store, ended)
     assert failures(store) == [("a", status, reason)]
     assert death.pid == PID
     assert death.record == store.records()[0]
     assert "task a is left out" in caplog.text
-    assert bury(store) == []
+    assert record_deaths(store) == []
 
 
-def test_who_was_ended_from_outside_is_not_blamed(store, caplog):
+def test_what_was_ended_from_outside_is_not_blamed(store, caplog):
     for _ in range(5):
         leave(store, mark("a"))
-        [death] = bury(store)
+        [death] = record_deaths(store)
         assert [m.label for m in death.suspects] == ["task a"]
     assert store.records() == []
     assert caplog.text == ""
@@ -163,7 +163,7 @@ def test_who_was_ended_from_outside_is_not_blamed(store, caplog):
 
 @pytest.mark.parametrize(
     ("changes", "ended"),
-    # Nobody could note last words; or the parent saw this process killed alone.
+    # No crash record could be written; or the parent saw this process killed alone.
     [({"witnessed": False}, None), ({}, killed_by(signal.SIGKILL))],
 )
 @pytest.mark.parametrize("kept", [None, "ok", "crashed"])
@@ -184,11 +184,11 @@ def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kep
             )
         )
     leave(store, mark("a"), **changes)
-    bury(store, ended)
+    record_deaths(store, ended)
     assert [r.reason for r in store.records()] == (["long ago"] if kept else [])
     assert suspected(store) == {"a": 1}
     leave(store, mark("a"), **changes)
-    bury(store, ended)
+    record_deaths(store, ended)
     reason = "the process died 2 times while running it"
     assert failures(store) == [("a", "crashed", reason)]
     assert suspected(store) == {}
@@ -198,7 +198,7 @@ def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kep
 def test_several_builds_are_suspects(store, caplog):
     builds = [mark("a", "build"), mark("b", "build")]
     leave(store, *builds, words=ABORTED)
-    [death] = bury(store)
+    [death] = record_deaths(store)
     assert death.record is None
     assert store.records() == []
     assert suspected(store) == {"a": 1, "b": 1}
@@ -212,7 +212,7 @@ def test_several_builds_are_suspects(store, caplog):
             samples_ms=(1.0,),
         )
     )
-    bury(store)
+    record_deaths(store)
     assert suspected(store) == {"a": 1}
 
 
@@ -244,12 +244,12 @@ def test_a_record_made_since_tells_that_it_did_not_die_of_it(
     )
     store.put(record)
     leave(store, mark("a", since=since), words=ABORTED)
-    bury(store)
+    record_deaths(store)
     assert [r.status for r in store.records()] == [kept]
 
 
 def test_what_was_measured_right_before_is_no_alibi(store):
-    """Moments of records and of marks are told apart within a second."""
+    """Moments of records and of marks are distinguished within a second."""
     key = key_of("a")
     record = ProfileRecord(
         key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
@@ -259,27 +259,27 @@ def test_what_was_measured_right_before_is_no_alibi(store):
     with Marks(store.path) as marks, marks.doing(key, "task a", "run"):
         [alive] = marks.folder.living()
     leave(store, *alive.marks, words=ABORTED)
-    bury(store)
+    record_deaths(store)
     assert [r.status for r in store.records()] == ["crashed"]
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"marks": [{"parts": 3}]}', "{"])
-def test_marks_that_cannot_be_read_blame_nobody(store, damage):
+def test_marks_that_cannot_be_read_blame_nothing(store, damage):
     leave(store, mark("a"), words=ABORTED)
     (MarksFolder(store.path).path / f"{PID}-0.json").write_text(damage)
-    [death] = bury(store)
+    [death] = record_deaths(store)
     assert death.suspects == ()
     assert store.records() == []
-    assert bury(store) == []
+    assert record_deaths(store) == []
 
 
-def test_the_living_are_not_buried(store):
+def test_living_processes_get_no_record(store):
     with Marks(store.path) as marks, marks.doing(key_of("a"), "task a", "run", 100.0):
         [alive] = marks.folder.living()
         assert alive.pid == os.getpid()
         [made] = alive.marks
         assert (made.label, made.doing, made.limit_seconds) == ("task a", "run", 62.0)
-        assert bury(store) == []
+        assert record_deaths(store) == []
         json_file = marks.folder.path / f"{alive.name}.json"
         assert json.loads(json_file.read_text())["pid"] == os.getpid()
     left = [path.name for path in marks.folder.path.iterdir()]
@@ -287,7 +287,7 @@ def test_the_living_are_not_buried(store):
 
 
 @pytest.mark.parametrize("moment", ["before its file is opened", "before the lock"])
-def test_who_leaves_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, moment):
+def test_what_ends_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, moment):
     owner = Marks(store.path)
     owner.__enter__()
     claims = [key_of("a")]
@@ -311,7 +311,7 @@ def test_who_leaves_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, mome
         leaves()
         monkeypatch.setattr(owner.folder, "_names", lambda: names)
         assert owner.folder.living() == owner.folder.dead() == []
-    assert bury(store) == []
+    assert record_deaths(store) == []
 
 
 def test_two_processes_never_claim_the_same(store):
@@ -323,7 +323,7 @@ def test_two_processes_never_claim_the_same(store):
         one.release(keys[0])
         assert other.claim(keys, 3) == [keys[0], keys[3]]
         assert other.claim(keys[1:3], 3) == []
-        # Who hangs keeps nobody waiting.
+        # What hangs keeps no other waiting.
         with one.doing(keys[1], "task b", "run"):
             until(lambda: other.claim(keys[1:3], 3) == keys[1:3])
 
@@ -336,7 +336,7 @@ def test_what_takes_too_long_is_noted(store, caplog):
         # It came to an end after all.
         assert marks.folder.living()[0].marks == ()
     assert "task a: running for more than 0 s" in caplog.text
-    assert bury(store) == []
+    assert record_deaths(store) == []
 
 
 def test_limits():
@@ -406,23 +406,23 @@ def test_warnings_name_the_program_and_come_up_only_for_it(store, caplog):
     """All programs of a user share a store."""
     of_a = [mark("a", "build", program="train"), mark("b", "build", program="train")]
     leave(store, *of_a, words=ABORTED)
-    bury(store, about={key_of("c").digest})
+    record_deaths(store, about={key_of("c").digest})
     assert caplog.text == ""
-    bury(store, about={key_of("c").digest})
+    record_deaths(store, about={key_of("c").digest})
     assert caplog.text == ""
-    bury(store, about={key_of("a").digest, key_of("c").digest})
+    record_deaths(store, about={key_of("a").digest, key_of("c").digest})
     assert "was compiling task a of train. Trying again" in caplog.text
     assert "task b" not in caplog.text
 
 
 @pytest.mark.explained("A strategy is left out")
-def test_what_is_left_out_is_told_where_it_would_have_been_measured(store, caplog):
+def test_what_is_left_out_is_named_where_it_would_have_been_measured(store, caplog):
     leave(store, mark("a", program="train"), words=ABORTED)
-    bury(store, about={key_of("c").digest})
+    record_deaths(store, about={key_of("c").digest})
     assert caplog.text == ""
     assert failures(store) == [("a", "crashed", WORDS)]
     leave(store, mark("b", program="train"), words=ABORTED)
-    bury(store, about={key_of("b").digest})
+    record_deaths(store, about={key_of("b").digest})
     assert "task b of train is left out: crashed" in caplog.text
 
 

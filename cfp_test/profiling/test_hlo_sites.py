@@ -63,7 +63,7 @@ def test_places_are_read_in_the_older_form():
     )
 
 
-def test_places_are_read_in_the_newer_form_and_the_users_own_file_is_told():
+def test_places_are_read_in_the_newer_form_and_the_users_own_file_is_named():
     [site] = collective_sites(NEW)
     assert (site.source, site.scope) == ("/home/me/model.py:20", "jit(f)/dense/dot")
 
@@ -131,10 +131,10 @@ def test_combined_collectives_say_so_and_long_names_keep_their_ends():
     table = sites_text([site])
     assert max(map(len, table.splitlines())) <= 100
     cells = [line.split("|")[-2].strip() for line in table.splitlines() if "|" in line]
-    told = " ".join(cells)
-    assert "2 ops combined: module_0/module_1/" in told
-    assert "module_20" not in told and "module_39/dot (backward)" in told
-    assert "Net/last/add (backward)" in told
+    shown = " ".join(cells)
+    assert "2 ops combined: module_0/module_1/" in shown
+    assert "module_20" not in shown and "module_39/dot (backward)" in shown
+    assert "Net/last/add (backward)" in shown
 
 
 class Layers(nn.Module):

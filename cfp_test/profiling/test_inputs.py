@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import analyze
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step
@@ -164,7 +164,7 @@ def test_predicates_and_scalars_are_as_the_caller_gave_them(mesh):
     assert np.abs(found["state"]).max() < 0.02  # made up, as other arrays are
 
 
-def test_what_nobody_gave_is_made_up(mesh):
+def test_what_was_not_given_is_made_up(mesh):
     shapes = jax.eval_shape(
         lambda: (jnp.zeros((8, 8)), jnp.zeros((8, 8), bool), False, jnp.int32(0), 0.5)
     )

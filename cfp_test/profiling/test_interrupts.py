@@ -45,9 +45,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def dropped(monkeypatch):
-    """What Python itself was told of that it had to drop."""
+    """What Python itself had to drop."""
     found = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: found.append(told.exc_type))
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
     return found
 
 
@@ -108,7 +108,7 @@ def test_a_programs_own_handler_is_left_alone(folder, dropped):
     assert seen == [signal.SIGINT] and dropped == [KeyboardInterrupt]
 
 
-def test_other_errors_are_told_as_before(folder, dropped):
+def test_other_errors_are_reported_as_before(folder, dropped):
     class Fails:
         def __del__(self):
             raise ValueError

@@ -120,7 +120,7 @@ def test_what_stays_wrong_is_refused():
 @pytest.mark.parametrize(
     "lines",
     [
-        # Read before; and the one who writes reads it, too.
+        # Read before; and what writes reads it, too.
         (
             norm("n.remat", "x"),
             GEMM.format(name="gemm", onto="x"),
@@ -141,7 +141,7 @@ def test_what_stays_wrong_is_refused():
             norm("n.remat", "sum"),
             "%out = f32[8,4]{1,0} add(%sum, %n.remat)",
         ),
-        # Another name of the old value, which nobody reads.
+        # Another name of the old value, which is not read.
         (
             GEMM.format(name="gemm", onto="x"),
             "%old.remat = f32[8,4]{1,0} bitcast(%x)",

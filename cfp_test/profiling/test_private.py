@@ -1,4 +1,4 @@
-"""Nobody else on the machine reads the cache, or writes to it."""
+"""No other user of the machine reads the cache, or writes to it."""
 
 import os
 

@@ -107,7 +107,7 @@ def test_moments_sort_as_text_with_those_to_the_second(one, other):
     assert (written(one) >= written(coarse, "seconds")) == (one >= coarse)
 
 
-def test_now_is_told_to_the_microsecond():
+def test_now_is_known_to_the_microsecond():
     now = utc_now()
     assert datetime.fromisoformat(now).isoformat(timespec="microseconds") == now
 

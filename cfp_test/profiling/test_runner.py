@@ -248,7 +248,7 @@ def test_an_interrupt_while_running_keeps_records(case, store, quick, monkeypatc
     assert (rest.measured, rest.cached) == (2, 1)
 
 
-def test_progress_is_told(case, store, quick):
+def test_progress_is_reported(case, store, quick):
     events = []
     jobs = jobs_of(case)
     summary = profile(

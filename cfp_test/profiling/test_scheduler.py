@@ -134,7 +134,7 @@ def test_when_time_is_over_nothing_else_is_begun(compiled, store, overlap):
     assert {key_of(name).digest for name in "ab"} == found.records.keys()
     assert (found.measured, found.failed) == (2, 0)
     shop.ends()
-    # What was not measured is nobody's: it can be measured at once.
+    # What was not measured is unclaimed: it can be measured at once.
     again = run_tasks(shop.tasks("abcdef"), store, overlap=overlap)
     assert shop.ran == [*"abcdef"] and again.cached == 2
 

@@ -33,7 +33,7 @@ def dispatch(mesh, donate=(0,)):
 
 
 def called(one, leaves, results):
-    """What was new in a call, and what was handed on."""
+    """What was new in a call, and what was passed on."""
     look = one.look(leaves)
     placed = one.place(look)
     one.remember(placed, results)

@@ -74,7 +74,7 @@ def test_trip_counts():
     assert repeats(read(twice, X), "sine") == [15]
 
 
-def test_trip_counts_that_nobody_knows():
+def test_trip_counts_that_are_not_known():
     def until_small(x):
         return jax.lax.while_loop(lambda c: c.sum() > 1, lambda c: jnp.sin(c), x)
 

@@ -10,9 +10,9 @@ import pytest
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.graft import constrain, cut_part
-from cfp.program.recompute import recomputable
+from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
 from cfp.program.trace import lower_step
 from cfp_test.checking import (
@@ -106,7 +106,7 @@ def replacements(program, functions):
 
 
 def gradient(program, made):
-    """Who reads the incoming gradient, and what comes out: ``dy * (1 - y) * (1 + y)``.
+    """What reads the incoming gradient, and what comes out: ``dy * (1 - y) * (1 + y)``.
 
     However JAX writes it, it ends in an op that reads nothing but what is elementwise.
     """
@@ -135,19 +135,19 @@ def edited(case, functions, choice, again=False, found=None):
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
     program = case.frame.program
-    told = dataclasses.replace(
+    constrained = dataclasses.replace(
         constraints(layout),
         replaced=found or replacements(program, functions),
-        recompute=recomputations(case.frame) if again else (),
+        rematerialized=rematerializations(case.frame) if again else (),
     )
-    constrain(lowering.module, program, case.mesh, told)
+    constrain(lowering.module, program, case.mesh, constrained)
     erase_unread(lowering.module)
     return lowering, ins
 
 
-def recomputations(frame):
+def rematerializations(frame):
     turn = turning_point(frame)
-    found = [recomputable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
     return tuple(one for one in found if one is not None)
 
 
@@ -184,13 +184,13 @@ def test_a_part_computes_the_same(case, again):
     layout = lay_out(frame, Choice(choice.blocks, (Storage.USED,) * len(frame.groups)))
     known = evaluate(case, (*part.inputs, *part.outputs))
     turn = turning_point(frame)
-    one = recomputable(frame.program, segment.ops, turn)
-    told = dataclasses.replace(
+    one = rematerializable(frame.program, segment.ops, turn)
+    constrained = dataclasses.replace(
         constraints(layout),
         replaced=replacements(frame.program, Tanh()),
-        recompute=(one,) if again else (),
+        rematerialized=(one,) if again else (),
     )
-    outputs = run_part(case, layout, part, known, told)
+    outputs = run_part(case, layout, part, known, constrained)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
 
@@ -201,9 +201,9 @@ def test_a_value_that_leaves_a_part_is_the_new_one(case):
     part = cut_part(frame.program, [first.op])
     assert part.outputs == first.stages[0].makes
     layout = lay_out(frame, presets(frame)["data_parallel"])
-    told = dataclasses.replace(constraints(layout), replaced=(one_stage(first),))
+    constrained = dataclasses.replace(constraints(layout), replaced=(one_stage(first),))
     known = evaluate(case, (*part.inputs, *part.outputs))
-    [got] = run_part(case, layout, part, known, told)
+    [got] = run_part(case, layout, part, known, constrained)
     assert to_host(got) == pytest.approx(2.0 * known[part.outputs[0]], rel=1e-5)
 
 

@@ -100,8 +100,8 @@ def test_refuses_what_is_no_array():
 )
 def test_what_is_no_array_among_arrays_is_added_inside(leaf, kind):
     """A static argument would make the arrays beside it static, too."""
-    told = f"'model/way' is a {kind}.* Pass only the arrays in 'model'"
-    with pytest.raises(StepNotTraceable, match=told):
+    message = f"'model/way' is a {kind}.* Pass only the arrays in 'model'"
+    with pytest.raises(StepNotTraceable, match=message):
         flatten_step(lambda model: model["w"], ({"w": X, "way": leaf},))
 
 

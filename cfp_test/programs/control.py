@@ -44,7 +44,7 @@ def cond_with_contractions_step():
 
 
 def empty_branches_step():
-    """Branches and a loop that hand on what they are given, and compute nothing."""
+    """Branches and a loop that pass on what they are given, and compute nothing."""
 
     def train_step(online, target, count, batch):
         def loss(p):

@@ -12,7 +12,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
@@ -38,17 +38,17 @@ def analysis():
 
 
 def problem_of(analysis, budget_bytes):
-    """Two classics, each plain and computed again, which frees 80 of 100 bytes.
+    """Two presets, each plain and rematerialized, which frees 80 of 100 bytes.
 
-    Every segment keeps as much; the last one also if it is computed again.
+    Every segment keeps as much; the last one also if it is rematerialized.
     """
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
     last = analysis.segments[-1].kind
 
     def options(kind):
         index = analysis.representatives[kind]
         for name, time_ms in (("data_parallel", FAST_MS), ("tensor_parallel", SLOW_MS)):
-            plain = segment_candidate(analysis, index, classics[name])
+            plain = segment_candidate(analysis, index, by_name[name])
             for again in (False, True):
                 yield Option(
                     candidate=replace(plain, remat=again),
@@ -72,24 +72,24 @@ def limited(problem):
 
 def again(analysis, budget_bytes, *more):
     problem = problem_of(analysis, budget_bytes)
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
     names = ("data_parallel", "fully_sharded")  # Of one nothing was measured.
-    asked = {name: classics[name] for name in names}
+    asked = {name: by_name[name] for name in names}
     found = rematerialized(analysis, (problem, *(f(problem) for f in more)), asked)
     return {name: choice.remat for name, choice in found.items()}
 
 
-def test_classics_compute_again_as_few_segments_as_do(analysis):
+def test_presets_compute_again_as_few_segments_as_do(analysis):
     count = len(analysis.segments)
     most = 100 * count
     assert again(analysis, most) == {}, "they fit as they are"
     [(name, one)] = again(analysis, most - 1).items()
-    assert (name, len(one)) == ("data_parallel, recomputed", 1)
+    assert (name, len(one)) == ("data_parallel, rematerialized", 1)
     [(_, all_but_last)] = again(analysis, 20 * (count - 1) + 100).items()
     assert all_but_last == tuple(range(count - 1))
 
 
-def test_classics_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
+def test_presets_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
     least = 20 * (len(analysis.segments) - 1) + 100
     assert again(analysis, least - 1) == {}
     assert again(analysis, least - 1, limited)
@@ -110,13 +110,13 @@ SHARE = {MEMORY_SHARE: "50"}
 
 @pytest.fixture
 def known(analysis, tmp_path):
-    """Puts classics into a store, and tells who takes part beside data parallelism."""
-    classics = presets(analysis.frame)
-    names = {choice: name for name, choice in classics.items()}
+    """Puts presets into a store, and says what races beside data parallelism."""
+    by_name = presets(analysis.frame)
+    names = {choice: name for name, choice in by_name.items()}
 
     def keep(name, peak_bytes, time_ms, created=FIRST, options=None):
         race = () if created == FIRST else (("race", "of the leaders"),)
-        choice = classics[name]
+        choice = by_name[name]
         job = whole_job(analysis, choice, race, name, options=options)
         record = ProfileRecord(
             key=job.key.digest,
@@ -130,7 +130,7 @@ def known(analysis, tmp_path):
         store.put(record)
         return record.choice
 
-    def found(budget_bytes, answer=None, device_bytes=None, told=()):
+    def found(budget_bytes, answer=None, device_bytes=None, with_limit=()):
         memory = MemoryBudget(budget_bytes=budget_bytes, device_bytes=device_bytes)
         context: Any = SimpleNamespace(
             memory=memory,
@@ -140,8 +140,11 @@ def known(analysis, tmp_path):
             rules=SimpleNamespace(plans=1, compiler_options={"option": OPTION}),
         )
         near = [
-            Candidate("planned", classics["data_parallel"]),
-            *(Candidate("told", classics[name], options=SHARE) for name in told),
+            Candidate("planned", by_name["data_parallel"]),
+            *(
+                Candidate("limited", by_name[name], options=SHARE)
+                for name in with_limit
+            ),
         ]
         there = known_to_fit(context, analysis, None, near, answer)
         return [(names[one.choice], one.options) for one in there]
@@ -150,7 +153,7 @@ def known(analysis, tmp_path):
         yield keep, found
 
 
-def test_who_took_part_does_so_again_unless_there_is_news(known):
+def test_what_raced_does_so_again_unless_there_is_news(known):
     keep, found = known
     keep("data_parallel", 10, 10.0)
     zero1 = keep("zero1", 10, 10.0)
@@ -166,18 +169,18 @@ def test_who_took_part_does_so_again_unless_there_is_news(known):
     assert found(10, both) == [("zero1", {}), ("tensor_parallel", {})], "as before"
 
 
-def test_who_takes_part_told_of_the_budget_does_as_it_is_known_to_fit(known):
+def test_what_races_with_the_memory_limit_does_as_it_is_known_to_fit(known):
     keep, found = known
     keep("zero1", 10, 10.0, options=SHARE)
     assert found(10) == [("zero1", SHARE)]
-    assert found(10, told=["zero1"]) == [], "it takes part already"
+    assert found(10, with_limit=["zero1"]) == [], "it races already"
     keep("zero1", 10, 9.9, options=OPTION)
-    assert found(10, told=["zero1"]) == [("zero1", OPTION)], "nobody tries that"
+    assert found(10, with_limit=["zero1"]) == [("zero1", OPTION)], "nothing tries that"
     keep("zero1", 10, 9.8)
-    assert found(10, told=["zero1"]) == [("zero1", {})]
+    assert found(10, with_limit=["zero1"]) == [("zero1", {})]
 
 
-def test_who_was_known_before_is_no_news_if_clocks_drift(known):
+def test_what_was_known_before_is_no_news_if_clocks_drift(known):
     keep, found = known
     zero1 = keep("zero1", 10, 10.0)
     keep("fully_sharded", 10, 10.0)
@@ -187,15 +190,15 @@ def test_who_was_known_before_is_no_news_if_clocks_drift(known):
     assert found(10, slower) == [("fully_sharded", {})]
 
 
-def test_who_fits_by_now_is_news_where_nobody_did(known):
+def test_what_fits_by_now_is_news_where_nothing_did(known):
     keep, found = known
     keep("zero1", 10, 10.0)
-    nobody = Answer((), float("inf"), SECOND)
-    assert found(10, nobody) == [("zero1", {})]
-    assert found(9, nobody) == []
+    nothing = Answer((), float("inf"), SECOND)
+    assert found(10, nothing) == [("zero1", {})]
+    assert found(9, nothing) == []
     # Too large for yet another budget, it never ran.
     keep("fully_sharded", 9, None, FIRST)
-    assert found(9, nobody) == [("fully_sharded", {})]
+    assert found(9, nothing) == [("fully_sharded", {})]
 
 
 def test_known_options_take_part_unless_they_are_tried_anyway(known):
@@ -206,15 +209,15 @@ def test_known_options_take_part_unless_they_are_tried_anyway(known):
     assert found(19) == [("data_parallel", OPTION)]
 
 
-def test_who_fits_told_of_another_budget_takes_part(known):
-    """Not every one that is too large is told of this one: only the most hopeful."""
+def test_what_fits_with_another_memory_limit_races(known):
+    """Not every one that is too large gets the memory limit: only the most hopeful."""
     keep, found = known
     keep("data_parallel", 200, 10.0)
-    told = {MEMORY_SHARE: "10"}
-    keep("data_parallel", 100, 11.0, SECOND, told)
-    assert found(100, device_bytes=1000) == [("data_parallel", told)]
-    assert found(99, device_bytes=1000) == [("data_parallel", told)], "the leanest"
-    assert found(200, device_bytes=1000) == [("data_parallel", told)]
+    share = {MEMORY_SHARE: "10"}
+    keep("data_parallel", 100, 11.0, SECOND, share)
+    assert found(100, device_bytes=1000) == [("data_parallel", share)]
+    assert found(99, device_bytes=1000) == [("data_parallel", share)], "the leanest"
+    assert found(200, device_bytes=1000) == [("data_parallel", share)]
 
 
 def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):

@@ -1,4 +1,4 @@
-"""The one rule of who races, on made-up sizes: what is compiled, and when it ends."""
+"""The one rule of what races, on made-up sizes: what is compiled, and when it ends."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -51,6 +51,6 @@ def test_what_is_answered_fits_whole(late, memory_bytes):
 
 
 def test_where_nothing_fits_the_error_says_so(late):
-    with pytest.raises(MemoryBudgetError, match="compiled plans the smallest") as told:
+    with pytest.raises(MemoryBudgetError, match="compiled plans the smallest") as error:
         late(100_000)
-    assert told.value.smallest_feasible_bytes > 100_000
+    assert error.value.smallest_feasible_bytes > 100_000

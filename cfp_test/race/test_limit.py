@@ -1,4 +1,4 @@
-"""What the compiler is told of a budget, and for whom."""
+"""What memory limit the compiler gets, and for which programs."""
 
 import pytest
 from hypothesis import given
@@ -74,7 +74,7 @@ def test_where_there_is_nothing_to_tell(elsewhere):
     assert limit_options(elsewhere, compiled(20, 60)) == {}
 
 
-def test_who_may_fit():
+def test_what_may_fit():
     assert may_fit(room(53.1), compiled(20, 60))
     assert not may_fit(room(52.9), compiled(20, 60))
     assert not may_fit(room(52.9), CompiledBytes()), "it could not be compiled"

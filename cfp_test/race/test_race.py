@@ -1,4 +1,4 @@
-"""Races of deep programs: abridged ones run, and the winner whole."""
+"""Races of deep programs: truncated ones run, and the winner whole."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from cfp import api
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def plan(mesh, folder):
     def make(memory_budget=None, cache_dir=folder, **settings):
-        # Noise is not to decide who takes part.
+        # Noise is not to decide what races.
         asked = {"per_kind": 3, "in_context": False, "compiler_options": {}}
         asked |= {"reach": float("inf"), **settings}
         return cfp.plan(
@@ -84,7 +84,7 @@ def raced(monkeypatch):
     return counts
 
 
-def test_a_deep_program_is_raced_abridged_and_the_winner_whole(plan, raced):
+def test_a_deep_program_is_raced_truncated_and_the_winner_whole(plan, raced):
     made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
     *short, whole = raced
     assert len(short) > 3
@@ -134,7 +134,7 @@ def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
     assert "Timed with" not in plan_text(made)
 
 
-def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
+def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
     """Where nothing is trained, weights are arguments like any other."""
 
     def serve(params, x):
@@ -159,15 +159,15 @@ def test_memory_of_arguments_that_were_left_out_is_told_too(mesh, tmp_path):
     assert row.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1)
 
 
-def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
+def test_the_best_preset_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
     """Only times of one run compare."""
     stages, race = [], steps.race_programs
 
     def watched(builder, programs, rounds):
         results = race(builder, programs, rounds)
         if not stages:
-            # What no classic is leads; one that is no leader is close, and no other.
-            known = {f.job.key.digest for f in programs if f.name in CLASSICS}
+            # What no preset is leads; one that is no leader is close, and no other.
+            known = {f.job.key.digest for f in programs if f.name in PRESETS}
             every = dict.fromkeys(f.job.key.digest for f in programs)
             order = sorted(every, key=lambda digest: digest in known)
             assert len(order) > 3 and not known & {*order[:2]}
@@ -179,22 +179,22 @@ def test_the_best_classic_runs_beside_the_leaders(plan, monkeypatch, tmp_path):
 
     monkeypatch.setattr(steps, "race_programs", watched)
     options = {"plain": {"xla_backend_optimization_level": "0"}}
-    # By estimates, which do not vary: measured, a classic may be what is planned.
+    # By estimates, which do not vary: measured, a preset may be what is planned.
     plan(plans=3, compiler_options=options, cache_dir=tmp_path, measure=None)
     (first, results), (beside, _), *_ = stages
-    digest_of = {finalist.name: finalist.job.key.digest for finalist in first}
+    digest_of = {candidate.name: candidate.job.key.digest for candidate in first}
     ranked = sorted(results, key=lambda result: result.time_ms)
     leaders = [result.name for result in ranked[:2]]
     close = {result.name for result in ranked if result.time_ms < 11.0}
-    best = next(result for result in ranked if result.name in CLASSICS)
-    names = [finalist.name for finalist in beside]
+    best = next(result for result in ranked if result.name in PRESETS)
+    names = [candidate.name for candidate in beside]
     variants = [name for name in names if name.endswith(", plain")]
     assert variants[:2] == [f"{name}, plain" for name in leaders]
-    # And the best classic with what the leaders have, if it is none of them.
+    # And the best preset with what the leaders have, if it is none of them.
     more = [name.removesuffix(", plain") for name in variants[2:]]
     assert {digest_of[name] for name in more} == {digest_of[best.name]}
     assert {*leaders, *close} <= set(names)
-    # What was planned may be a classic, too.
+    # What was planned may be a preset, too.
     assert digest_of[best.name] in {digest_of.get(name) for name in names}
     others = set(names) - {*variants, *leaders, *close}
     assert {digest_of[name] for name in others} <= {digest_of[best.name]}
@@ -216,7 +216,7 @@ def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path
         assert made.race == other.race
 
 
-def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeypatch):
+def test_what_cannot_fit_however_rematerialized_is_not_measured(plan, monkeypatch):
     least = Costs.least_peak_bytes
     swollen = {"data_parallel"}
 
@@ -236,17 +236,17 @@ def test_who_cannot_fit_whatever_is_computed_again_is_not_measured(plan, monkeyp
     row, count = asked()
     assert row.note == TOO_LARGE and row.predicted_ms is None
     # Where none can fit, all are measured: an error is to say what would do.
-    swollen.update(CLASSICS)
+    swollen.update(PRESETS)
     row, every = asked()
     assert row.note == "" and every > count
 
 
-def test_who_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
+def test_what_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     patient(monkeypatch, estimate_reach=1.0)
     made = plan(cache_dir=tmp_path)
     unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
     raced = {row.name for row in made.race if row.time_ms is not None}
-    assert len(unmeasured) >= 3 and set(unmeasured) < set(CLASSICS)
+    assert len(unmeasured) >= 3 and set(unmeasured) < set(PRESETS)
     assert raced.isdisjoint(unmeasured)
     # Memory may need any of them, and so may what cannot be built.
     made = plan(memory_budget=2**30, cache_dir=tmp_path)
@@ -273,12 +273,12 @@ def test_what_is_left_out_stands_between_two_repeats(repeats):
 
 @pytest.fixture
 def whole_fails(monkeypatch):
-    """Of programs that won abridged, so many that cannot be built whole."""
+    """Of programs that won truncated, so many that cannot be built whole."""
     build = building.build
     failed, most, gone = [], [], set()
 
     def failing(program, mesh, job, environment):
-        alone = ("race", "the winner of shortened ones") in job.key.parts
+        alone = ("race", "the winner of truncated ones") in job.key.parts
         parts = dict(job.key.parts)
         one = parts["ops"], parts["shardings"]
         if alone and len(failed) < most[0]:
@@ -296,7 +296,7 @@ def whole_fails(monkeypatch):
     return fail
 
 
-def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_path):
+def test_what_does_not_run_whole_gives_way_to_the_next(plan, whole_fails, tmp_path):
     failed = whole_fails(1)
     made = plan(per_kind=2, cache_dir=tmp_path)
     assert len(failed) == 1
@@ -312,10 +312,10 @@ def test_who_does_not_run_whole_leaves_it_to_the_next(plan, whole_fails, tmp_pat
     assert (again.winner, again.race) == (made.winner, made.race)
 
 
-def test_who_was_out_of_reach_of_one_that_does_not_run_whole_races(
+def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
     plan, whole_fails, monkeypatch, tmp_path
 ):
-    """A rival that is much faster by prediction, and abridged, keeps others out."""
+    """A rival that is much faster by prediction, and truncated, keeps others out."""
     search, ratios_of = api.search, truncated.Truncated.ratios_of
     rivals = []
 
@@ -359,10 +359,8 @@ def test_whole_programs_race_if_none_of_the_winners_runs_whole(
     assert made.measured_ms is not None
 
 
-def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
-    plan, monkeypatch
-):
-    """Who surely does not fit is out; who may fit takes part."""
+def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
+    """What surely does not fit is out; what may fit races."""
     needs = {}
 
     def predicted(analysis, problem, choice):
@@ -380,10 +378,10 @@ def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
     assert "segments_raced" not in plan().search
 
 
-def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
+def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     plan, monkeypatch
 ):
-    known = {}  # What is said of who fits, and of whom nothing is known.
+    known = {}  # What is said of what fits, and of what nothing is known.
 
     def predicted(analysis, problem, choice):
         return known.get(choice, CompiledBytes(temp_bytes=2**31))

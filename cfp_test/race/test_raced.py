@@ -69,7 +69,7 @@ def overwriting(weights, x, y):
 
 
 def planned(step, args, mesh, cache, preset="fully_sharded", **options):
-    """A plan from a race of one, if a classic is named."""
+    """A plan from a race of one, if a preset is named."""
     settings = cfp.PlannerSettings(per_kind=1, in_context=False)
     options |= {"preset": preset, "settings": settings}
     return cfp.plan(step, *args, mesh=mesh, cache_dir=cache, **options)
@@ -121,7 +121,7 @@ def test_what_won_a_race_is_not_compiled_again(step, more, preset, mesh, tmp_pat
     ],
     ids=["keyed", "counted", "handed_back", "given_twice", "overwriting"],
 )
-def test_who_does_more_than_its_program_is_compiled(
+def test_what_does_more_than_its_program_is_compiled(
     step, more, donated, mesh, tmp_path
 ):
     args = (*arguments(), *more)
@@ -133,7 +133,7 @@ def test_who_does_more_than_its_program_is_compiled(
 
 
 @pytest.mark.parametrize(
-    "within", [lambda call: call, lambda call: jax.lax.composite(call, "cfp.told")]
+    "within", [lambda call: call, lambda call: jax.lax.composite(call, "cfp.call")]
 )
 def test_calls_of_the_host_are_compiled_in(within, mesh, tmp_path):
     seen = []
@@ -177,11 +177,11 @@ def test_constants_are_those_of_the_step_that_is_compiled(made_of, mesh, tmp_pat
     def with_table(scale):
         captured = made_of(np.float32(scale * table))
 
-        def told(weights, x):
+        def calling(weights, x):
             new, loss = descend(weights, x)
             return new, loss + jnp.sum(x @ captured)
 
-        return told
+        return calling
 
     args = arguments()
     plan = planned(with_table(1.0), args, mesh, tmp_path)
@@ -195,11 +195,11 @@ def test_what_composites_stand_for_is_part_of_a_program(mesh, tmp_path):
     def times(factor):
         scaled = jax.lax.composite(lambda v: v * factor, "cfp.scaled")
 
-        def told(weights, x):
+        def calling(weights, x):
             new, loss = descend(weights, x)
             return new, loss + scaled(x).sum()
 
-        return told
+        return calling
 
     args = arguments()
     plan = planned(times(2.0), args, mesh, tmp_path)

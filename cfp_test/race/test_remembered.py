@@ -12,7 +12,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
@@ -43,10 +43,10 @@ def analysis(mesh):
 @pytest.fixture
 def known(analysis, tmp_path):
     """Keeps records of whole programs, and tells what is remembered of them."""
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
 
     def job(name, *how):
-        choice = replace(classics[name], remat=(1,))
+        choice = replace(by_name[name], remat=(1,))
         return whole_job(analysis, choice, HERE, name, *how)
 
     def keep(one, peak, ms, **changes):
@@ -71,8 +71,8 @@ def test_what_was_compiled_comes_back(analysis, known):
     keep(job("tensor_parallel", ConstraintLevel.ARGUMENTS), 30, 3.0)
     refused = {"status": "out_of_memory", "samples_ms": ()}
     keep(job("fully_sharded"), 10, 0.0, **refused)
-    classics = presets(analysis.frame)
-    again = {name: replace(choice, remat=(1,)) for name, choice in classics.items()}
+    by_name = presets(analysis.frame)
+    again = {name: replace(choice, remat=(1,)) for name, choice in by_name.items()}
     assert [(c.choice, c.level, r.peak_bytes) for c, r in found()] == [
         (again["data_parallel"], ConstraintLevel.EVERYTHING, 20),
         (again["tensor_parallel"], ConstraintLevel.ARGUMENTS, 30),
@@ -150,7 +150,7 @@ def test_what_cannot_be_read_is_left_out(known, change):
 
 
 def test_more_memory_is_no_worse(mesh, tmp_path):
-    """What won with little memory takes part where there is more of it."""
+    """What won with little memory races where there is more of it."""
 
     def plan(budget, **settings):
         return cfp.plan(
@@ -193,5 +193,5 @@ def test_a_row_names_no_earlier_budget():
     row = race_row(refused)
     assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
     ran_out = replace(record, run_seconds=1.0)
-    told = race_row(replace(refused, record=ran_out)).note
-    assert told == "out_of_memory: needs 9 bytes of 5"
+    remark = race_row(replace(refused, record=ran_out)).note
+    assert remark == "out_of_memory: needs 9 bytes of 5"

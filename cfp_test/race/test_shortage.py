@@ -10,8 +10,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
-from cfp.cost.memory import can_recompute
-from cfp.presets.classics import preset
+from cfp.cost.memory import can_rematerialize
+from cfp.presets.presets import preset
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -44,7 +44,7 @@ def shapes(wide: int, rows: int):
 
 @pytest.fixture
 def refused(tmp_path) -> Callable[..., tuple[cfp.MemoryBudgetError, cfp.Plan]]:
-    """The error for a classic that has to fit in nothing; and its plan otherwise."""
+    """The error for a preset that has to fit in nothing; and its plan otherwise."""
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
 
     def make(args, **options):
@@ -108,9 +108,9 @@ def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
     return result_of(Candidate("plan", choice), record, fits=False)
 
 
-def test_what_is_computed_again_already_is_told(analysis):
+def test_the_message_says_what_is_rematerialized_already(analysis):
     frame = analysis.frame
-    able = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    able = [s.index for s in analysis.segments if can_rematerialize(frame, s)]
     assert len(able) > 1
     plain = preset(frame, ("data",), Storage.USED)
     use = {"argument_bytes": MIB, "temp_bytes": 9 * MIB}
@@ -118,9 +118,9 @@ def test_what_is_computed_again_already_is_told(analysis):
         str(no_winner(analysis, [result(analysis, choice, **use)], MIB))
         for choice in (plain, replace(plain, remat=tuple(able)))
     )
-    assert "No segment of this plan computes its forward pass again" in none
-    assert f"{len(able)} could: a search tries that" in none
-    assert f"{len(able)} of the {len(able)} segments that can compute" in some
+    assert "No segment of this plan is rematerialized" in none
+    assert f"{len(able)} could be: a search tries that" in none
+    assert f"{len(able)} of the {len(able)} segments that can be rematerialized" in some
 
     def kept(text: str) -> str:
         return text.partition("up to ")[2].partition(" are")[0]

@@ -68,7 +68,7 @@ def test_what_was_timed_for_a_larger_budget_ties_with_nothing():
     assert Ranking((), [planned, too_large]).ties == [planned]
 
 
-def test_one_program_under_two_names_is_told_where_samples_are_left_out():
+def test_one_program_under_two_names_is_named_where_samples_are_left_out():
     samples = (38.0, 38.2, 38.9, 38.4)
     contest = [
         entrant("planned", samples),

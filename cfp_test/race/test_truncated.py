@@ -1,4 +1,4 @@
-"""What races of abridged programs say of whole ones, choice by choice."""
+"""What races of truncated programs say of whole ones, choice by choice."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from cfp.cost.choice import segment_candidate
 from cfp.cost.memory import fixed_bytes
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.trace import planning_mesh
 from cfp.race.truncated import truncate
 from cfp.search.problem import Option, Problem
@@ -24,12 +24,12 @@ def analysis():
 
 @pytest.fixture(scope="module")
 def problem(analysis):
-    """Two classics of which segments keep 100 bytes, or 10 if computed again."""
-    classics = presets(analysis.frame)
+    """Two presets of which segments keep 100 bytes, or 10 if rematerialized."""
+    by_name = presets(analysis.frame)
 
     def options(kind, index):
         for name, time_ms in (("data_parallel", 3.0), ("fully_sharded", 4.0)):
-            candidate = segment_candidate(analysis, index, classics[name])
+            candidate = segment_candidate(analysis, index, by_name[name])
             for again in (False, True):
                 yield Option(
                     candidate=replace(candidate, remat=again),
@@ -49,8 +49,8 @@ def problem(analysis):
 
 
 def test_each_way_to_treat_layers_has_a_program_of_its_own(analysis, problem):
-    classics = presets(analysis.frame)
-    data, sharded = classics["data_parallel"], classics["fully_sharded"]
+    by_name = presets(analysis.frame)
+    data, sharded = by_name["data_parallel"], by_name["fully_sharded"]
     half = replace(data, remat=tuple(range(len(analysis.segments) // 2)))
     found = truncate(analysis, problem, [data, sharded, half], KEPT)
     assert found is not None
@@ -74,8 +74,8 @@ def test_each_way_to_treat_layers_has_a_program_of_its_own(analysis, problem):
 
 
 def test_what_the_profiles_do_not_know_is_scaled_like_its_like(analysis, problem):
-    classics = presets(analysis.frame)
-    data, tensor = classics["data_parallel"], classics["tensor_parallel"]
+    by_name = presets(analysis.frame)
+    data, tensor = by_name["data_parallel"], by_name["tensor_parallel"]
     found = truncate(analysis, problem, [data, tensor], KEPT)
     assert found is not None
     assert found.ratios_of(tensor) == found.ratios_of(data)
@@ -83,7 +83,7 @@ def test_what_the_profiles_do_not_know_is_scaled_like_its_like(analysis, problem
     assert truncate(analysis, problem, [data, tensor, half], KEPT) is None
 
 
-def test_a_choice_that_cannot_be_abridged_has_all_race_whole(analysis, problem):
+def test_a_choice_that_cannot_be_truncated_has_all_race_whole(analysis, problem):
     data = presets(analysis.frame)["data_parallel"]
     few = tuple(i for i in range(len(analysis.segments)) if i % 5 < i // 5)
     mixed = replace(data, remat=few)

@@ -25,7 +25,7 @@ def entrant(case, name):
 
 @pytest.fixture
 def timed(case, store, monkeypatch):
-    """Races finalists by name, and tells whose turns there were."""
+    """Races candidates by name, and says which turns there were."""
     turns = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
@@ -89,9 +89,9 @@ def test_times_of_two_races_are_not_compared(timed, monkeypatch):
 
 @pytest.fixture
 def dated(timed, case, store, monkeypatch):
-    """Races, one a minute, of finalists of which "l" needs ten times the memory.
+    """Races, one a minute, of candidates of which "l" needs ten times the memory.
 
-    Tells whose turns there were, and of who ran in the minute of which race that was.
+    Says which turns there were, and in the minute of which race each program ran.
     """
     now = [-1]
 
@@ -161,7 +161,7 @@ def test_what_fails_later_has_no_answer_any_more(dated, case, store):
     assert dated("abc") == ("", {"a": 0, "b": 0, "c": 0})
 
 
-def test_what_failed_before_it_was_tried_again_takes_part(dated, case, store):
+def test_what_failed_before_it_was_tried_again_races(dated, case, store):
     key = case.job("a").key
     store.put(ProfileRecord(key=key.digest, parts=key.parts, status="crashed"))
     assert dated("abc") == ("bc", {"b": 0, "c": 0})
@@ -218,7 +218,7 @@ def test_a_budget_leaves_good_records_alone(timed, case, store):
     assert timed("a", budget_bytes=needed) == ([], before)
 
 
-def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
+def test_what_ran_out_of_memory_is_not_tried_again(timed, case, store):
     _, found = timed("a")
     ran_out = replace(found["a"], status="out_of_memory", samples_ms=())
     store.put(ran_out, replace=True)
@@ -226,10 +226,10 @@ def test_who_ran_out_of_memory_has_had_its_chance(timed, case, store):
 
 
 @pytest.mark.parametrize("slowed", [1.3, 1.5, 2.0, 4.0])
-def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
-    """The devices become slower while one, who is behind, sits out."""
+def test_nothing_wins_by_having_been_left_out(case, store, monkeypatch, slowed):
+    """The devices become slower while one, which is behind, is left out."""
     turns = []
-    told = []
+    lines = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
         slow = slowed if len(turns) >= 3 else 1.0
@@ -243,10 +243,10 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
         program=case.program,
         mesh=case.mesh,
         store=store,
-        options=MeasureOptions(progress=told.append),
+        options=MeasureOptions(progress=lines.append),
     )
     results = race_programs(builder, programs, rounds=3)
-    counts = dict.fromkeys(t.partition(", ")[2] for t in told if "timing" in t)
+    counts = dict.fromkeys(t.partition(", ")[2] for t in lines if "timing" in t)
     more = [f"turn {number} of at most 6" for number in (4, 5, 6)]
     assert [*counts] == [
         *(f"turn {number} of 3" for number in (1, 2, 3)),
@@ -258,7 +258,7 @@ def test_nobody_wins_by_having_sat_out(case, store, monkeypatch, slowed):
     assert min(results, key=lambda r: r.time_ms).name == "a"
 
 
-def test_who_is_far_behind_sits_out(case, store, monkeypatch):
+def test_what_is_far_behind_is_left_out_of_turns(case, store, monkeypatch):
     turns = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
@@ -319,7 +319,7 @@ def test_a_short_race_is_no_answer_to_a_longer_one(case, store, monkeypatch):
 def compiled(case, store, monkeypatch):
     """Finds the first that fits of one that needs 200 bytes and one that needs 100.
 
-    Tells what was compiled, who was refused and what the other needs.
+    Says what was compiled, what was refused and what the other needs.
     """
     built = []
 
@@ -389,7 +389,7 @@ def test_what_failed_does_not_fit_in_nothing(compiled, case, store):
     assert compiled(200, retry_failures=True) == (["large"], [], 200)
 
 
-def test_nobody_is_marked_after_a_race(timed, store):
+def test_nothing_is_marked_after_a_race(timed, store):
     timed("ab")
     left = [path.name for path in MarksFolder(store.path).path.iterdir()]
     assert left == ["lock"]
@@ -425,7 +425,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
 
 
 @pytest.mark.parametrize("step_ms", [122.5, 125.0, 145.0, 150.0])
-def test_on_gpus_everybody_executes_as_often_in_a_turn(step_ms):
+def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     """Clocks drop as devices work: what ran longer before its sample looks slower."""
 
     def executions(timing):

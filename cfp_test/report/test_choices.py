@@ -14,7 +14,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.errors import CfpError
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.explained import explanation_data, explanation_view
@@ -51,18 +51,18 @@ def analysis():
 
 @pytest.fixture(scope="module")
 def problem(analysis):
-    """Layers: data parallel, that recomputed, fully sharded, or none of these.
+    """Layers: data parallel, that rematerialized, fully sharded, or none of these.
 
-    The first has a kind of its own, for nobody asks for its input's gradient; here
+    The first has a kind of its own, as its input's gradient is not asked for; here
     it costs nothing.
     """
-    classics = presets(analysis.frame)
+    by_name = presets(analysis.frame)
 
     def options(index):
-        data = segment_candidate(analysis, index, classics["data_parallel"])
-        full = segment_candidate(analysis, index, classics["fully_sharded"])
+        data = segment_candidate(analysis, index, by_name["data_parallel"])
+        full = segment_candidate(analysis, index, by_name["fully_sharded"])
         odd = SegmentChoice(
-            segment_candidate(analysis, index, classics["tensor_parallel"]).strategies,
+            segment_candidate(analysis, index, by_name["tensor_parallel"]).strategies,
             Storage.SHARDED,
         )
         again = SegmentChoice(data.strategies, data.storage, remat=True)
@@ -112,7 +112,7 @@ def test_choices_have_names_and_words(analysis, problem):
     _, names = option_names(analysis, problem.options)
     assert names == [
         "data_parallel",
-        "data_parallel (recomputed)",
+        "data_parallel (rematerialized)",
         "fully_sharded",
         "#4",
     ]
@@ -120,8 +120,8 @@ def test_choices_have_names_and_words(analysis, problem):
     assert candidate_words(analysis, 1, data).endswith(
         "x: rows (dim 0 of 16); parameters as used"
     )
-    assert candidate_words(analysis, 1, again, data) == "recomputed"
-    assert candidate_words(analysis, 1, data, again) == "not recomputed"
+    assert candidate_words(analysis, 1, again, data) == "rematerialized"
+    assert candidate_words(analysis, 1, data, again) == "not rematerialized"
     assert candidate_words(analysis, 1, full, data) == "parameters sharded"
     assert "x: columns (dim 1 of 32)" in candidate_words(analysis, 1, odd, full)
     assert "parameters" not in candidate_words(analysis, 1, odd, full)
@@ -135,26 +135,26 @@ def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
     text = text_of(explanation_view(analysis, problem, found, box.ASCII))
     _, again, data, full, odd = rows(text, "Segments 1-4: ")
     assert again[:7] == [
-        *("*", "data_parallel (recomputed)", "3 of 4", "3.000"),
+        *("*", "data_parallel (rematerialized)", "3 of 4", "3.000"),
         *("12.000", "+9.1%", "161.00 MiB"),
     ]
     assert data[:7] == [
         *("*", "data_parallel", "1 of 4", "2.000"),
         *("(8.000)", "does not fit", "needs 241.00 MiB"),
     ]
-    assert data[7] == "but: not recomputed"
+    assert data[7] == "but: not rematerialized"
     assert full[:5] == ["", "fully_sharded", "-", "5.000", "20.000"]
     assert odd[1:5] == ["#4", "-", "9.000", "36.000"]
     assert "Memory: the best choice needs 181.00 MiB of 184.00 MiB." in text
     assert "without a budget the step would take 8.000 ms, in 241.00 MiB" in text
     assert "With 20.00 MiB more: 10.000 ms, 9.1% faster." in text
     assert "With 20.00 MiB less: 12.000 ms, 9.1% slower." in text
-    told = explanation_data(analysis, problem, found)
-    assert told["plan"] is None
-    assert told["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
-    assert told["memory"]["binds"] is True
-    assert told["memory"]["less"]["step_ms"] == 12
-    _, kind = told["kinds"]
+    as_data = explanation_data(analysis, problem, found)
+    assert as_data["plan"] is None
+    assert as_data["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
+    assert as_data["memory"]["binds"] is True
+    assert as_data["memory"]["less"]["step_ms"] == 12
+    _, kind = as_data["kinds"]
     assert kind["segments"] == [1, 2, 3, 4]
     assert [a["step_ms"] for a in kind["chosen"]] == [12, None]
     assert [a["unlimited_step_ms"] for a in kind["chosen"]] == [12, 8]
@@ -166,7 +166,7 @@ def test_the_explanation_of_a_plan_that_only_the_race_prefers(analysis, problem)
     assert "had predicted 20.000 ms for it, and 11.000 ms for the best" in text
     marks = {row[1]: row[0] for row in rows(text, "Segments 1-4: ")}
     assert marks["fully_sharded"] == ""
-    assert marks["data_parallel (recomputed)"] == marks["data_parallel"] == "*"
+    assert marks["data_parallel (rematerialized)"] == marks["data_parallel"] == "*"
     assert "200.00 MiB less" not in text
 
 
@@ -179,7 +179,7 @@ def test_the_explanation_of_a_plan_that_only_the_compiler_made_fit(analysis, pro
     assert f"fits in 80.00 MiB: this is about a budget of {needed:.2f} MiB." in text
 
 
-def test_a_plan_faster_than_all_that_fits_is_told_by_its_own_time(analysis, problem):
+def test_a_plan_faster_than_all_that_fits_is_shown_by_its_own_time(analysis, problem):
     """The compiler made it fit; by prediction it does not."""
     found = explain(problem, picks=[0] + [0] * LAYERS)
     assert found.plan.memory_bytes > problem.budget_bytes
@@ -197,13 +197,15 @@ def test_the_curve_as_a_table(analysis, problem):
     assert [row[2] for row in table][-1] == "8.000"
     (within,) = [row for row in table if row[0]]
     assert within[:4] == ["*", "181.00 MiB", "11.000", "3"]
-    assert within[4].startswith("1: 3 x data_parallel (recomputed) + 1 x data_parallel")
+    assert within[4].startswith(
+        "1: 3 x data_parallel (rematerialized) + 1 x data_parallel"
+    )
     assert "#4 of kind 1: " in text
     assert "* the fastest within the budget of 184.00 MiB" in text
     assert "There may be more" not in text
-    told = trade_off_data(analysis, problem, found, budget)
-    assert told["complete"] is True
-    assert [p["step_ms"] for p in told["points"]] == [float(r[2]) for r in table]
+    as_data = trade_off_data(analysis, problem, found, budget)
+    assert as_data["complete"] is True
+    assert [p["step_ms"] for p in as_data["points"]] == [float(r[2]) for r in table]
     few = trade_off(problem, 2)
     text = text_of(trade_off_view(analysis, problem, few, MIB, box.ASCII))
     assert "Nothing fits in the budget of 1.00 MiB." in text

@@ -14,9 +14,9 @@ from cfp.printable import columns
 from cfp.profiling.rates import Rates
 from cfp.report.curves import curve_points, curves_table
 from cfp.report.differing import diff_text
+from cfp.report.explain_plan import explain_text
 from cfp.report.fitted import Fitted, broken
 from cfp.report.tables import plan_text
-from cfp.report.told import explain_text
 from cfp_test.report.plans import RACE, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 

@@ -1,4 +1,4 @@
-"""What is told while something is measured, on terminals and elsewhere."""
+"""What is shown while something is measured, on terminals and elsewhere."""
 
 import io
 import math
@@ -33,12 +33,12 @@ def measuring(done: int, seconds: float) -> Progress:
 @pytest.mark.smoke
 def test_a_line_stands_at_each_beginning_and_every_half_minute():
     lines = PlainLines()
-    told = {}
+    found = {}
     for second in range(120):
         event = measuring(second // 10, second) if second < 80 else "compiling planned"
         if (line := lines.due(event, second)) is not None:
-            told[second] = line
-    assert told == {
+            found[second] = line
+    assert found == {
         10: "cfp 0:10: measuring 1/9, 1 cached, running segment 0: 1, best 1.25 ms",
         40: "cfp 0:40: measuring 4/9, 1 cached, running segment 0: 4, best 1.25 ms, "
         "about 1:07 left",
@@ -52,8 +52,8 @@ def test_a_line_stands_at_each_beginning_and_every_half_minute():
 def test_the_same_kind_of_work_is_one_phase():
     lines = PlainLines()
     events = ["compiling planned", "compiling zero1", "timing planned, turn 1 of 3"]
-    told = [lines.due(event, 20.0 + i) for i, event in enumerate(events)]
-    assert told == ["cfp 0:20: compiling planned", None, f"cfp 0:22: {events[2]}"]
+    found = [lines.due(event, 20.0 + i) for i, event in enumerate(events)]
+    assert found == ["cfp 0:20: compiling planned", None, f"cfp 0:22: {events[2]}"]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_short_work_says_nothing():
     assert stream.getvalue() == ""
 
 
-def test_an_error_stream_that_nobody_reads_ends_no_work():
+def test_an_error_stream_that_is_not_read_ends_no_work():
     stream, lines = io.StringIO(), at_once()
     stream.close()
     with redirect_stderr(stream), Display(lines=lines) as display:

@@ -79,7 +79,7 @@ def _at(rows: Sequence[Mapping[str, Any]], low: float, high: float) -> list[floa
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two presets with the compiler's options, with and without recomputation."""
+    """Two presets with the compiler's options, with and without rematerialization."""
     found = {(row["preset"], row["remat"], row["options"]): row for row in rows}
     lines = []
     for remat, title in _REMAT.items():

@@ -1,4 +1,4 @@
-"""Tuning, building and running; whole models; recomputation."""
+"""Tuning, building and running; whole models; rematerialization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from cfp_test.results.pages import Figures, fixed, gib, plain, table
 
-# What is computed again, as the JSON names it.
+# What is rematerialized, as the JSON names it.
 _AGAIN = {
     "ours": "every layer, by cfp, in the differentiated program",
     "model": "every layer, by `jax.checkpoint` in the model",
@@ -173,7 +173,7 @@ def _time(found: Any) -> str:
 
 
 def recompute(data: Sequence[Mapping[str, Any]]) -> Figures:
-    """The figures of the page of recomputation on devices."""
+    """The figures of the page of rematerialization on devices."""
     lines = []
     for row in data:
         # The fourth shortest of eight runs, as the page says.
@@ -198,7 +198,7 @@ def recompute(data: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def compiled(data: Sequence[Mapping[str, Any]]) -> Figures:
-    """The figures of the page of recomputation, compiled without devices."""
+    """The figures of the page of rematerialization, compiled without devices."""
     found: dict[tuple[str, int], dict[str, int]] = {}
     for row in data:
         key = (row["version"], row["computed_again"])

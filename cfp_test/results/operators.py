@@ -78,10 +78,10 @@ def _missed(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         found = operators.setdefault(row["shape"].replace(",", ", "), {})
         found[row["operator"]] = None
-    told = "; ".join(f"at {shape}: {', '.join(n)}" for shape, n in operators.items())
+    slower = "; ".join(f"at {shape}: {', '.join(n)}" for shape, n in operators.items())
     return (
         f"Not reached in the time of the run, {len(rows)} rows of these operators: "
-        f"{told}."
+        f"{slower}."
     )
 
 

@@ -11,7 +11,7 @@ from cfp_test.results.pages import Figures, fixed, gib, noted, plain, table
 
 _MODELS = {"gpt": "GPT", "moe": "MoE", "llama": "LLaMA", "bert": "BERT"}
 # Ways in which a candidate differs from what its prediction is of.
-_NOT_PREDICTED = ("told", "collectives", "latency", "budget")
+_NOT_PREDICTED = ("told", "constrained", "collectives", "latency", "budget")
 _BUILD = re.compile(
     r"\s*[\d.]+ (?P<what>[a-z ]+?) (?P<count>\d+) threads (?P<threads>\d+) "
     r"\{(?P<options>.*?)\}: (?P<wall>[\d.]+) s, user (?P<user>[\d.]+) sys "

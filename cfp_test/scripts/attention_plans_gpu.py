@@ -30,7 +30,7 @@ from cfp import platform
 from cfp.attention.matching.matches import attentions
 from cfp.cli.session import analyse
 from cfp.devices import mock
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run
 from cfp.program.trace import planning_mesh

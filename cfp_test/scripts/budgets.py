@@ -16,8 +16,8 @@ drift alone. The second process runs them, from the smallest budget up: the high
 mark of a device never falls, so that each must leave it within its own budget.
 Virtual CPU devices have none; what the compiler says stands in for it there.
 
-``--plain`` races classics told of every value alone, and no compiler options.
-``--seconds`` ends the planning of further budgets; what was left out is told. Prints a
+``--plain`` races presets with constraints on every value alone, and no compiler
+options. ``--seconds`` ends the planning of further budgets, and names them. Prints a
 line as each thing is done, a table, and which parts of the claim hold. ``--json`` gets
 a line for each, all samples included, as soon as it is known.
 """
@@ -162,7 +162,9 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.plain:
         settings = replace(
-            settings, extents=(ConstraintLevel.EVERYTHING,), compiler_options={}
+            settings,
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
+            compiler_options={},
         )
     found: dict[str, Found] = {}
 

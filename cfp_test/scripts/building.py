@@ -66,13 +66,13 @@ def main() -> None:
         rates = measure_rates(mesh, context.store)
         if options.rates_only:
             return
-        classics = look_up(context, analysis, rates, measure=False)[0]
+        presets = look_up(context, analysis, rates, measure=False)[0]
         costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
-        maker = WantedMaker(costs, classics, estimates, context.environment)
+        maker = WantedMaker(costs, presets, estimates, context.environment)
         settings = context.settings
         wanted = maker.first(settings.per_kind, settings.others)
         jobs = [job for item in wanted for job in item.jobs]
-        tuning = tuning_jobs(analysis, classics, context.environment)
+        tuning = tuning_jobs(analysis, presets, context.environment)
         begun = time.perf_counter()
         if options.tune:
             tune_kernels(program, mesh, tuning, context.store)
@@ -81,7 +81,7 @@ def main() -> None:
         if options.switch_interval:
             sys.setswitchinterval(options.switch_interval)
         if options.pin:
-            # Threads begin with the cores of who starts them: the builders are told.
+            # Threads begin with the cores of what starts them: the builders get them.
             _builders_keep(cores - {min(cores)})
             os.sched_setaffinity(0, {min(cores)})
         done = profile(

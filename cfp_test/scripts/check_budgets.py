@@ -5,7 +5,7 @@
 
 For each model, unrolled and scanned, on each mesh: asks ``cfp run`` for a plan within
 1 KiB, takes of its error what would do, and has ``cfp run --check`` plan within that.
-So segments are computed again, and the compiler rematerializes, as far as the platform
+So segments are rematerialized, and the compiler rematerializes, as far as the platform
 frees memory by it: each row says how many of both. Prints a line of JSON for each; exit
 code 1 if any fails. With ``--out`` the rows are kept, and what it has rows of is not
 run again; ``python -m cfp_test.results`` makes the page of them.
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--mesh", action="append", help="by default x=4 and x=2,y=2")
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--size", help="options of the models, in place of small ones")
-    parser.add_argument("--race", action="store_true", help="race the finalists")
+    parser.add_argument("--race", action="store_true", help="race the candidates")
     parser.add_argument("--workdir", default=".cfp-check", help="what was measured")
     parser.add_argument("--out", type=Path, help="keep the rows in a file, and go on")
     options = parser.parse_args()

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="by default all programs")
     parser.add_argument("--mesh", action="append", help="by default x=4 and x=2,y=2")
     parser.add_argument("--file", type=Path, help="a file with other programs")
-    parser.add_argument("--race", action="store_true", help="race the finalists, too")
+    parser.add_argument("--race", action="store_true", help="race the candidates, too")
     parser.add_argument("--out", type=Path, help="keep the rows in a file, and go on")
     options = parser.parse_args()
     every = programs_of(options.file) if options.file else PROGRAMS

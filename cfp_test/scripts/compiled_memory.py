@@ -1,4 +1,4 @@
-"""What classics need on GPUs, by the compiler alone: no GPU is asked.
+"""What presets need on GPUs, by the compiler alone: no GPU is asked.
 
     python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
         [--device FILE] [--presets NAME,...] [--option NAME=VALUE ...] [--json FILE]
@@ -9,8 +9,8 @@ takes the wheels of JAX's CUDA plugin and of nvcc, and nothing else:
 version. Kernels are not tuned, so times say nothing, but memory is what the devices
 need: of a GPT of 4 layers on 4 H200, fully sharded, 14.48 GB here and 14.47 GB there.
 
-Prints a line for each classic, as it is and with every segment computed again; and what
-XLA would have read after it was overwritten, or why that could not be told, so that the
+Prints a line for each preset, as it is and with every segment rematerialized; and what
+XLA would have read after it was overwritten, or why that is not known, so that the
 program was compiled once more (:mod:`cfp.profiling.compiled`). ``--option`` goes to the
 compiler, such as ``xla_gpu_memory_limit_slop_factor=1``, which limits its memory.
 """
@@ -35,8 +35,8 @@ from jax.sharding import Mesh
 import cfp
 from cfp import platform
 from cfp.analysis.analyze import analyze
-from cfp.cost.memory import can_recompute
-from cfp.presets.classics import CLASSICS, presets
+from cfp.cost.memory import can_rematerialize
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
 from cfp.program.trace import planning_mesh, trace
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--mesh", required=True)
     described = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
     parser.add_argument("--device", type=Path, default=described)
-    parser.add_argument("--presets", default=",".join(CLASSICS))
+    parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--option", action="append", default=[])
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args()
@@ -65,14 +65,14 @@ def main() -> None:
     program, _ = trace(flat, mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
     frame, segments = analysis.frame, analysis.segments
-    again = tuple(s.index for s in segments if can_recompute(frame, s))
+    again = tuple(s.index for s in segments if can_rematerialize(frame, s))
     known = presets(frame)
-    told = dict(one.split("=", 1) for one in options.option)
+    given = dict(one.split("=", 1) for one in options.option)
     found = watch_overwritten()
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(analysis, choice, (), name, options=_UNTUNED | told)
+            job = whole_job(analysis, choice, (), name, options=_UNTUNED | given)
             found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):
@@ -87,7 +87,7 @@ def main() -> None:
                 "argument_bytes": built.argument_bytes,
                 "temp_bytes": built.temp_bytes,
                 "peak_bytes": built.peak_bytes,
-                "options": _UNTUNED | told,
+                "options": _UNTUNED | given,
                 "overwritten": found[0],
             }
             print(

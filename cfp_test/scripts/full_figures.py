@@ -1,4 +1,4 @@
-"""What is told of a whole model's trainings: which, how fast, and as a table."""
+"""Figures of a whole model's trainings: which, how fast, and as a table."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cfp.analysis.contractions import is_contraction
-from cfp.presets.classics import CLASSICS
+from cfp.presets.presets import PRESETS
 from cfp.program.graph import Program
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
 
 
 def best_presets(race: Sequence[RaceRow], winner: str, count: int) -> list[str]:
-    """The fastest classics with default compiler options, but for the winner.
+    """The fastest presets with default compiler options, but for the winner.
 
     If none of them ran, the best by prediction of those that were left out.
     """
 
-    def is_classic(row: RaceRow) -> bool:
-        name = row.name.removesuffix(", recomputed")
+    def is_preset(row: RaceRow) -> bool:
+        name = row.name.removesuffix(", rematerialized")
         for level in ConstraintLevel:
-            name = name.removesuffix(f", {level} told").removesuffix(", recomputed")
-        # On a mesh of several axes classics are named by axis: "x=data,y=tensor".
-        return name in CLASSICS or ("=" in name and ", " not in name)
+            name = name.removesuffix(f", {level} constrained").removesuffix(
+                ", rematerialized"
+            )
+        # On a mesh of several axes presets are named by axis: "x=data,y=tensor".
+        return name in PRESETS or ("=" in name and ", " not in name)
 
-    rivals = [row for row in race if row.name != winner and is_classic(row)]
+    rivals = [row for row in race if row.name != winner and is_preset(row)]
     ran = [(r.time_ms, r.name) for r in rivals if r.time_ms is not None and not r.note]
     left = [
         (r.predicted_ms, r.name)
@@ -37,7 +39,7 @@ def best_presets(race: Sequence[RaceRow], winner: str, count: int) -> list[str]:
 
 
 def loops_counted_once(program: Program) -> int:
-    """Loops around contractions that run once, or nobody knows how often."""
+    """Loops around contractions that run once, or it is not known how often."""
     return sum(
         any(
             is_contraction(program.ops[i]) and program.ops[i].repeat <= op.repeat

@@ -1,4 +1,4 @@
-"""Plans a whole model, trains it under the plan and under the best classics.
+"""Plans a whole model, trains it under the plan and under the best presets.
 
     python cfp_test/scripts/full_model.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=2] [--steps 20] [--presets 2] [--plans 1] [--reach 1.1]
@@ -11,18 +11,19 @@ tokens per second and FLOP utilisation are of the latter. Prints a line for what
 done, then a table, and appends JSON lines, one for planning and one for each training.
 
 Planning and each training are processes of their own, one after the other: a device's
-high-water mark of memory never falls within a process, memory comes back whole, and who
-runs out of it takes nobody along. Such a process costs a start of JAX and a trace, and
-on GPUs no compilation: what is trained is the very program that was raced, which JAX's
-compilation cache in the working folder has. The state is initialised with one sharding
-for all, so that this is compiled once, too, and then moved to where the plan wants it.
+high-water mark of memory never falls within a process, memory comes back whole, and
+what runs out of it takes nothing along. Such a process costs a start of JAX and a
+trace, and on GPUs no compilation: what is trained is the very program that was raced,
+which JAX's compilation cache in the working folder has. The state is initialised with
+one sharding for all, so that this is compiled once, too, and then moved to where the
+plan wants it.
 
 FLOPs are those of the step's matrix products as it was traced, forward and backward,
-without what a model or a plan computes again. They are divided by the bfloat16 matrix
+without what a model or a plan rematerializes. They are divided by the bfloat16 matrix
 rate that was measured on these devices before planning, not by a data sheet's.
 
 XLA_PYTHON_CLIENT_MEM_FRACTION is 0.92 unless set: JAX's own 0.75 would leave a quarter
-of the memory to nobody.
+of the memory unused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from jax.sharding import Mesh
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import platform
-from cfp.analysis.flops import program_flops, recomputed_flops
+from cfp.analysis.flops import program_flops, rematerialized_flops
 from cfp.cli.session import analyse, open_target
 from cfp.context import open_context
 from cfp.passes.pipeline import decide
@@ -101,7 +102,7 @@ class Clock:
 
 
 def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> None:
-    """Plans, and writes the plan, those of the best classics, and what is to know."""
+    """Plans, and writes the plan, those of the best presets, and what is to know."""
     clock = Clock(options.began)
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
@@ -118,7 +119,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
     lap("trace and analysis")
     frame = session.analysis.frame
     program = frame.program
-    again = recomputed_flops(program, frame.blocks)
+    again = rematerialized_flops(program, frame.blocks)
     flops = program_flops(program) - again
     clock.tell(f"{flops / 1e12:.4g} TFLOP a step, {len(program.ops):,} ops")
     settings = PlannerSettings(
@@ -127,7 +128,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
         in_context=not options.quick,
         plans=options.plans,
         reach=options.reach,
-        extents=(ConstraintLevel.EVERYTHING,),
+        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=clock.tell,
     )

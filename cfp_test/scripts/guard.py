@@ -71,8 +71,8 @@ def main() -> None:
             )
             for share in SHARES if on_gpu else SHARES[:1]:
                 row = {"model": name, "preset": preset, "share": share}
-                told = {MEMORY_SHARE: share} if share else {}
-                replace(plan, options=told, raced=None).compile_bound()
+                limit = {MEMORY_SHARE: share} if share else {}
+                replace(plan, options=limit, raced=None).compile_bound()
     execute.compile_right = compile_right
 
 

@@ -3,9 +3,9 @@
     python cfp_test/scripts/guided.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--pool 40] [--per-kind 8] [--workdir DIR]
 
-All there is: for each kind of segment the parts of the classics and the best ``--pool``
-choices of every storage mode by estimate; the space itself has more than anybody can
-measure. Both best plans are then run whole, in turns. Prints a line of JSON.
+All there is: for each kind of segment the parts of the presets and the best ``--pool``
+choices of every storage mode by estimate; the space itself has more than can
+be measured. Both best plans are then run whole, in turns. Prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
 from cfp.passes.profile import profile as profile_segments
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
 from cfp.race.compile import Builder

@@ -186,8 +186,8 @@ def farthest(expected: Any, got: Any) -> list[Row]:
 def played(rows: Rows, until: float, described: Path | None) -> None:
     """Programs of four devices, which one GPU plays or a file describes."""
     from cfp.analysis.analyze import analyze
-    from cfp.cost.memory import can_recompute
-    from cfp.presets.classics import presets
+    from cfp.cost.memory import can_rematerialize
+    from cfp.presets.presets import presets
     from cfp.program.graft import lower_part
     from cfp.program.step import flatten_step
     from cfp.program.trace import planning_mesh, trace
@@ -200,7 +200,7 @@ def played(rows: Rows, until: float, described: Path | None) -> None:
     program, _ = trace(flat, mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
     again = tuple(
-        s.index for s in analysis.segments if can_recompute(analysis.frame, s)
+        s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)
     )
     known = presets(analysis.frame)
 
@@ -224,7 +224,7 @@ def played(rows: Rows, until: float, described: Path | None) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting = {}
         for preset, limit in PLAYED:
-            words = f"{PLAYED_TARGET}, {preset}, computed again"
+            words = f"{PLAYED_TARGET}, {preset}, rematerialized"
             options = {**UNTUNED, **limit}
             if not rows.has("played", words, options):
                 waiting[pool.submit(look, preset, options)] = words, options

@@ -1,4 +1,4 @@
-"""Plans a model under several memory budgets, and compares with the best classic.
+"""Plans a model under several memory budgets, and compares with the best preset.
 
     python cfp_test/scripts/never_loses.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--budgets none,0.6,0.35] [--per-kind 16] [--reach 1.1]
@@ -8,10 +8,10 @@ Budgets are shares of what data parallelism needs, which another process finds o
 unless a plan without a budget does. The first plan is made with an empty store unless
 ``--workdir`` has one. Every plan is made once more from what is
 stored by then: cold and warm. The times compared are those of the plan's own race, in
-which all take turns. Classics count with the compiler's default options, and in the
-faster of the ways to tell the compiler of them. ``--reach`` says who is raced, as the
+which all take turns. Presets count with the compiler's default options, and in the
+faster of their constraint levels. ``--reach`` says what is raced, as the
 planner's setting. Those that it leaves out are raced after it, against the plan and the
-best classic that was in its race; the clock of the planning has stopped then.
+best preset that was in its race; the clock of the planning has stopped then.
 ``--compare`` says which of them by prediction: all unless it is given. Prints a line
 for each plan, and appends JSON lines; ``--log`` tells on the error stream what begins
 at which second.
@@ -39,7 +39,7 @@ from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.classics import CLASSICS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
@@ -54,20 +54,20 @@ from cfp.solution import Candidate
 
 
 def parts_of(name: str) -> tuple[str, ConstraintLevel]:
-    """A classic's name without how much the compiler is told of it, and that."""
+    """A preset's name without its constraint level, and that."""
     for level in ConstraintLevel:
-        if name.endswith(way := f", {level} told"):
+        if name.endswith(way := f", {level} constrained"):
             return name.removesuffix(way), level
     return name, ConstraintLevel.EVERYTHING
 
 
-def best_classic(plan: Plan) -> tuple[str, float] | None:
-    """The fastest classic of a race with default compiler options; None if none ran."""
+def best_preset(plan: Plan) -> tuple[str, float] | None:
+    """The fastest preset of a race with default compiler options; None if none ran."""
     found = {}
     for row in plan.race:
-        name = parts_of(row.name)[0].removesuffix(", recomputed")
-        is_classic = name.split(" ")[0] in CLASSICS and ", " not in name
-        if is_classic and row.time_ms is not None and not row.note:
+        name = parts_of(row.name)[0].removesuffix(", rematerialized")
+        is_preset = name.split(" ")[0] in PRESETS and ", " not in name
+        if is_preset and row.time_ms is not None and not row.note:
             found[row.name] = row.time_ms
     return min(found.items(), key=lambda item: item[1], default=None)
 
@@ -75,7 +75,7 @@ def best_classic(plan: Plan) -> tuple[str, float] | None:
 def compared(
     found: api.Found, mesh: Mesh, workdir: Path, budget: int | None, reach: float
 ) -> list[RaceResult]:
-    """The plan, the best classic of its race, and the classics that were not raced.
+    """The plan, the best preset of its race, and the presets that were not raced.
 
     Empty if there are none of these. What is predicted to take more than `reach` times
     as long as the plan is left out, and what was estimated to be too far behind to be
@@ -93,12 +93,12 @@ def compared(
             absent.append((*parts_of(row.name), row.predicted_ms))
         elif math.isinf(reach):
             absent += [(row.name, level, None) for level in ConstraintLevel]
-    best = best_classic(plan)
+    best = best_preset(plan)
     known = [(*parts_of(best[0]), None)] if best and absent else []
     entries = [
         Candidate(level_name(name, level), choices[name], predicted, level)
         for name, level, predicted in [*known, *absent]
-        if name in choices  # What is computed again is not known by name.
+        if name in choices  # What is rematerialized is not known by name.
     ]
     if not entries:
         return []
@@ -120,8 +120,8 @@ def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
     """That race as plain data."""
     if not results:
         return {}
-    planned, *classics = results
-    best = min(classics, key=lambda result: result.time_ms)
+    planned, *rivals = results
+    best = min(rivals, key=lambda result: result.time_ms)
     ratio = planned.time_ms / best.time_ms if planned.ran and best.ran else None
     return {
         "compared_ratio": ratio,
@@ -142,8 +142,8 @@ def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
 
 def row_of(plan: Plan, budget: int | None, seconds: float) -> dict[str, Any]:
     """One plan as plain data."""
-    best = best_classic(plan)
-    # In the race, as the classics: what wins among abridged programs runs once more.
+    best = best_preset(plan)
+    # In the race, as the presets: what wins among truncated programs runs once more.
     measured = next((r.time_ms for r in plan.race if r.name == plan.winner), None)
     return {
         "budget_bytes": budget,
@@ -170,12 +170,10 @@ def row_of(plan: Plan, budget: int | None, seconds: float) -> dict[str, Any]:
     }
 
 
-def needed_by(classic: str, plan: Plan | None) -> int | None:
-    """Memory that a classic needs on each device, if it was in a plan's race."""
+def needed_by(preset: str, plan: Plan | None) -> int | None:
+    """Memory that a preset needs on each device, if it was in a plan's race."""
     rows = plan.race if plan is not None else ()
-    return next(
-        (r.peak_bytes for r in rows if r.name == classic and r.peak_bytes), None
-    )
+    return next((r.peak_bytes for r in rows if r.name == preset and r.peak_bytes), None)
 
 
 _STARTED = time.perf_counter()

@@ -324,13 +324,13 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 def run(program: Program, step: Callable[..., Any], init: Any) -> Any:
     """What five steps return: the state and the losses."""
-    state, told = init, []
+    state, results = init, []
     for number in range(STEPS):
         result = step(*state, *program.batch(number))
         if program.trains:
             *state, result = result
-        told.append(result)
-    return tuple(state) if program.trains else (), told
+        results.append(result)
+    return tuple(state) if program.trains else (), results
 
 
 def mesh_of_all() -> jax.sharding.Mesh:

@@ -134,7 +134,7 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     from cfp import platform
     from cfp.cli.session import analyse
     from cfp.devices import mock
-    from cfp.presets.classics import presets
+    from cfp.presets.presets import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
     from cfp.profiling.runner import TimingOptions, run
     from cfp.program.trace import planning_mesh
@@ -185,7 +185,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     from cfp.context import open_context
     from cfp.passes.pipeline import analyze_step
     from cfp.planner_settings import PlannerSettings
-    from cfp.presets.classics import presets
+    from cfp.presets.presets import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
     from cfp.search.jobs import whole_job
     from cfp.targets import resolve
@@ -248,7 +248,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
         seconds=seconds,
         progress=tell,
         plans=2,
-        extents=(ConstraintLevel.EVERYTHING,),
+        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
     )
     if row["operators"]:

@@ -88,17 +88,17 @@ def page(data: dict) -> str:
     ]
     for row in data["rows"]:
         if "failure" in row:
-            told = [row["failure"].strip().splitlines()[0], ""]
+            figures = [row["failure"].strip().splitlines()[0], ""]
         else:
             size = row["estimated_bytes"]
             gib = "-" if size is None else f"{size / 2**30:.1f}"
-            told = [f"{row['estimated_ms']:.1f}", gib]
+            figures = [f"{row['estimated_ms']:.1f}", gib]
         cells = [
             " ".join(row["target"]),
             row["cluster"],
             f"{row['seconds']:.1f}",
             f"{row['processor_seconds']:.1f}",
-            *told,
+            *figures,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

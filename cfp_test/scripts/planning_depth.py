@@ -36,7 +36,10 @@ def measure(options: argparse.Namespace, rest: list[str]) -> None:
     settings = PlannerSettings(per_kind=options.per_kind)
     if options.quick:
         settings = replace(
-            settings, in_context=False, plans=1, extents=(ConstraintLevel.EVERYTHING,)
+            settings,
+            in_context=False,
+            plans=1,
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
         )
     if options.whole_race:
         settings = replace(settings, repeats=None)

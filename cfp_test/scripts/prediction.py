@@ -3,7 +3,7 @@
     python cfp_test/scripts/prediction.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--per-kind 6] [--plans 14] [--seed 0] [--workdir DIR]
 
-Takes the classics and random mixes of what was measured, predicts time and memory of
+Takes the presets and random mixes of what was measured, predicts time and memory of
 each from the profiles, and only then compiles them whole: what the compiler says they
 need, what the device's own high-water mark is, and what a step takes, in turn A B C,
 A B C. Prints a line for each plan, and writes everything as JSON.
@@ -43,10 +43,10 @@ _ONCE = TimingOptions(
 _TURN = TimingOptions(warmup_seconds=0.4, min_samples=3, max_samples=8)
 
 
-def plans(analysis: Analysis, problem: Problem, classics: dict, count: int, seed: int):
-    """Names and picks: the best, the classics, and random mixes of what is measured."""
+def plans(analysis: Analysis, problem: Problem, by_name: dict, count: int, seed: int):
+    """Names and picks: the best, the presets, and random mixes of what is measured."""
     found: dict[tuple[int, ...], str] = {}
-    for name, choice in classics.items():
+    for name, choice in by_name.items():
         picks = picks_of(analysis, problem, choice)
         if picks is not None:
             found.setdefault(tuple(picks), name)

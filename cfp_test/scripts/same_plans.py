@@ -98,7 +98,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
     mesh = jax.make_mesh(sizes, names)
     settings = dict(WAYS[way])
     if way == "measured":
-        settings["extents"] = tuple(ConstraintLevel)
+        settings["constraint_levels"] = tuple(ConstraintLevel)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -216,8 +216,8 @@ def _decided(row: dict[str, Any]) -> Any:
 
 
 def _pair(one: dict[str, Any], other: dict[str, Any], name: str, unit: float) -> str:
-    told = (row.get(name) for row in (one, other))
-    return " / ".join("-" if x is None else f"{x / unit:.2f}" for x in told)
+    values = (row.get(name) for row in (one, other))
+    return " / ".join("-" if x is None else f"{x / unit:.2f}" for x in values)
 
 
 def _git(*words: str) -> str:

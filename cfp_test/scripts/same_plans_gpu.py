@@ -75,7 +75,7 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
     settings = cfp.PlannerSettings(
         seconds=1e6,
         plans=2,
-        extents=(ConstraintLevel.EVERYTHING,),
+        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=lambda event: print(f"    {event}", flush=True),
     )
@@ -97,7 +97,7 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
                 settings=settings,
             )
             needs = needs or plan.predicted_bytes or 0
-            row |= told(plan)
+            row |= data_of(plan)
         except CfpError as error:
             row["failure"] = f"{type(error).__name__}: {error}"
         row |= {"budget": budget, "seconds": round(time.perf_counter() - begun, 1)}
@@ -105,7 +105,7 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
         out.write_text(json.dumps(rows))
 
 
-def told(plan: Any) -> dict[str, Any]:
+def data_of(plan: Any) -> dict[str, Any]:
     """What is compared of a plan."""
     decided = json.loads(plan.to_json())
     parts = ("arguments", "output_specs", "constraints", "recompute", "options")

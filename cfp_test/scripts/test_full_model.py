@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cfp.cli.session import analyse
 from cfp.errors import PlanMismatch
 from cfp.plan.compose import compose_plan
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -49,19 +49,23 @@ def row(name, time_ms=None, note="", predicted_ms=None):
     )
 
 
-def test_rivals_are_the_fastest_classics_with_default_options():
+def test_rivals_are_the_fastest_presets_with_default_options():
     race = [
         row("planned", 10.0),
         row("planned, large collectives", 9.0),
         row("planned 2", 8.0),
         row("zero1, large collectives", 7.0),
         row("zero1", 12.0),
-        row("fully_sharded, recomputed, arguments told", 11.0),
+        row("fully_sharded, rematerialized, arguments constrained", 11.0),
         row("x=data,y=tensor", 13.0),
         row("data_parallel", 5.0, note="over the memory budget"),
         row("expert_parallel", note="predicted too far behind", predicted_ms=1.0),
     ]
-    found = ["fully_sharded, recomputed, arguments told", "zero1", "x=data,y=tensor"]
+    found = [
+        "fully_sharded, rematerialized, arguments constrained",
+        "zero1",
+        "x=data,y=tensor",
+    ]
     assert best_presets(race, "planned", 9) == found
     assert best_presets(race, "planned", 2) == found[:2]
     assert best_presets(race, "zero1", 2) == [found[0], found[2]]
@@ -90,7 +94,7 @@ def test_figures_leave_out_the_first_step_and_count_all_devices():
     assert figures({**trained, "tokens": None}, 1, 1.0, 1)["tokens_per_second"] is None
 
 
-def test_the_table_says_who_failed_and_why():
+def test_the_table_says_what_failed_and_why():
     good = {
         **{"plan": "planned", "note": "", "in_a_row_ms": 8.0, "losses": [3.0, 2.5]},
         **{"step_ms": 12.0, "tokens_per_second": 50_000.0, "mfu": 0.75},
@@ -112,7 +116,7 @@ def counted(fn, *args):
     return loops_counted_once(program)
 
 
-def test_loops_of_unknown_length_are_told():
+def test_loops_of_unknown_length_are_named():
     x, count = jnp.ones((8, 8)), jnp.int32(3)
 
     def until(x, count):

@@ -4,7 +4,7 @@ import random
 
 from cfp.analysis.analyze import analyze
 from cfp.cost.choice import segment_candidate
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -26,7 +26,7 @@ def estimated(fn, args, sizes):
 
 
 def options_of(analysis, seed):
-    """The parts of the classics, of times that a seed tells."""
+    """The parts of the presets, of times that a seed tells."""
     draw = random.Random(seed)
     found = []
     for index in analysis.representatives:

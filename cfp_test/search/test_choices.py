@@ -1,4 +1,4 @@
-"""The shortlists: of a segment's choices, and of the classics."""
+"""The shortlists: of a segment's choices, and of the presets."""
 
 import itertools
 
@@ -8,8 +8,8 @@ import pytest
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.models import registry
-from cfp.presets.classics import CLASSICS, presets
-from cfp.search.choices import leading_classics, ranked_candidates
+from cfp.presets.presets import PRESETS, presets
+from cfp.search.choices import leading_presets, ranked_candidates
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated
@@ -40,11 +40,11 @@ def test_beam_search_finds_the_cheapest(small, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("reach", [1.0, 1.3, 2.0])
-def test_classics_far_behind_by_estimate_are_not_measured(reach):
+def test_presets_far_behind_by_estimate_are_not_measured(reach):
     step = registry.build("gpt", **TINY["gpt"])
     analysis, estimates = estimated(*step, (("x", 2), ("y", 2)))
-    every = leading_classics(analysis, estimates, presets(analysis.frame))
-    found = leading_classics(analysis, estimates, every, reach)
+    every = leading_presets(analysis, estimates, presets(analysis.frame))
+    found = leading_presets(analysis, estimates, every, reach)
     kinds = [segment.kind for segment in analysis.segments]
     total_ms = {
         name: sum(
@@ -60,22 +60,22 @@ def test_classics_far_behind_by_estimate_are_not_measured(reach):
 
 
 @pytest.mark.parametrize("reach", [1.6, float("inf")])
-def test_where_nothing_takes_any_time_no_classic_is_far_behind(reach):
+def test_where_nothing_takes_any_time_no_preset_is_far_behind(reach):
     analysis, estimates = estimated(lambda x: x, (np.ones((8, 8)),), (("x", 2),))
     every = presets(analysis.frame)
     assert len(every) > 1
-    assert leading_classics(analysis, estimates, every, reach) == every
+    assert leading_presets(analysis, estimates, every, reach) == every
 
 
-def test_few_of_many_classics_are_measured():
+def test_few_of_many_presets_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
     step = registry.build("gpt", **TINY["gpt"])
     analysis, estimates = estimated(*step, sizes)
     every = presets(analysis.frame)
-    chosen = leading_classics(analysis, estimates, every)
+    chosen = leading_presets(analysis, estimates, every)
     assert len(every) > 40
-    assert len(chosen) <= len(CLASSICS) + 6
-    assert set(chosen) >= set(every) & set(CLASSICS)
+    assert len(chosen) <= len(PRESETS) + 6
+    assert set(chosen) >= set(every) & set(PRESETS)
     left_out = set(every) - set(chosen)
 
     def total(name):
@@ -85,5 +85,5 @@ def test_few_of_many_classics_are_measured():
             for kind, index in enumerate(analysis.representatives)
         )
 
-    mixed = [total(name) for name in chosen if name not in CLASSICS]
+    mixed = [total(name) for name in chosen if name not in PRESETS]
     assert max(mixed) <= min(total(name) for name in left_out)

@@ -12,10 +12,10 @@ from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.errors import DeviceError
 from cfp.models import registry
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
-from cfp.search.choices import leading_classics, ranked_candidates
+from cfp.search.choices import leading_presets, ranked_candidates
 from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
 from cfp.search.problem import Option
@@ -88,7 +88,7 @@ class Devices:
         status="crashed",
         in_context=False,
     ):
-        presets_ = leading_classics(analysis, estimates, presets(analysis.frame))
+        presets_ = leading_presets(analysis, estimates, presets(analysis.frame))
         self.costs = Costs(analysis, rates_of(SIZES))
         self.maker = Watched(self.costs, presets_, estimates, (), in_context)
         self.estimates = estimates
@@ -122,7 +122,7 @@ class Devices:
         )
 
     def _needed_bytes(self, kind, candidate):
-        """While it runs, whether it was kept or is computed again."""
+        """While it runs, whether it was kept or is rematerialized."""
         plain = replace(candidate, remat=False)
         return self.costs.least_bytes(kind, plain).residual_bytes
 

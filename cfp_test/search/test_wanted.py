@@ -9,8 +9,8 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.cost.costs import Costs
-from cfp.cost.memory import can_recompute
-from cfp.presets.classics import presets
+from cfp.cost.memory import can_rematerialize
+from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
@@ -39,13 +39,13 @@ def analysis(mesh):
 
 @pytest.fixture(scope="module")
 def made(mesh, analysis):
-    """A candidate with a neighbour, and the same computed again."""
+    """A candidate with a neighbour, and the same rematerialized."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
-        if base.context and can_recompute(analysis.frame, analysis.segments[index]):
+        if base.context and can_rematerialize(analysis.frame, analysis.segments[index]):
             return base, rematerialize(analysis, (), base, "again", {})
     raise AssertionError("no segment has a neighbour")
 
@@ -76,8 +76,8 @@ def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
     base, again = made
     assert again.candidate == replace(base.candidate, remat=True)
     assert again.context.job == base.context.job and again.job == base.job
-    assert base.context.pair_job.constraints.recompute == ()
-    assert len(again.context.pair_job.constraints.recompute) == 1
+    assert base.context.pair_job.constraints.rematerialized == ()
+    assert len(again.context.pair_job.constraints.rematerialized) == 1
     new = {job.key.digest for job in again.jobs} - {j.key.digest for j in base.jobs}
     assert new == {again.own_job.key.digest} == {again.context.pair_job.key.digest}
     assert base.own_job == base.job
@@ -153,13 +153,13 @@ def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis
     for job in base.jobs:
         again = rematerialize(analysis, (), base, "again", without(known, job))
         assert again.jobs == [again.own_job] and again.job != base.job
-        assert len(again.job.constraints.recompute) == 1
+        assert len(again.job.constraints.rematerialized) == 1
 
 
 def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
     costs = Costs(analysis, Rates.default(mesh))
     segments = analysis.segments
-    again = tuple(s.index for s in segments if can_recompute(analysis.frame, s))
+    again = tuple(s.index for s in segments if can_rematerialize(analysis.frame, s))
     assert again
     least = {}
     for name, choice in presets(analysis.frame).items():
@@ -172,7 +172,7 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
     assert least["fully_sharded"] < least["zero1"] < least["data_parallel"]
 
 
-def test_a_segment_beside_a_neighbour_is_told_apart_by_the_same_price(analysis, mesh):
+def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, mesh):
     """What the search adds for a handover is what was subtracted before."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))

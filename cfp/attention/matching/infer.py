@@ -52,7 +52,7 @@ class _Proof(Sample):
         """The meaning.
 
         Raises:
-            Different, NotEvaluated: there is none, or it cannot be told.
+            Different, NotEvaluated: there is none, or it cannot be found.
         """
         found = self.found
         if len(found.sides) > 1:

@@ -101,7 +101,7 @@ def _run(check: Check, machine: Machine) -> Result:
     try:
         return check.run(machine)
     except Exception as error:
-        # A machine can be broken in ways that nobody thought of. That is a finding,
+        # A machine can be broken in ways that no check looks for. That is a finding,
         # and the other checks go on.
         return failed(
             check.name,

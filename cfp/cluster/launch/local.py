@@ -54,6 +54,6 @@ def dry_lines(launch: Launch, coordinator: str | None = None) -> Sequence[str]:
     coordinator = coordinator or f"{HERE}:{launch.port or 'PORT'}"
     lines = [f"{line} && \\" for line in launch.setup]
     for number in range(launch.processes):
-        told = launch.variables(number, coordinator).items()
-        lines.append(" ".join([*(f"{a}={b}" for a, b in told), launch.line]))
+        given = launch.variables(number, coordinator).items()
+        lines.append(" ".join([*(f"{a}={b}" for a, b in given), launch.line]))
     return lines

@@ -77,7 +77,7 @@ def injected(
     Args:
         function: of arrays, or trees of them.
         policies: in the order in which they are asked.
-        report: is told of every named jit when the function is called.
+        report: called with every named jit when the function is called.
     """
 
     @functools.wraps(function)

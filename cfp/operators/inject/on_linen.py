@@ -31,7 +31,7 @@ def interceptor(
 
     Args:
         policies: in the order in which they are asked.
-        report: is told of every module that is called.
+        report: called with every module that is called.
     """
 
     def intercept(

@@ -111,7 +111,7 @@ def surgery(
     Args:
         model: whose parts are replaced; not it itself.
         policies: in the order in which they are asked.
-        report: is told of every part.
+        report: called with every part.
 
     Returns:
         The policies of what was replaced, by path.

@@ -11,12 +11,12 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
 from cfp.program.makeable import makeable
-from cfp.program.recompute import recomputable, tag_of
+from cfp.program.rematerialize import rematerializable, tag_of
 from cfp.program.trace import lower_step
 from cfp.search.jobs import whole_job
 from cfp_test.checking import (
@@ -39,21 +39,21 @@ def case():
     return prepare("stack", stack_step, SIZES)
 
 
-def recomputations(frame):
+def rematerializations(frame):
     turn = turning_point(frame)
-    found = [recomputable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
     return tuple(one for one in found if one is not None)
 
 
 def edited(case, choice):
-    """The step's lowering with every segment computed again; and its shardings."""
+    """The step's lowering with every segment rematerialized; and its shardings."""
     layout = lay_out(case.frame, choice)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
-    told = dataclasses.replace(
-        constraints(layout), recompute=recomputations(case.frame)
+    constrained = dataclasses.replace(
+        constraints(layout), rematerialized=rematerializations(case.frame)
     )
-    constrain(lowering.module, case.frame.program, case.mesh, told)
+    constrain(lowering.module, case.frame.program, case.mesh, constrained)
     return lowering, ins
 
 
@@ -67,7 +67,7 @@ def test_what_the_backward_pass_reads_is_cloned_behind_a_barrier(case):
     found = clones(lowering)
     barriers = barriers_of(lowering)
     products = [op for op in found if op.name == "stablehlo.dot_general"]
-    assert len(barriers) == len(recomputations(case.frame))
+    assert len(barriers) == len(rematerializations(case.frame))
     # Of each layer the first product: its result is what tanh and the second
     # product's gradient need. No gradient needs the second product's.
     assert len(products) >= 4
@@ -96,17 +96,17 @@ def test_other_programs_compute_the_same(name):
 
 
 def test_a_part_computes_the_same(case):
-    """A layer by itself, its forward ops computed again."""
+    """A layer by itself, its forward ops rematerialized."""
     frame = case.frame
     segment = find_segments(frame)[1]
     part = cut_part(frame.program, segment.ops)
     choice = presets(frame)["data_parallel"]
     layout = lay_out(frame, Choice(choice.blocks, (Storage.USED,) * len(frame.groups)))
     known = evaluate(case, (*part.inputs, *part.outputs))
-    one = recomputable(frame.program, segment.ops, turning_point(frame))
+    one = rematerializable(frame.program, segment.ops, turning_point(frame))
     assert one is not None
-    told = dataclasses.replace(constraints(layout), recompute=(one,))
-    outputs = run_part(case, layout, part, known, told)
+    constrained = dataclasses.replace(constraints(layout), rematerialized=(one,))
+    outputs = run_part(case, layout, part, known, constrained)
     for v, got in zip(part.outputs, outputs, strict=True):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
 
@@ -186,7 +186,7 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     made = lowering.lowered.compile()(*arrays)
     assert differences(case, jax.tree.leaves(made)) == {}
     entering = sum(len(barrier.operands) for barrier in barriers_of(lowering))
-    monkeypatch.setattr("cfp.program.recompute.makeable", lambda *how: {})
+    monkeypatch.setattr("cfp.program.rematerialize.makeable", lambda *how: {})
     lowering, _ = edited(case, presets(case.frame)["data_parallel"])
     assert entering < sum(len(barrier.operands) for barrier in barriers_of(lowering))
 
@@ -212,7 +212,7 @@ def test_nothing_is_kept_only_to_make_something_smaller_of_it():
     turn = turning_point(case.frame)
     outside = []
     for segment in segments:
-        one = recomputable(case.frame.program, segment.ops, turn)
+        one = rematerializable(case.frame.program, segment.ops, turn)
         outside.append(set() if one is None else {*one.forward} - {*segment.ops})
     assert len(segments) > 1
     assert not any(outside)
@@ -275,7 +275,7 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
     block = shardy.main_function(lowering.module).regions[0].blocks[0]
     place = {o.operation: number for number, o in enumerate(block.operations)}
     barriers = [o for o in clones(lowering) if o.name.endswith("optimization_barrier")]
-    # Of the last segment the backward pass begins with what is computed again.
+    # Of the last segment the backward pass begins with what is rematerialized.
     first, *others = barriers
     assert len(others) == 2
     for barrier in others:
@@ -285,7 +285,9 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
         assert max(place[op] for op in made) > place[first]
 
 
-def test_what_was_measured_of_another_recomputation_does_not_count(case, monkeypatch):
+def test_what_was_measured_of_another_rematerialization_does_not_count(
+    case, monkeypatch
+):
     analysis = Analysis(case.frame, tuple(find_segments(case.frame)))
     plain = presets(case.frame)["data_parallel"]
     again = dataclasses.replace(plain, remat=(1,))
@@ -303,8 +305,8 @@ def test_loops_and_inference_have_nothing_to_compute_again():
     scanned = prepare("scan_mlp", PROGRAMS["scan_mlp"], SIZES)
     assert all(
         not scanned.frame.program.ops[op].body
-        for one in recomputations(scanned.frame)
+        for one in rematerializations(scanned.frame)
         for op in one.forward
     )
     serving = prepare("serving", PROGRAMS["serving"], SIZES)
-    assert recomputations(serving.frame) == ()
+    assert rematerializations(serving.frame) == ()

@@ -1,13 +1,12 @@
-"""A program with fewer of its repeats, which runs and costs like the whole of it.
+"""Truncates a program: fewer repeats of its segments, which cost what the whole's do.
 
-A step of 48 layers takes the compiler twelve times as long as one of 4, and what there
-is to learn from timing it (how layers, and what stands before and behind them, go
-together under a plan) the short one tells as well. Of a stretch of segments that
-repeats, all but the first and the last few are left out: what they would have handed
-on, the next repeat reads from the last one before them, as every repeat reads from its
-neighbour. That a program can be abridged is not assumed but checked, op by op. Where
-something else depends on the repeats in between (a loss on every layer's output, say),
-it is not.
+A step of 48 layers takes the compiler twelve times as long as one of 4. What timing it
+shows (how layers, and what stands before and behind them, go together under a plan) the
+truncated program shows as well. Of a stretch of segments that repeats, all but the
+first and the last few are left out. The first repeat after the gap reads from the last
+one before it, as every repeat reads from its neighbour. Whether a program can be
+truncated is checked, op by op. Where something else depends on the repeats in between,
+such as a loss on every layer's output, it cannot.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.analysis.shortening import Shortening
 from cfp.analysis.strategies import Spec
+from cfp.analysis.truncation import Truncation
 from cfp.program.part import Part
 
 
@@ -48,7 +47,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Abridged:
+class TruncatedProgram:
     """A program without the middle of its repeats.
 
     Attributes:
@@ -63,7 +62,7 @@ class Abridged:
 def treatments(analysis: Analysis, choice: Choice) -> tuple[int, ...]:
     """A number for each segment: the same for those that are equal and treated alike.
 
-    By a choice, and by what the user pinned. An abridged program stands for the whole
+    By a choice, and by what the user pinned. A truncated program stands for the whole
     one if what was left out is like its neighbours in this.
 
     Args:
@@ -94,7 +93,9 @@ def treatments(analysis: Analysis, choice: Choice) -> tuple[int, ...]:
     return tuple(found)
 
 
-def abridge(analysis: Analysis, kinds: Sequence[int], kept: int = 4) -> Abridged | None:
+def truncate_program(
+    analysis: Analysis, kinds: Sequence[int], kept: int = 4
+) -> TruncatedProgram | None:
     """Leaves the middle of every stretch of repeats out.
 
     Args:
@@ -103,23 +104,23 @@ def abridge(analysis: Analysis, kinds: Sequence[int], kept: int = 4) -> Abridged
         kept: how many repeats of a stretch stay, 2 or more.
 
     Returns:
-        What is left; None if no stretch has more, or none of them can be shortened.
+        What is left; None if no stretch has more, or none of them can be truncated.
     """
-    shortened = Shortening(analysis)
+    truncation = Truncation(analysis)
     left_out: set[int] = set()
     for stretch in find_stretches(kinds, kept):
         middle = stretch.middle(kept)
         repeats = [
-            [op for index in stretch.repeat(number) for op in shortened.own_ops(index)]
+            [op for index in stretch.repeat(number) for op in truncation.own_ops(index)]
             for number in range(stretch.count)
         ]
-        if shortened.leave_out(repeats, middle):
+        if truncation.leave_out(repeats, middle):
             left_out.update(index for n in middle for index in stretch.repeat(n))
-    part = shortened.part() if left_out else None
+    part = truncation.part() if left_out else None
     if part is None:
         return None
     stay = [s.index for s in analysis.segments if s.index not in left_out]
-    return Abridged(part, tuple(stay))
+    return TruncatedProgram(part, tuple(stay))
 
 
 def find_stretches(kinds: Sequence[int], kept: int) -> list[Stretch]:

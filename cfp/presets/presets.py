@@ -1,4 +1,4 @@
-"""The classic strategies, as choices for any program.
+"""The presets: classic strategies, as choices for any program.
 
 None of them knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
 """
@@ -13,8 +13,8 @@ from cfp.analysis.layout import Choice, Frame, Storage
 from cfp.analysis.strategies import NONE, AxisChoice, Strategy
 from cfp.presets.roles import ROLES, axis_walk
 
-# The classics that need no axis of their own: what every axis does, and the storage.
-CLASSICS = {
+# The presets that need no axis of their own: what every axis does, and the storage.
+PRESETS = {
     "data_parallel": ("data", Storage.USED),
     "zero1": ("data", Storage.OPTIMIZER),
     "fully_sharded": ("data", Storage.SHARDED),
@@ -25,13 +25,13 @@ CLASSICS = {
 
 
 def presets(frame: Frame) -> dict[str, Choice]:
-    """Every classic that makes sense for a program on its mesh, by name.
+    """Every preset that makes sense for a program on its mesh, by name.
 
-    Classics that come out equal to an earlier one (experts in a program without
+    Presets that come out equal to an earlier one (experts in a program without
     any) are left out.
     """
     found: dict[str, Choice] = {}
-    for name, (role, storage) in CLASSICS.items():
+    for name, (role, storage) in PRESETS.items():
         roles = (role,) * len(frame.mesh)
         _add(found, name, preset(frame, roles, storage))
     if len(frame.mesh) > 1:

@@ -7,8 +7,8 @@ import pytest
 from cfp.errors import CfpError
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
+from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.tables import plan_text
-from cfp.report.told import explain_data, explain_text
 from cfp_test.report.plans import RACE, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
@@ -37,10 +37,10 @@ def test_a_plan_explains_itself():
 
 def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is():
     wide = figured(["a", "b"], budget_bytes=None)
-    told = " ".join(explain_text(wide).split())
-    assert "it won the race, though another strategy was predicted to be faster" in told
+    said = " ".join(explain_text(wide).split())
+    assert "it won the race, though another strategy was predicted to be faster" in said
     assert (
-        "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in told
+        "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in said
     )
 
 
@@ -75,7 +75,7 @@ def test_a_plan_does_not_differ_from_itself():
     assert diff_text(DEEP, DEEP) == "first -> second\nThe plans do not differ.\n"
 
 
-def test_differences_are_told_once_for_repeated_layers():
+def test_differences_are_shown_once_for_repeated_layers():
     other = replace(
         DEEP,
         measured_ms=8.5,
@@ -160,8 +160,8 @@ def test_times_are_compared_with_times_of_their_kind():
 
 def test_a_segment_faster_than_its_collectives_one_by_one_says_why():
     quick = replace(DEEP, rows=tuple(replace(r, segment_ms=0.25) for r in DEEP.rows))
-    told = " ".join(explain_text(quick).split())
-    assert "0.250 ms each, measured (its collectives one after another 0.375 ms" in told
+    said = " ".join(explain_text(quick).split())
+    assert "0.250 ms each, measured (its collectives one after another 0.375 ms" in said
     assert "one after another" not in explain_text(DEEP)
 
 
@@ -189,9 +189,9 @@ def test_one_program_under_two_names_is_no_runner_up():
     alone = explain_text(make_plan(rows, [twin, planned, RACE[-1]]))
     assert "no other program was timed; data_parallel gave the same program" in alone
     assert "Next:" not in alone
-    told = " ".join(explain_text(make_plan(rows, [twin, planned, *rest])).split())
-    assert "fastest of 2 programs that were timed; data_parallel gave the same" in told
-    assert "Next: zero1, 12.250 ms, against 10.250 ms" in told
+    said = " ".join(explain_text(make_plan(rows, [twin, planned, *rest])).split())
+    assert "fastest of 2 programs that were timed; data_parallel gave the same" in said
+    assert "Next: zero1, 12.250 ms, against 10.250 ms" in said
     table = plan_text(make_plan(rows, [twin, planned, *rest]), width=160)
     assert [line for line in table.splitlines() if "10.250 |" in line] == [
         line

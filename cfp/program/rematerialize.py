@@ -1,14 +1,14 @@
-"""Computes values again in the backward pass that would otherwise be kept for it.
+"""Rematerializes values in the backward pass that would otherwise be residuals.
 
 The forward ops that a backward pass reads are cloned before it. What the clones read
 goes through an ``optimization_barrier``, together with the gradients that enter: so XLA
 neither merges the clones with the originals nor runs them early, and frees the
 originals' results once the forward pass is through with them. Gradients are read behind
-the barrier, since XLA takes out of it what nobody reads there. Arguments enter as they
+the barrier, since XLA takes out of it what is not read there. Arguments enter as they
 are stored: what was gathered of them is gathered again. That is what ``jax.checkpoint``
 does when it traces; here it is done to a program that has been differentiated already.
 What depends on no argument stays outside of the barrier: the compiler would have to
-write a broadcast constant to memory to hand it through, and keep it there.
+write a broadcast constant to memory to pass it through, and keep it there.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
-    """What to compute again.
+class Rematerialization:
+    """What to rematerialize.
 
     Attributes:
         forward: ids of top-level ops.
-        backward: ids of the top-level ops that read what is computed again.
+        backward: ids of the top-level ops that read what is rematerialized.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
 
-def recomputable(
+def rematerializable(
     program: Program,
     ops: Iterable[int],
     turn: int,
     within: Set[int] | None = None,
-) -> Recompute | None:
-    """What can be computed again of some top-level ops, or None if nothing can.
+) -> Rematerialization | None:
+    """What can be rematerialized of some top-level ops, or None if nothing can.
 
-    What they read of others is computed again, too, where cheap ops make it of what
+    What they read of others is rematerialized, too, where cheap ops make it of what
     they read besides.
 
     Args:
@@ -74,7 +74,7 @@ def recomputable(
         and op not in program.leaf_ops
     }
     forward.update(*makeable(program, entering, within).values())
-    return Recompute(tuple(sorted(forward)), backward)
+    return Rematerialization(tuple(sorted(forward)), backward)
 
 
 def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
@@ -96,10 +96,10 @@ def repeatable(program: Program, op_id: int) -> bool:
     return not op.has_regions and op.kind not in _NOT_REPEATABLE
 
 
-def recompute(
+def rematerialize(
     function: ir.Operation,
     ops: Sequence[ir.Operation],
-    wanted: Sequence[Recompute],
+    wanted: Sequence[Rematerialization],
 ) -> None:
     """Clones forward ops before the backward ops that read them, in place.
 
@@ -107,7 +107,7 @@ def recompute(
         function: the function, its sharding constraints in place: clones have those
             of their originals.
         ops: the program's ops, by id.
-        wanted: what to compute again.
+        wanted: what to rematerialize.
     """
     if not wanted:
         return
@@ -115,7 +115,7 @@ def recompute(
     place = {op: number for number, op in enumerate(body)}
     fixed = _without_arguments(body)
     for one in wanted:
-        _Recomputation(ops, one, place, fixed).run()
+        _Rematerializer(ops, one, place, fixed).run()
 
 
 def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
@@ -129,11 +129,11 @@ def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
     return found
 
 
-class _Recomputation:
+class _Rematerializer:
     def __init__(
         self,
         ops: Sequence[ir.Operation],
-        wanted: Recompute,
+        wanted: Rematerialization,
         place: dict[ir.Operation, int],
         fixed: set[ir.Operation],
     ) -> None:

@@ -1,4 +1,4 @@
-"""What the compiler is told of, and what it is left to find out behind a transpose."""
+"""Which values have constraints: what is only transposed, behind the transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
-from cfp.presets.classics import presets
+from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.graft import lower_part
 from cfp.program.step import flatten_step
@@ -48,27 +48,27 @@ def transposed(program):
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "zero1", "fully_sharded"])
-def test_a_product_that_is_only_transposed_is_told_of_behind_that(analysis, name):
+def test_a_product_that_is_only_transposed_is_constrained_behind_that(analysis, name):
     program = analysis.frame.program
     layout = lay_out(analysis.frame, presets(analysis.frame)[name])
-    told = constraints(layout)
+    constrained = constraints(layout)
     pairs = list(transposed(program))
     assert len(pairs) >= 1
     for product, result in pairs:
-        assert product not in told.values
-        assert told.values[result] == layout.value_spec[result]
-        # It is the same sharding that is told, and the same axes are summed over.
+        assert product not in constrained.values
+        assert constrained.values[result] == layout.value_spec[result]
+        # It is the same sharding, and the same axes are summed over.
         have, found = layout.value_spec[product], layout.value_spec[result]
         assert sorted(have) == sorted(found)
 
 
-def test_where_the_transpose_is_left_out_the_product_is_told_of(analysis):
+def test_where_the_transpose_is_left_out_the_product_is_constrained(analysis):
     program = analysis.frame.program
     layout = lay_out(analysis.frame, presets(analysis.frame)["data_parallel"])
     product, _ = next(transposed(program))
     producer = program.values[product].producer
-    told = constraints(layout, {producer})
-    assert told.values[product] == layout.value_spec[product]
+    constrained = constraints(layout, {producer})
+    assert constrained.values[product] == layout.value_spec[product]
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "zero1", "fully_sharded"])
@@ -78,14 +78,16 @@ def test_the_same_is_sent(analysis, name):
     choice = presets(frame)[name]
     layout = lay_out(frame, choice)
     job = whole_job(analysis, choice, (), name)
-    told = constraints_of(analysis, choice, ConstraintLevel.EVERYTHING)
+    constrained = constraints_of(analysis, choice, ConstraintLevel.EVERYTHING)
     before = {
         product: layout.value_spec[product] for product, _ in transposed(frame.program)
     }
-    assert before and not before.keys() & told.values.keys()
+    assert before and not before.keys() & constrained.values.keys()
     sent = []
-    for values in (told.values, {**told.values, **before}):
-        all_told = type(told)(values, told.uses, told.recompute)
+    for values in (constrained.values, {**constrained.values, **before}):
+        all_told = type(constrained)(
+            values, constrained.uses, constrained.rematerialized
+        )
         lowered = lower_part(
             frame.program,
             job.part,

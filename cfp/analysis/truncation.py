@@ -3,7 +3,7 @@
 What the ops of a repeat that stays read from one that is left out, they read from the
 repeat that its like reads from: every repeat reads from its neighbours as the others
 do. Sums over all repeats do without those left out, and of what is made once for all
-repeats each takes its own slice. What a layer computes again for its backward pass may
+repeats each takes its own slice. What a layer rematerializes in its backward pass may
 be computed with another's weights then, which costs the same.
 """
 
@@ -20,7 +20,7 @@ from cfp.program.part import Part
 _ACCUMULATIONS = frozenset({"add", "and", "or", "maximum", "minimum"})
 
 
-class Shortening:
+class Truncation:
     """What is left out of a program, and what is read in its place."""
 
     def __init__(self, analysis: Analysis) -> None:
@@ -42,7 +42,7 @@ class Shortening:
         self._forms: dict[int, tuple[object, ...]] = {}
         self._gone: set[int] = set()  # top-level ops
         # What a repeat reads from its neighbour, and what a sum is without a part.
-        self._handed: dict[int, int] = {}
+        self._substitutes: dict[int, int] = {}
         self._through: dict[int, int] = {}
 
     def _assign(self, barrier: Op) -> None:
@@ -65,8 +65,8 @@ class Shortening:
 
         The updates of its parameters stand in the order in which it reads these: in the
         program they may stand in the order of names, of which `layer_10` comes before
-        `layer_9`. What computes with scalars alone is nobody's: it ties repeats
-        together, costs nothing, and may stand with either of two neighbours.
+        `layer_9`. What computes with scalars alone belongs to no segment: it ties
+        repeats together, costs nothing, and may stand with either of two neighbours.
         """
         frame, program = self._analysis.frame, self._program
         own = sorted(op for op, owner in self._owner.items() if owner == index)
@@ -91,7 +91,7 @@ class Shortening:
             repeats: the top-level ops of each repeat of a stretch, in order.
             middle: which of them.
         """
-        before = set(self._gone), dict(self._handed), dict(self._through)
+        before = set(self._gone), dict(self._substitutes), dict(self._through)
         around = range(middle.start - 1, middle.stop + 1)
         # A round moves an op at least, and none moves twice.
         for _ in repeats[around.start]:
@@ -111,8 +111,12 @@ class Shortening:
         return False
 
     def _restore(self, state: tuple[set[int], dict[int, int], dict[int, int]]) -> None:
-        gone, handed, through = state
-        self._gone, self._handed, self._through = set(gone), {**handed}, {**through}
+        gone, substitutes, through = state
+        self._gone, self._substitutes, self._through = (
+            set(gone),
+            {**substitutes},
+            {**through},
+        )
 
     def _are_alike(self, repeats: Sequence[Sequence[int]], around: range) -> bool:
         forms = [[self._form(op) for op in repeats[number]] for number in around]
@@ -128,7 +132,7 @@ class Shortening:
             repeat that is read instead is made later than it is read: nothing if all
             goes well, and None if it goes wrong otherwise.
         """
-        settled = set(self._handed)
+        settled = set(self._substitutes)
         self._gone.update(op for number in middle for op in repeats[number])
         places = {
             op: (number, place)
@@ -144,12 +148,12 @@ class Shortening:
             found = None
             number, place = places.get(op.id, (-1, -1))
             if place >= 0:
-                found = self._handed_over(op, number, place, repeats, middle)
+                found = self._substitutes_for(op, number, place, repeats, middle)
             if found is not None:
-                handed, late = found
+                substitutes, late = found
                 if late and not middle.start - 1 <= number <= middle.stop:
                     return None
-                self._handed.update(handed)
+                self._substitutes.update(substitutes)
                 early += [(place, index) for index in late]
             elif not self._do_without(op):
                 return None
@@ -163,7 +167,7 @@ class Shortening:
     ) -> list[list[int]] | None:
         """Repeats, each with what its ops read that came too late.
 
-        What a layer computes again for its backward pass may stand with the layer
+        What a layer rematerializes in its backward pass may stand with the layer
         before it, whose result it is: then it is made in the backward pass of another
         repeat than that of its own.
 
@@ -197,8 +201,8 @@ class Shortening:
     def part(self) -> Part | None:
         """What is left, if it is a program, and all of it has a use that had one.
 
-        What nobody reads any more, since who read it was left out with others, the
-        compiler leaves out, too: then what is left costs less than it should.
+        An op whose readers were all left out has no use any more: the compiler leaves
+        it out, too, and what is left costs less than it should.
         """
         program = self._program
         results = {self._through_all(v): None for v in program.outputs}
@@ -250,7 +254,7 @@ class Shortening:
                 wanted.update(instead.get(v, v) for v in self._reads(op))
         return found
 
-    def _handed_over(
+    def _substitutes_for(
         self,
         op: Op,
         number: int,
@@ -269,20 +273,20 @@ class Shortening:
         like = self._program.ops[others[place]]
         if self._form(like.id) != self._form(op.id):
             return None
-        handed: dict[int, int] = {}
+        substitutes: dict[int, int] = {}
         late: list[int] = []
         pairs = zip(self._reads(op), self._reads(like), strict=True)
         for index, (v, other) in enumerate(pairs):
             if not self._is_missing(v):
                 continue
             found = self._through_all(other)
-            known = handed.get(v, self._handed.get(v, found))
+            known = substitutes.get(v, self._substitutes.get(v, found))
             if self._is_gone(found) or known != found:
                 return None
             if self._program.values[found].producer >= op.id:
                 late.append(index)
-            handed[v] = found
-        return handed, late
+            substitutes[v] = found
+        return substitutes, late
 
     def _do_without(self, op: Op) -> bool:
         """Takes a part out of a sum, or leaves out what nothing that stays owns."""
@@ -308,8 +312,8 @@ class Shortening:
         return v
 
     def _resolved(self, v: int) -> int:
-        while v in self._through or v in self._handed:
-            v = self._through[v] if v in self._through else self._handed[v]
+        while v in self._through or v in self._substitutes:
+            v = self._through[v] if v in self._through else self._substitutes[v]
         return v
 
     def _reads(self, op: Op) -> tuple[int, ...]:

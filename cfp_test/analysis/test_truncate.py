@@ -14,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from cfp.analysis.abridge import abridge, find_stretches, treatments
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
-from cfp.cost.memory import can_recompute
-from cfp.presets.classics import presets
+from cfp.analysis.truncate import (
+    find_stretches,
+    treatments,
+    truncate_program,
+)
+from cfp.cost.memory import can_rematerialize
+from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.program.graft import aval, partition_spec
 from cfp.program.step import flatten_step
@@ -78,7 +82,7 @@ def with_shared_weight(params, x):
 
 
 def computed_again(params, x):
-    """The norm before a layer, computed again, is made in its backward pass."""
+    """The norm before a layer, rematerialized, is made in its backward pass."""
 
     @jax.checkpoint
     def apply(layer, x):
@@ -126,7 +130,7 @@ def with_rows(params, x):
 
 
 def dropped_again(params, x):
-    """A key is split for all layers, and their dropout computed again."""
+    """A key is split for all layers, and their dropout rematerialized."""
 
     @jax.checkpoint
     def apply(layer, x, key):
@@ -152,7 +156,7 @@ def with_all_outputs(params, x):
 
 
 def linen_stack(layers):
-    """Layers of flax's older kind, dropout included, computed again."""
+    """Layers of flax's older kind, dropout included, rematerialized."""
 
     class Layer(linen.Module):
         @linen.compact
@@ -177,7 +181,7 @@ def linen_stack(layers):
 
 
 def nnx_stack(layers):
-    """Layers of flax's newer kind, computed again."""
+    """Layers of flax's newer kind, rematerialized."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
@@ -255,11 +259,11 @@ def outputs_of(analysis, part):
     return [named.get(v, "") for v in part.outputs]
 
 
-def layers_left(analysis, abridged, weight):
+def layers_left(analysis, truncated, weight):
     """Of how many layers a weight is still an argument."""
     program = analysis.frame.program
     named = dict(zip(program.args, program.arg_names, strict=True))
-    return sum(1 for v in abridged.part.inputs if re.fullmatch(weight, named[v]))
+    return sum(1 for v in truncated.part.inputs if re.fullmatch(weight, named[v]))
 
 
 def by_kind(analysis):
@@ -271,9 +275,9 @@ def by_name(preset):
 
 
 def all_again(analysis):
-    """Fully sharded, with all forward passes computed again."""
+    """Fully sharded, with all forward passes rematerialized."""
     frame = analysis.frame
-    again = [s.index for s in analysis.segments if can_recompute(frame, s)]
+    again = [s.index for s in analysis.segments if can_rematerialize(frame, s)]
     assert len(again) > KEPT
     return replace(presets(frame)["fully_sharded"], remat=tuple(again))
 
@@ -285,18 +289,18 @@ def half_again(analysis):
 
 
 def check_like(make, layers, weight, choose, mesh, level=ConstraintLevel.EVERYTHING):
-    """The abridged deep program and the shallow one compute and send the same."""
+    """The truncated deep program and the shallow one compute and send the same."""
     long = make(layers)
     chosen = choose(long)
-    abridged = abridge(long, treatments(long, chosen), KEPT)
-    assert abridged is not None
-    assert all(long.frame.program.ops[op].parent < 0 for op in abridged.part.ops)
-    left = layers_left(long, abridged, weight)
+    truncated = truncate_program(long, treatments(long, chosen), KEPT)
+    assert truncated is not None
+    assert all(long.frame.program.ops[op].parent < 0 for op in truncated.part.ops)
+    left = layers_left(long, truncated, weight)
     assert 0 < left < layers - 4
     short = make(left)
     jobs = [
-        whole_job(a, choice, (), "", level, abridged=what)
-        for a, choice, what in ((short, choose(short), None), (long, chosen, abridged))
+        whole_job(a, choice, (), "", level, truncated=what)
+        for a, choice, what in ((short, choose(short), None), (long, chosen, truncated))
     ]
     (expected, whole), (found, less) = (
         run(a, mesh, job) for a, job in zip((short, long), jobs, strict=True)
@@ -393,18 +397,18 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make
             if op.kind in ("dot_general", "tanh", "rsqrt", "select", "while")
         )
 
-    def job(analysis, abridged):
+    def job(analysis, truncated):
         choice = presets(analysis.frame)["fully_sharded"]
-        return whole_job(analysis, choice, (), "", abridged=abridged)
+        return whole_job(analysis, choice, (), "", truncated=truncated)
 
     long = analysed(*make(13), mesh)
-    abridged = abridge(long, by_kind(long), KEPT)
-    assert abridged is not None
-    names = outputs_of(long, abridged.part)
+    truncated = truncate_program(long, by_kind(long), KEPT)
+    assert truncated is not None
+    names = outputs_of(long, truncated.part)
     left = max(Counter(LAYER.sub("", n) for n in names if LAYER.search(n)).values())
     assert 0 < left < 7
     short = analysed(*make(left), mesh)
-    jobs = [(short, job(short, None)), (long, job(long, abridged))]
+    jobs = [(short, job(short, None)), (long, job(long, truncated))]
     counts = [work(a, one.part) for a, one in jobs]
     assert counts[0] == counts[1]
     built = [build(a.frame.program, mesh, one) for a, one in jobs]
@@ -415,13 +419,13 @@ def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make
     assert reduced[0] == reduced[1] > 0
 
 
-def test_what_reads_all_layers_is_not_abridged(mesh):
+def test_what_reads_all_layers_is_not_truncated(mesh):
     analysis = analysed(*stack_of(with_all_outputs, 13, ADAM), mesh)
     assert find_stretches(by_kind(analysis), KEPT)
-    assert abridge(analysis, by_kind(analysis), KEPT) is None
+    assert truncate_program(analysis, by_kind(analysis), KEPT) is None
 
 
-def test_stacked_state_is_not_abridged(mesh):
+def test_stacked_state_is_not_truncated(mesh):
     """All of it is updated, whichever layers there are."""
     _, ((params, _), x) = stack_of(plain, 13, ADAM)
 
@@ -440,7 +444,7 @@ def test_stacked_state_is_not_abridged(mesh):
 
     analysis = analysed(step, ((params, jnp.ones((13, WIDTH))), x), mesh)
     assert find_stretches(by_kind(analysis), KEPT)
-    assert abridge(analysis, by_kind(analysis), KEPT) is None
+    assert truncate_program(analysis, by_kind(analysis), KEPT) is None
 
 
 def with_weights_used_again(params, x):
@@ -471,22 +475,22 @@ def with_weights_twice(layers):
 
 
 @pytest.mark.parametrize("make", [with_weights_twice, with_norms])
-def test_what_would_lose_its_use_is_not_abridged(mesh, make):
+def test_what_would_lose_its_use_is_not_truncated(mesh, make):
     """It would not be computed then, though its segment stays."""
     analysis = analysed(*make(13), mesh)
     assert find_stretches(by_kind(analysis), KEPT)
-    assert abridge(analysis, by_kind(analysis), KEPT) is None
+    assert truncate_program(analysis, by_kind(analysis), KEPT) is None
 
 
 def test_few_repeats_stay(mesh):
     analysis = analysed(*stack_of(plain, KEPT, ADAM), mesh)
-    assert abridge(analysis, by_kind(analysis), KEPT) is None
+    assert truncate_program(analysis, by_kind(analysis), KEPT) is None
 
 
 def left_out(analysis, choice):
     """The repeated segments that are left out under a choice."""
-    abridged = abridge(analysis, treatments(analysis, choice), KEPT)
-    stay = () if abridged is None else abridged.segments
+    truncated = truncate_program(analysis, treatments(analysis, choice), KEPT)
+    stay = () if truncated is None else truncated.segments
     every = [s.index for s in analysis.segments]
     return [index for index in every if index not in stay] if stay else []
 

@@ -82,8 +82,12 @@ def _same_plans(data: dict[str, Any]) -> Figures:
     return {"page": same_plans.page(data)}
 
 
-def _same_plans_gpu(data: dict[str, Any]) -> Figures:
-    return {"page": same_plans_gpu.page(data)}
+def _same_plans_h100(data: dict[str, Any]) -> Figures:
+    return {"page": same_plans_gpu.page(data, "same_plans_h100_202611")}
+
+
+def _same_plans_h200(data: dict[str, Any]) -> Figures:
+    return {"page": same_plans_gpu.page(data, "same_plans_h200_202611")}
 
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
@@ -254,7 +258,7 @@ PAGES: tuple[Page, ...] = (
     Page(
         name="same_plans_h200_202611",
         sources=("same_plans_h200_202611.json",),
-        figures=_same_plans_gpu,
+        figures=_same_plans_h200,
         has_text=False,
     ),
     _page("moe_h200x4_202611", checked.moe),

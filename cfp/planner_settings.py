@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from cfp.attention.kernels import KERNELS
@@ -29,12 +29,11 @@ class PlannerSettings:
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: how many of the best plans, by each of two ways to predict, race; by
-            default 2, and 1 on virtual CPU devices. Where memory
-            decides, one of them is for programs that turn out smaller than predicted.
+            default 2, and 1 on virtual CPU devices. Where memory decides, one of them
+            is for programs that turn out smaller than predicted.
         constraint_levels: how much the compiler is constrained in presets; each level
             races. By default all, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth. `extents` is its earlier name, which
-            can be passed in its place.
+            longer than the difference is worth.
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
             are constrained, and 2 on virtual CPU devices.
@@ -88,11 +87,8 @@ class PlannerSettings:
     progress: Callable[[Progress | str], None] | None = None
     ray: str | None = None
     place: Place | None = None
-    extents: InitVar[tuple[ConstraintLevel, ...] | None] = None
 
-    def __post_init__(self, extents: tuple[ConstraintLevel, ...] | None):
-        if extents is not None:
-            object.__setattr__(self, "constraint_levels", extents)
+    def __post_init__(self):
         for name, least, what in (
             ("per_kind", 1, "strategies to measure for each kind of segment"),
             ("others", 0, "strategies to measure beside the presets' parts"),

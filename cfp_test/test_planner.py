@@ -136,13 +136,6 @@ def test_settings_that_cannot_be_are_refused(wrong, message):
         PlannerSettings(**wrong)
 
 
-def test_constraint_levels_can_be_passed_by_their_earlier_name():
-    levels = (ConstraintLevel.ARGUMENTS,)
-    settings = PlannerSettings(extents=levels)
-    assert settings == PlannerSettings(constraint_levels=levels)
-    assert replace(settings, others=2).constraint_levels == levels
-
-
 def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
     """The others would not answer. All processes then go by the least of them."""
     gib = 2**30

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
     mesh = jax.make_mesh(sizes, names)
     settings = dict(WAYS[way])
     if way == "measured":
-        settings["constraint_levels"] = tuple(ConstraintLevel)
+        # `extents` in earlier versions.
+        known = {one.name for one in fields(cfp.PlannerSettings)}
+        [levels] = known & {"constraint_levels", "extents"}
+        settings[levels] = tuple(ConstraintLevel)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
 

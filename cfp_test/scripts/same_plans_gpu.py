@@ -18,6 +18,7 @@ devices stand in, to try it out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -59,8 +60,6 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
     from cfp.targets import resolve
 
     if on_cpu:
-        import dataclasses
-
         from cfp import platform
         from cfp.program.trace import planning_mesh
 
@@ -72,10 +71,13 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
         mesh = cfp.described(cluster()).on_one_device()
     words = target.split()
     made = resolve(words[0], words[1:])
+    # `extents` in earlier versions.
+    names = {one.name for one in dataclasses.fields(cfp.PlannerSettings)}
+    [levels] = names & {"constraint_levels", "extents"}
     settings = cfp.PlannerSettings(
+        **{levels: (ConstraintLevel.EVERYTHING,)},
         seconds=1e6,
         plans=2,
-        constraint_levels=(ConstraintLevel.EVERYTHING,),
         compiler_options={},
         progress=lambda event: print(f"    {event}", flush=True),
     )

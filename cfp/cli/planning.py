@@ -217,7 +217,7 @@ def search(
             print()
             how = (session.analysis, found.problem, why)
             show(lambda b: explanation_view(*how, b))
-        suggest(output)
+        suggest(made, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

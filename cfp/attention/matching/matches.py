@@ -15,6 +15,7 @@ from cfp.attention.matching.graft import (
     grafts,
     out_of_order,
     problem_of_found,
+    refused,
     roles_of,
 )
 from cfp.attention.matching.infer import Prover
@@ -132,6 +133,27 @@ def way_of(
     if spread and spread not in [role for _, role in roles]:
         return f"no axis shards queries for a {spread}"
     return Way(implementation, roles)
+
+
+def ruled_out(
+    program: Program,
+    match: Match,
+    kernel: str,
+    axes: Mapping[int, Sequence[Sequence[str]]],
+    mesh: Mapping[str, int],
+    platform: str,
+) -> str | None:
+    """Why a kernel cannot compute an attention under a layout, or None.
+
+    Args:
+        program, match, kernel, axes: as of `way_of`.
+        mesh: sizes of its axes.
+        platform: of its devices, such as "cpu" or "gpu".
+    """
+    way = way_of(program, match, kernel, axes)
+    if isinstance(way, str):
+        return way
+    return refused(match.problem, way, mesh, platform)
 
 
 def keeps_scores(way: Way) -> bool:

@@ -8,6 +8,7 @@ from math import prod
 
 from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
 from cfp.attention.matching.found import Different, Found, LeftAlone
 from cfp.attention.matching.graft import (
@@ -89,7 +90,8 @@ def _find(program: Program) -> Attentions:
             if one.sizes.get("d", 1) != one.sizes.get("e", 1):
                 raise Different("heads of keys and of values have other sizes")
         except Different as error:
-            alone.append(LeftAlone(one.op, one.scope, one.source, str(error)))
+            reason = dropout(view, one.inside) or str(error)
+            alone.append(LeftAlone(one.op, one.scope, one.source, reason))
             continue
         problem = problem_of_found(program, one, meaning)
         matches[one.op] = Match(found=one, meaning=meaning, problem=problem)

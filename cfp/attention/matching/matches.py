@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
@@ -28,8 +27,9 @@ from cfp.program.replace import Replacement
 
 _KEY = "attention"
 SPREADS = ("", "ring", "zigzag")
-_ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
-_QUERIES = _ROUNDS | {"all_gather"}  # Roles of axes that shard queries.
+ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
+GATHERED = frozenset({"all_gather"})
+_QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,23 +166,18 @@ def keeps_scores(way: Way) -> bool:
     return way.implementation == "xla" and not _QUERIES & {r for _, r in way.roles}
 
 
-def share_at_once(problem: Problem, way: Way, sizes: Mapping[str, int]) -> float:
+def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
     """What part of a device's scores is in memory at once while a way computes them.
 
     Args:
-        problem: of the whole mesh.
         way: how it is computed.
         sizes: of the mesh's axes.
     """
-    if way.implementation not in ("chunked", "xla"):
-        return 0.0  # Kernels keep a tile of them in registers.
-    ranks = prod(sizes[axis] for axis, role in way.roles if role in _QUERIES)
-    steps = prod(sizes[axis] for axis, role in way.roles if role in _ROUNDS)
-    queries, keys = problem.queries / ranks, problem.keys / steps
-    share = 1 / steps
-    if way.implementation == "chunked":
-        share *= min(1, chunked.CHUNK / queries) * min(1, chunked.CHUNK / keys)
-    return share
+    if way.implementation != "xla":
+        return (
+            0.0  # Kernels keep a tile of them in registers; of chunks see `cfp.cost`.
+        )
+    return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)
 
 
 def is_kernel(name: str) -> bool:

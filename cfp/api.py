@@ -21,7 +21,7 @@ from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.passes.pipeline import Pins, analyze_step, decide
-from cfp.passes.profile import profile
+from cfp.passes.profile import kernels_of, profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
@@ -224,7 +224,9 @@ def _find_plan(
     seconds = time.perf_counter() - started
     made = replace(made, search={**made.search, "planning_seconds": seconds})
     return Found(
-        plan=with_figures(made, analysis, choice, solution.problem, rates),
+        plan=with_figures(
+            made, analysis, choice, solution.problem, rates, kernels_of(context)
+        ),
         analysis=analysis,
         winner=outcome.winner,
         interrupted=interrupted,

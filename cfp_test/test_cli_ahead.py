@@ -48,7 +48,8 @@ def outcomes(tmp_path_factory) -> list[Outcome]:
     for name, text in FILES.items():
         (folder / name).write_text(text)
     made = [*PLAN, "4xh200", "-o", "plan.json", "--json"]
-    return run_batch([made, *(line for line, _ in MISTAKES)], folder)
+    told = [[*PLAN, "4xh200"], ["plan", TOY, "-q", "--platform", "cpu", "--no-race"]]
+    return run_batch([made, *(line for line, _ in MISTAKES), *told], folder)
 
 
 def test_without_a_gpu_choices_are_by_estimates(outcomes):
@@ -56,6 +57,15 @@ def test_without_a_gpu_choices_are_by_estimates(outcomes):
     plan = json.loads(outcomes[0].out)
     assert plan["rung"] == "estimated"
     assert {row["rung"] for row in plan["race"]} == {"estimated"}
+
+
+def test_what_comes_after_a_plan_is_said(outcomes):
+    ahead, here = (outcome.out.splitlines()[-1] for outcome in outcomes[-2:])
+    assert ahead == (
+        "Save a plan with -o plan.json; on its devices, cfp verify plan.json TARGET "
+        "times it"
+    )
+    assert here.endswith("then run it with cfp run --plan plan.json")
 
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)))

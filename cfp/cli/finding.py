@@ -115,7 +115,7 @@ def plan(
         print_plan(found.plan, literal_console())
         if microbatches:
             print("The plan is for its number of microbatches: give cfp run the same.")
-        suggest(output)
+        suggest(found.plan, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,12 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
         print(f"Saved {output}")
 
 
-def suggest(output: Path | None) -> None:
-    """Says how to keep a plan that was not saved."""
-    if output is None:
-        print(
-            "Save a plan with -o plan.json; then run it with cfp run --plan plan.json"
-        )
+def suggest(made: Plan, output: Path | None) -> None:
+    """Says how to keep a plan that was not saved, and what comes next."""
+    if output is not None:
+        return
+    if "described" in made.environment:
+        then = "on its devices, cfp verify plan.json TARGET times it"
+    else:
+        then = "then run it with cfp run --plan plan.json"
+    print(f"Save a plan with -o plan.json; {then}")

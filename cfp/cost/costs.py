@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.matches import share_at_once
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import Match, among, share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
+from cfp.cost.chunks import Span, spans_of, working_bytes
 from cfp.cost.memory import (
     argument_bytes,
     can_rematerialize,
@@ -57,6 +60,7 @@ class Costs:
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
         self._able = [can_rematerialize(analysis.frame, one) for one in self._kinds]
         self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
+        self._spans = cache(self._find_spans)
         self._steps = cache(self._find_steps)
         self._pass_ms = cache(self._find_pass_ms)
         self.least_bytes = cache(self._least_bytes)
@@ -84,17 +88,39 @@ class Costs:
         # Of what a kernel changes, the part that is in memory while it computes.
         shares = dict.fromkeys(unmade(layout, ops, candidate.kernel), 0.0)
         sizes = dict(layout.frame.mesh)
-        for match, way in kernel_sites(layout, ops, candidate.kernel)[0]:
-            share = share_at_once(match.problem, way, sizes)
+        sites = kernel_sites(layout, ops, candidate.kernel)[0]
+        for match, way in sites:
+            share = share_at_once(way, sizes)
             shares |= dict.fromkeys(match.found.between, share)
 
         @cache
         def size_of(v: int) -> int:
+            if v < 0:
+                return self._working_bytes(spans[-v - 1], sites, size_of)
             spec = layout.read_spec(v) or _updating_spec(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
-        needed = peak_bytes(self._steps(kind), size_of)
+        in_chunks = any(way.implementation == "chunked" for _, way in sites)
+        spans = self._spans(kind) if in_chunks else ()
+        needed = peak_bytes(self._steps(kind, in_chunks), size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
+
+    def _working_bytes(
+        self,
+        span: Span,
+        sites: Sequence[tuple[Match, Way]],
+        size_of: Callable[[int], int],
+    ) -> int:
+        """What is in memory where an attention is computed, besides what it returns."""
+        sizes = dict(self.analysis.frame.mesh)
+        for match, way in sites:
+            if match.found.op == span.match and way.implementation == "chunked":
+                needed = working_bytes(match.problem, way, sizes, span.is_backward)
+                backward = match.found.backward
+                if span.is_backward and backward is not None:
+                    needed -= sum(size_of(t.value) for t in backward.makes.values())
+                return max(0, needed)
+        return 0
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """What a candidate's kernel should save, less what it takes.
@@ -165,9 +191,16 @@ class Costs:
         index = self.analysis.representatives[kind]
         return self._laid_out(index, self._number(candidate))
 
-    def _find_steps(self, kind: int) -> list[Step]:
+    def _find_spans(self, kind: int) -> list[Span]:
+        program, ops = self.analysis.frame.program, self._kinds[kind].ops
+        every = (spans_of(program, one.found) for one in among(program, ops))
+        return [*chain.from_iterable(every)]
+
+    def _find_steps(self, kind: int, in_chunks: bool) -> list[Step]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops
-        return steps_of(frame.program, ops, residuals(frame, ops))
+        found = self._spans(kind) if in_chunks else ()
+        spans = [(one.first, one.last) for one in found]
+        return steps_of(frame.program, ops, residuals(frame, ops), spans)
 
     def _find_pass_ms(self, left: int, right: int, m: int, n: int) -> float:
         here, there = self._laid_out(left, m), self._laid_out(right, n)

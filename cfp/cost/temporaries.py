@@ -33,7 +33,12 @@ def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
     return most
 
 
-def steps_of(program: Program, ops: Iterable[int], held: Set[int]) -> list[Step]:
+def steps_of(
+    program: Program,
+    ops: Iterable[int],
+    held: Set[int],
+    spans: Sequence[tuple[int, int]] = (),
+) -> list[Step]:
     """The ops of a segment, or of a loop's body, one after another.
 
     What a loop makes is there before what happens within it.
@@ -42,20 +47,30 @@ def steps_of(program: Program, ops: Iterable[int], held: Set[int]) -> list[Step]
         program: the program.
         ops: their ids.
         held: tensors that are kept for the backward pass.
+        spans: ids of ops, each from a first to a last, that happen at once: what they
+            read stays until the last. What is in memory meanwhile besides is tensor -1
+            of the first span, -2 of the second.
     """
     inside = set(ops)
+    own = [span for span in spans if inside.issuperset(span)]
     made: dict[int, list[int]] = {op: [] for op in sorted(inside)}
     freed: dict[int, list[int]] = {op: [] for op in inside}
     for op in made.keys() - program.leaf_ops:
         for v in program.ops[op].results:
             if v in held or is_in_memory(program, v):
                 made[op].append(v)
-                freed[max(op, _last_reader(program, v, inside))].append(v)
+                read = max(op, _last_reader(program, v, inside))
+                ends = (last for first, last in own if first <= read <= last)
+                freed[max(ends, default=read)].append(v)
+    for number, (first, last) in enumerate(spans, 1):
+        if (first, last) in own:
+            made[first].append(-number)
+            freed[last].append(-number)
     steps: list[Step] = []
     for op, new in made.items():
         body = program.ops[op].body
-        own = [other for other in body if program.ops[other].parent == op]
-        steps += [(new, ()), *steps_of(program, own, held), ((), freed[op])]
+        inner = [other for other in body if program.ops[other].parent == op]
+        steps += [(new, ()), *steps_of(program, inner, held, spans), ((), freed[op])]
     return [step for step in steps if any(step)]
 
 

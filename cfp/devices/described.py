@@ -265,7 +265,8 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
         raise MeshError(
             compose(
                 "The mesh is not of the cluster's devices.",
-                expected=f"two devices or more, all {cluster.count} of {cluster.text}",
+                expected=f"two devices or more, all {cluster.count} of {cluster.text}"
+                f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
                 got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
                 attempt=f"--mesh x={cluster.count}"
                 if cluster.count > 1

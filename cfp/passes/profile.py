@@ -98,7 +98,7 @@ def look_up(
             estimates=estimates,
             environment=context.environment,
             in_context=settings.in_context,
-            kernels=_kernels(context),
+            kernels=kernels_of(context),
         )
         return explore(
             maker,
@@ -147,7 +147,7 @@ def tuning_jobs(
     ]
 
 
-def _kernels(context: PlanContext) -> Kernels:
+def kernels_of(context: PlanContext) -> Kernels:
     """What may compute the step's attentions and cross-entropies."""
     return Kernels(
         names=context.settings.attention or (),
@@ -186,7 +186,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         Costs(analysis, rates),
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
-        kernels=_kernels(context),
+        kernels=kernels_of(context),
     )
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),

@@ -121,6 +121,23 @@ class LeftFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedFigures:
+    """A kernel that was asked for and cannot compute some attentions.
+
+    Attributes:
+        kernel: which.
+        source: where the attentions are from.
+        reason: why it cannot.
+        count: how many.
+    """
+
+    kernel: str
+    source: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """The figures of a plan.
 
@@ -135,6 +152,8 @@ class Figures:
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
         left: attentions that are as they are written.
+        refused: kernels that cannot compute attentions, of those that were preferred
+            to what does.
     """
 
     blocks: tuple[BlockFigures, ...] = ()
@@ -145,6 +164,7 @@ class Figures:
     fixed_bytes: int = 0
     budget_bytes: int | None = None
     left: tuple[LeftFigures, ...] = ()
+    refused: tuple[RefusedFigures, ...] = ()
 
     def taken(self, segment: int) -> OptionFigures | None:
         """The option that the plan takes for a segment, if that was measured."""
@@ -223,6 +243,15 @@ def figures_from_json(data: Mapping[str, Any]) -> Figures:
                 count=_count(one["count"]),
             )
             for one in data.get("left", ())
+        ),
+        refused=tuple(
+            RefusedFigures(
+                kernel=_words(one["kernel"]),
+                source=_words(one["source"]),
+                reason=_words(one["reason"]),
+                count=_count(one["count"]),
+            )
+            for one in data.get("refused", ())
         ),
     )
 

@@ -169,11 +169,22 @@ def remarks(plan: Plan) -> list[str]:
         )
     if plan.silenced:
         found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
+    found += _attention_remarks(plan)
     count = plan.search.get("constraints_left_out", 0)
     if count:
         what = f"{count:.0f} of the step's own sharding constraints"
         found.append(f"left out: {what}, since the plan decides")
     return found
+
+
+def _attention_remarks(plan: Plan) -> list[str]:
+    """Which kernels that were asked for do not compute attentions, and why."""
+    if plan.figures is None:
+        return []
+    reasons = [one.reason for one in plan.figures.left]
+    refused = [f"by {one.kernel}: {one.reason}" for one in plan.figures.refused]
+    found = [f"attention as written: {_few(reasons, '; ')}"] if reasons else []
+    return found + ([f"attention not {_few(refused, '; ')}"] if refused else [])
 
 
 def _still(plan: Plan) -> str:

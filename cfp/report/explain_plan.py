@@ -148,10 +148,17 @@ def _overall(plan: Plan) -> Iterator[str]:
 
 
 def attention_lines(plan: Plan) -> Iterator[str]:
-    """The attentions that no kernel computes, if kernels were asked for."""
+    """The attentions that no kernel computes, and the kernels that cannot.
+
+    Nothing, if none were asked for.
+    """
     for one in plan.figures.left if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
         yield f"Attention as written, at {one.source}: {times}{one.reason}."
+    for one in plan.figures.refused if plan.figures else ():
+        times = f"{one.count} times: " if one.count > 1 else ""
+        where = f"Attention not by {one.kernel}, at {one.source}"
+        yield f"{where}: {times}{one.reason}."
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
@@ -313,10 +320,12 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
             }
         )
     left = [asdict(one) for one in figures.left] if figures else []
+    refused = [asdict(one) for one in figures.refused] if figures else []
     return {
         "plan": plan.winner,
         "measured_ms": plan.measured_ms,
         "attentions_as_written": left,
+        "kernels_refused": refused,
         "blocks": rows,
     }
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, lay_out
-from cfp.attention.matching.matches import among, attentions, was_searched, way_of
+from cfp.attention.matching.matches import (
+    Match,
+    among,
+    attentions,
+    ruled_out,
+    was_searched,
+    way_of,
+)
 from cfp.patterns.build import split
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
@@ -15,14 +23,16 @@ from cfp.plan.figures import (
     KindFigures,
     LeftFigures,
     OptionFigures,
+    RefusedFigures,
 )
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.choices import picks_of
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Option, Problem
 
-_AS_WRITTEN = "it might be computed by a kernel, and the plan has none there"
+_NONE_CAN = "no kernel that was asked for can compute it"
 
 
 def with_figures(
@@ -31,6 +41,7 @@ def with_figures(
     choice: Choice,
     problem: Problem | None,
     rates: Rates | None,
+    kernels: Kernels,
 ) -> Plan:
     """The plan with its figures.
 
@@ -40,39 +51,74 @@ def with_figures(
         choice: what it chose.
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
+        kernels: what might have computed its attentions.
     """
     layout = lay_out(analysis.frame, choice)
-    found = Figures(
-        blocks=block_figures(analysis, choice, rates),
-        left=_left(analysis, layout, choice),
-    )
+    left, refused = _kernels(analysis, layout, choice, kernels)
+    blocks = block_figures(analysis, choice, rates)
+    found = Figures(blocks=blocks, left=left, refused=refused)
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
     return replace(plan, figures=found)
 
 
-def _left(
-    analysis: Analysis, layout: Layout, choice: Choice
-) -> tuple[LeftFigures, ...]:
-    """Attentions that no kernel computes; none if none were looked for."""
-    program, kernels = analysis.frame.program, dict(choice.kernels)
-    found: Counter[tuple[str, str]] = Counter()
+def _kernels(
+    analysis: Analysis, layout: Layout, choice: Choice, kernels: Kernels
+) -> tuple[tuple[LeftFigures, ...], tuple[RefusedFigures, ...]]:
+    """Attentions that no kernel computes, and kernels that cannot, if some were tried.
+
+    Of the kernels that were asked for those count that were preferred to what computes
+    an attention.
+    """
+    program = analysis.frame.program
+    left: Counter[tuple[str, str]] = Counter()
+    refused: Counter[tuple[str, str, str]] = Counter()
     if not was_searched(program):
-        return ()
+        return (), ()
+
+    def refusal(match: Match, kernel: str) -> str | None:
+        where = (dict(analysis.frame.mesh), kernels.platform)
+        return ruled_out(program, match, kernel, layout.axes, *where)
+
     for one in attentions(program).left_alone:
-        found[short_source(one.source), one.reason] += 1
+        left[short_source(one.source), one.reason] += 1
     for segment in analysis.segments:
-        kernel = split(kernels.get(segment.index, ""))[0]
+        taken = split(dict(choice.kernels).get(segment.index, ""))[0]
+        chosen, _, spread = taken.partition(" ")
+        names = [*kernels.names]
+        preferred = names[: names.index(chosen)] if chosen in names else names
         for match in among(program, segment.ops):
-            way: object = _AS_WRITTEN
-            if kernel:
-                way = way_of(program, match, kernel, layout.axes)
-            if isinstance(way, str):
-                found[short_source(match.found.source), way] += 1
-    return tuple(
-        LeftFigures(source=source, reason=reason, count=count)
-        for (source, reason), count in found.items()
+            source = short_source(match.found.source)
+            way = way_of(program, match, taken, layout.axes) if taken else ""
+            if taken and isinstance(way, str):
+                left[source, way] += 1
+                continue
+            reasons = {
+                name: refusal(match, f"{name} {spread}".strip()) for name in preferred
+            }
+            for name, reason in reasons.items():
+                if reason is not None:
+                    refused[name, source, reason] += 1
+            if not taken:
+                able = [name for name, reason in reasons.items() if reason is None]
+                left[source, _unused(able)] += 1
+    return (
+        tuple(
+            LeftFigures(source=source, reason=reason, count=count)
+            for (source, reason), count in left.items()
+        ),
+        tuple(
+            RefusedFigures(kernel=kernel, source=source, reason=reason, count=count)
+            for (kernel, source, reason), count in refused.items()
+        ),
     )
+
+
+def _unused(able: Sequence[str]) -> str:
+    """Why an attention is as it is written that some kernels can compute."""
+    if not able:
+        return _NONE_CAN
+    return f"{' or '.join(able)} might compute it, and the plan has no kernel there"
 
 
 # ----------------------------------------------------------------------------- search

@@ -106,32 +106,41 @@ _UNMEASURED = {"estimated": "Estimates", "one device": "Predicted on one device"
 
 
 def race_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
-    """The candidates, the fastest first; the winner is marked."""
+    """The candidates, the fastest first; the winner is marked.
+
+    Columns in which nothing would stand are left out.
+    """
     ran = any(row.samples_ms for row in plan.race) or plan.rung == "measured"
     title = "Race" if ran else _UNMEASURED[plan.rung]
-    rungs = {row.rung for row in plan.race}
+    rows = best_variants(plan)
+    has_rungs = any(row.rung != "measured" for row in plan.race)
+    shared = shared_note(plan)
+    cells = {
+        "": ["*" if row.name == plan.winner else "" for row in rows],
+        "plan": [row.name for row in rows],
+        "predicted ms": [_ms(row.predicted_ms) for row in rows],
+        "measured ms": [_ms(row.time_ms) for row in rows],
+        "+-": [_spread(row) for row in rows],
+        "memory": [format_bytes(r.peak_bytes) if r.peak_bytes else "-" for r in rows],
+        "from": [row.rung if has_rungs else "" for row in rows],
+        "note": ["" if shared else row.note or _same_as(plan, row) for row in rows],
+    }
+    cells = {head: of for head, of in cells.items() if head == "" or {*of} - {"", "-"}}
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("plan")
-    for heading in ("predicted ms", "measured ms", "+-", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if rungs - {"measured"}:
-        table.add_column("from", no_wrap=True)
-    table.add_column("note")
-    for row in best_variants(plan):
-        won = row.name == plan.winner
-        table.add_row(
-            "*" if won else "",
-            row.name,
-            _ms(row.predicted_ms),
-            _ms(row.time_ms),
-            _spread(row),
-            format_bytes(row.peak_bytes) if row.peak_bytes else "-",
-            *([row.rung] if rungs - {"measured"} else []),
-            row.note or _same_as(plan, row),
-            style="bold" if won else None,
-        )
+    for heading in cells:
+        number = heading in ("predicted ms", "measured ms", "+-", "memory")
+        justify = "right" if number else "left"
+        text = heading in ("plan", "note")
+        table.add_column(heading, justify=justify, no_wrap=not text)
+    for row, texts in zip(rows, zip(*cells.values(), strict=True), strict=True):
+        table.add_row(*texts, style="bold" if row.name == plan.winner else None)
     return Fitted(table)
+
+
+def shared_note(plan: Plan) -> str:
+    """The note that several candidates have in common, all of them, or ""."""
+    notes = [row.note for row in best_variants(plan)]
+    return notes[0] if len(notes) > 1 and len({*notes}) == 1 else ""
 
 
 def _same_as(plan: Plan, row: RaceRow) -> str:
@@ -162,6 +171,8 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         parts.append(race_table(plan, border=border))
         if scaled := scale_text(plan.search, plan.measured_ms):
             parts.append(Text(scaled))
+        if note := shared_note(plan):
+            parts.append(Text(f"Each: {note}"))
         if hidden := slower_variants(plan):
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())

@@ -144,3 +144,57 @@ def test_replaced_it_computes_the_same(make, kernel):
     found, far = replaced(make, kernel)
     assert found
     assert far == {}
+
+
+def dropped(weigh, wrap=lambda f: f):
+    """What is found where weights and a mask of random numbers are put together."""
+
+    def step(q, k, v, key):
+        def body(x, key):
+            keep = jax.random.bernoulli(key, 0.9, (4, 4, 16, 16))
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, x)
+            return jnp.einsum("bhqk,bkhd->bqhd", weigh(scores, keep), v), None
+
+        def loss(x):
+            return (jax.lax.scan(wrap(body), x, jax.random.split(key, 3))[0] ** 2).sum()
+
+        return jax.grad(loss)(k)
+
+    q = jnp.ones(SHAPE)
+    return found_in(step, q, q, q, jax.random.key(0))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "again"])
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s, keep: jnp.where(keep, jax.nn.softmax(s) / 0.9, 0.0),
+        lambda s, keep: jax.nn.softmax(s) * keep / 0.9,
+        lambda s, keep: jax.nn.softmax(jnp.where(keep, s, -1e9)),
+    ],
+    ids=["selected", "multiplied", "scores"],
+)
+def test_dropout_is_named_as_what_it_is(weigh, wrap):
+    found = dropped(weigh, wrap)
+    assert not found.matches
+    [reason] = {one.reason for one in found.left_alone}
+    assert reason == "dropout: random numbers enter its scores or weights"
+
+
+def test_what_is_random_elsewhere_is_no_dropout_of_weights():
+    def step(q, k, v, key):
+        def loss(q, k, v):
+            keep = jax.random.bernoulli(key, 0.9, SHAPE)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q * keep, k)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+            return ((mixed * keep) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    q = jnp.ones(SHAPE)
+    assert len(found_in(step, q, q, q, jax.random.key(0)).matches) == 1
+    # A mask that is the same in every step drops nothing at random.
+    [left] = found_in(
+        gradients(lambda s: jax.nn.softmax(s) * CAUSAL), q, q, q
+    ).left_alone
+    assert "dropout" not in left.reason

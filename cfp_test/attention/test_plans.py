@@ -10,10 +10,17 @@ import pytest
 
 import cfp
 from cfp.attention import chunked
+from cfp.attention.matching.matches import attentions
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.errors import PlanMismatch
+from cfp.passes.pipeline import analyze_step
+from cfp.presets.presets import presets
+from cfp.program.step import flatten_step
 from cfp.report.explain_plan import explain_data, explain_text
+from cfp.report.figures import with_figures
+from cfp.report.tables import plan_text
+from cfp.search.kernels import Kernels
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
@@ -168,6 +175,57 @@ def test_on_virtual_devices_no_kernel_is_tried_unless_it_is_asked_for(mesh, tmp_
     asked = cfp.PlannerSettings(attention=("chunked",))
     with open_context(mesh, tmp_path, None, asked) as context:
         assert context.settings.attention == ("chunked",)
+
+
+def ahead(folder, *kernels):
+    """A plan for described GPUs, where cuDNN computes but what it cannot."""
+    settings = cfp.PlannerSettings(attention=kernels)
+    how = {"cache_dir": folder, "settings": settings}
+    return cfp.plan(step, *arguments(), mesh=cfp.described("4xh200"), **how)
+
+
+def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
+    why = "it computes in float16 and bfloat16, not in float32"
+    plan = ahead(tmp_path, "cudnn", "chunked")
+    assert {one.functions.how[0] for one in plan.constraints.replaced} == {"chunked"}
+    told = " ".join(explain_text(plan).split())
+    assert re.search(
+        rf"Attention not by cudnn, at [^ ]+test_plans\.py:\d+: {why}", told
+    )
+    assert f"Attention not by cudnn: {why}" in plan_text(plan, width=200)
+    loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
+    assert loaded.figures.refused == plan.figures.refused
+    [data] = explain_data(loaded)["kernels_refused"]
+    assert (data["kernel"], data["reason"], data["count"]) == ("cudnn", why, 1)
+    # What was preferred, and computes it, says nothing of the others.
+    assert ahead(tmp_path, "chunked", "cudnn").figures.refused == ()
+    # Files without refused kernels are read, too.
+    older = json.loads(plan.to_json())
+    del older["figures"]["refused"]
+    assert cfp.Plan.from_json(older).figures.refused == ()
+
+
+def test_attentions_that_no_kernel_can_compute_are_told(tmp_path):
+    plan = ahead(tmp_path, "cudnn")
+    assert not plan.constraints.replaced
+    [left] = plan.figures.left
+    assert left.reason == "no kernel that was asked for can compute it"
+    text = plan_text(plan, width=200)
+    assert f"Attention as written: {left.reason}" in text
+    assert "Attention not by cudnn: it computes in float16" in text
+
+
+def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
+    analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
+    assert attentions(analysis.frame.program).matches
+    choice = presets(analysis.frame)["data_parallel"]
+    kernels = Kernels(names=("cudnn", "chunked", "xla"), platform="cpu")
+    told = with_figures(planned[0], analysis, choice, None, None, kernels)
+    why = "chunked or xla might compute it, and the plan has no kernel there"
+    assert [one.reason for one in told.figures.left] == [why]
+    assert [one.kernel for one in told.figures.refused] == ["cudnn"]
+    assert f"Attention as written: {why}" in plan_text(told, width=200)
+    assert f"attention as written: {why}" in " ".join(repr(told).split())
 
 
 def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):

@@ -58,6 +58,14 @@ def test_short_descriptions(text, hosts, per_host):
     )
 
 
+def test_a_file_with_hosts_alone_has_as_many_devices_in_each_as_the_kind(tmp_path):
+    file = tmp_path / "four.toml"
+    file.write_text('kind = "h200"\nhosts = 4\n')
+    assert cfp.described(str(file)).axes == (("x", 4), ("y", 8))
+    with pytest.raises(MeshError, match=r"hosts = 4, devices_per_host = 8"):
+        cfp.described(str(file), x=4)
+
+
 def test_inside_a_host_curves_are_the_measured_ones_by_what_is_sent():
     found = cfp.described("4xh200").rates
     two = kind("h200").curves["all-gather"]

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from cfp.plan.plan import Plan
 from cfp.plan.text import collapse, merged_name
+from cfp.race.programs import RaceRow
 from cfp.report import picture
 from cfp.report.tables import plan_text, print_plan, summary_line
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
@@ -132,3 +133,39 @@ def test_what_planning_took_ends_with_all_of_it():
     assert summary_line(replace(plan, search=search)) == (
         "search 1.0 s, race 2.0 s; 9.5 s in all, with tracing and compiling"
     )
+
+
+ESTIMATES = [
+    RaceRow(
+        name=name,
+        predicted_ms=ms,
+        note="estimated; nothing was compiled or run",
+        rung="estimated",
+    )
+    for name, ms in (("planned", 9.5), ("tensor_sequence_parallel", 1234.5))
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_estimates_stay_a_table_in_narrow_terminals(width):
+    plan = replace(make_plan([], ESTIMATES), rung="estimated", measured_ms=None)
+    lines = plan_text(plan, width=width).splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    assert [[cell.strip() for cell in row] for row in cells if len(row) == 4] == [
+        ["", "plan", "predicted ms", "from"],
+        ["*", "planned", "9.500", "estimated"],
+        ["", "tensor_sequence_parallel", "1234.500", "estimated"],
+    ]
+    assert "Each: estimated; nothing was compiled or run" in lines
+
+
+def test_notes_that_differ_stand_beside_their_plans():
+    [first, second] = ESTIMATES
+    some = [replace(first, peak_bytes=2**20), replace(second, note="too large")]
+    plan = replace(make_plan([], some), rung="estimated", measured_ms=None)
+    text = plan_text(plan, width=80)
+    assert "Each:" not in text and "too large" in text
+    [heads] = [line for line in text.splitlines() if "memory" in line]
+    assert "note" in heads and "measured" not in heads and "+-" not in heads
+    alone = replace(plan, race=(first,))
+    assert "note" in plan_text(alone, width=160) and "Each:" not in plan_text(alone)

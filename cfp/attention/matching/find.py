@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from math import prod
 
+from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.found import (
     Different,
     Found,
@@ -43,10 +44,12 @@ def candidates(view: View) -> Iterator[Found | LeftAlone]:
         if not _is_batched(dot):
             continue  # such as logits, of which a loss takes the softmax
         seen.add(view.numbers.of[dot.results[0]])
+        finder = _Finder(view, dot, op)
         try:
-            yield _Finder(view, dot, op).found()
+            yield finder.found()
         except Different as error:
-            yield LeftAlone(dot.id, dot.scope, dot.source or op.source, str(error))
+            reason = dropout(view, finder.inside) or str(error)
+            yield LeftAlone(dot.id, dot.scope, dot.source or op.source, reason)
 
 
 def _is_batched(dot: Op) -> bool:

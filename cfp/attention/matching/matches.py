@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
 from cfp.attention.matching.found import Different, Found, LeftAlone
 from cfp.attention.matching.graft import (
@@ -15,6 +15,7 @@ from cfp.attention.matching.graft import (
     grafts,
     out_of_order,
     problem_of_found,
+    refused,
     roles_of,
 )
 from cfp.attention.matching.infer import Prover
@@ -26,8 +27,9 @@ from cfp.program.replace import Replacement
 
 _KEY = "attention"
 SPREADS = ("", "ring", "zigzag")
-_ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
-_QUERIES = _ROUNDS | {"all_gather"}  # Roles of axes that shard queries.
+ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
+GATHERED = frozenset({"all_gather"})
+_QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ def _find(program: Program) -> Attentions:
             if one.sizes.get("d", 1) != one.sizes.get("e", 1):
                 raise Different("heads of keys and of values have other sizes")
         except Different as error:
-            alone.append(LeftAlone(one.op, one.scope, one.source, str(error)))
+            reason = dropout(view, one.inside) or str(error)
+            alone.append(LeftAlone(one.op, one.scope, one.source, reason))
             continue
         problem = problem_of_found(program, one, meaning)
         matches[one.op] = Match(found=one, meaning=meaning, problem=problem)
@@ -134,6 +137,27 @@ def way_of(
     return Way(implementation, roles)
 
 
+def ruled_out(
+    program: Program,
+    match: Match,
+    kernel: str,
+    axes: Mapping[int, Sequence[Sequence[str]]],
+    mesh: Mapping[str, int],
+    platform: str,
+) -> str | None:
+    """Why a kernel cannot compute an attention under a layout, or None.
+
+    Args:
+        program, match, kernel, axes: as of `way_of`.
+        mesh: sizes of its axes.
+        platform: of its devices, such as "cpu" or "gpu".
+    """
+    way = way_of(program, match, kernel, axes)
+    if isinstance(way, str):
+        return way
+    return refused(match.problem, way, mesh, platform)
+
+
 def keeps_scores(way: Way) -> bool:
     """Whether scores are kept for the backward pass, as XLA's own attention does.
 
@@ -142,23 +166,18 @@ def keeps_scores(way: Way) -> bool:
     return way.implementation == "xla" and not _QUERIES & {r for _, r in way.roles}
 
 
-def share_at_once(problem: Problem, way: Way, sizes: Mapping[str, int]) -> float:
+def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
     """What part of a device's scores is in memory at once while a way computes them.
 
     Args:
-        problem: of the whole mesh.
         way: how it is computed.
         sizes: of the mesh's axes.
     """
-    if way.implementation not in ("chunked", "xla"):
-        return 0.0  # Kernels keep a tile of them in registers.
-    ranks = prod(sizes[axis] for axis, role in way.roles if role in _QUERIES)
-    steps = prod(sizes[axis] for axis, role in way.roles if role in _ROUNDS)
-    queries, keys = problem.queries / ranks, problem.keys / steps
-    share = 1 / steps
-    if way.implementation == "chunked":
-        share *= min(1, chunked.CHUNK / queries) * min(1, chunked.CHUNK / keys)
-    return share
+    if way.implementation != "xla":
+        return (
+            0.0  # Kernels keep a tile of them in registers; of chunks see `cfp.cost`.
+        )
+    return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)
 
 
 def is_kernel(name: str) -> bool:

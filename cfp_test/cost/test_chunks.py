@@ -1,0 +1,127 @@
+"""What attention in chunks is estimated to need, beside what compiled programs do."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cfp.presets.presets import presets
+
+from cfp.analysis.analyze import analyze
+from cfp.attention import chunked
+from cfp.attention.matching.graft import Way
+from cfp.attention.problem import Problem
+from cfp.cost.choice import segment_candidate
+from cfp.cost.chunks import working_bytes
+from cfp.cost.costs import Costs
+from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.collectives import Rates
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.search.jobs import whole_job
+from cfp.search.kernels import Kernels
+from cfp_test.bench.attention_planned import tokens_spread
+from cfp_test.checking import make_mesh
+
+BATCH, HEADS, HEAD_DIM, CHUNK, DEVICES = 4, 4, 16, 128, 4
+HIDDEN = HEADS * HEAD_DIM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_chunks():
+    with patch.object(chunked, "CHUNK", CHUNK):
+        yield
+
+
+def step(params, x):
+    def loss(params):
+        q, k, v = (
+            jnp.einsum("bsh,hnd->bsnd", x, params[name]) for name in ("q", "k", "v")
+        )
+        scores = jnp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5
+        seen = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+        mixed = jnp.einsum("bnqk,bknd->bqnd", weights, v)
+        return jnp.square(jnp.einsum("bqnd,ndh->bqh", mixed, params["out"]) - x).mean()
+
+    gradients = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def arguments(tokens):
+    shapes = {name: (HIDDEN, HEADS, HEAD_DIM) for name in ("q", "k", "v")}
+    shapes["out"] = (HEADS, HEAD_DIM, HIDDEN)
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    return params, jax.ShapeDtypeStruct((BATCH, tokens, HIDDEN), jnp.float32)
+
+
+def estimated_and_compiled(tokens, name, spread=""):
+    """Bytes that a device needs besides arguments, by estimate and as compiled."""
+    mesh = make_mesh((("x", DEVICES),))
+    flat = flatten_step(step, arguments(tokens), donate_argnums=0)
+    analysis = analyze(trace(flat, mesh)[0], tuple(mesh.shape.items()))
+    frame = analysis.frame
+    known = presets(frame)
+    choice = tokens_spread(frame) if name == "queries" else known[name]
+    kernels, costs = Kernels(names=("chunked",)), Costs(analysis, Rates.default([]))
+    [segment] = analysis.segments
+    plain = segment_candidate(analysis, segment.index, choice)
+    [one] = [
+        one
+        for one in kernels.variants(analysis, segment.kind, plain)
+        if one.kernel == f"chunked {spread}".strip()
+    ]
+    estimated = costs.temp_bytes(segment.kind, one)
+    estimated += costs.least_bytes(segment.kind, one).residual_bytes
+    choice = replace(choice, kernels=((segment.index, one.kernel),))
+    job = whole_job(analysis, choice, (), name)
+    built = build(frame.program, mesh, job, BuildEnvironment())
+    assert isinstance(built, Built)
+    return estimated, built.temp_bytes
+
+
+@pytest.mark.parametrize("tokens", [128, 320, 512])
+@pytest.mark.parametrize(
+    "name, spread",
+    [
+        ("data_parallel", ""),
+        ("tensor_parallel", ""),
+        ("queries", ""),
+        ("queries", "ring"),
+    ],
+)
+def test_attention_in_chunks_needs_about_what_is_estimated(tokens, name, spread):
+    estimated, compiled = estimated_and_compiled(tokens, name, spread)
+    assert 0.85 * compiled <= estimated <= 1.35 * compiled
+
+
+PROBLEM = Problem(
+    batch=4,
+    queries=512,
+    keys=512,
+    heads=8,
+    kv_heads=4,
+    head_dim=16,
+    dtype="float32",
+    scale=0.25,
+    causal=True,
+)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_axes_divide_what_they_shard(is_backward):
+    def needs(*roles, **changes):
+        problem = replace(PROBLEM, **changes)
+        return working_bytes(problem, Way("chunked", roles), {"x": 2}, is_backward)
+
+    whole = needs()
+    assert needs(("x", "batch")) == needs(("x", "heads")) == whole // 2
+    # Keys are gathered, and of a ring one part is there, with what follows it.
+    gathered, ring = needs(("x", "all_gather")), needs(("x", "ring"))
+    assert whole // 2 < gathered < whole
+    assert is_backward or gathered == ring == needs(queries=256)
+    # A chunk has a size of its own, and tokens fill chunks.
+    assert needs(queries=511, keys=400) == whole
+    scores = 4 * 8 * CHUNK * CHUNK * 4
+    assert needs(queries=1, keys=1) < scores < whole

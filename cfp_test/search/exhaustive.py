@@ -10,7 +10,7 @@ from cfp.search.problem import Problem, Solved, solution
 def solve_exhaustively(problem: Problem) -> Solved | None:
     """The cheapest choice that fits, or None if none does."""
     best: Solved | None = None
-    ranges = [range(len(problem.options[kind])) for kind in problem.kinds]
+    ranges = [problem.allowed(kind) for kind in problem.kinds]
     for picks in product(*ranges):
         if problem.fits(picks):
             found = solution(problem, picks)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.bounds import least_cost_ms, memory_price
+from cfp.search.chain import Chain
 from cfp.search.problem import Problem
+from cfp.search.solver import least_cost_ms
 from cfp_test.search.drawn import MIB, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively
 
@@ -17,8 +18,10 @@ from cfp_test.search.exhaustive import solve_exhaustively
 def test_no_choice_costs_less_at_any_price(problem, per_mib):
     best = solve_exhaustively(problem)
     assume(best is not None)
-    for price in (memory_price(problem), per_mib / MIB):
-        assert least_cost_ms(problem, price) <= best.cost_ms * (1 + 1e-9)
+    chain = Chain(problem)
+    for price in (chain.best_price(), per_mib / MIB):
+        assert chain.least_ms(price) <= best.cost_ms * (1 + 1e-9)
+    assert least_cost_ms(problem) <= best.cost_ms * (1 + 1e-9)
 
 
 def test_the_price_bounds_better_than_no_price():
@@ -27,15 +30,16 @@ def test_the_price_bounds_better_than_no_price():
     problem = Problem(
         kinds=(0,) * 10, options=((fast, slim),), edge_ms={}, budget_bytes=50 * MIB
     )
-    price = memory_price(problem)
-    assert price * MIB == pytest.approx(0.2, rel=1e-4)
-    assert least_cost_ms(problem, price) == pytest.approx(20, rel=1e-4)
-    assert least_cost_ms(problem, 0.0) == 10
-    assert memory_price(replace(problem, budget_bytes=None)) == 0
+    chain = Chain(problem)
+    assert chain.best_price() * MIB == pytest.approx(0.2)
+    assert chain.least_ms(chain.best_price()) == pytest.approx(20)
+    assert least_cost_ms(problem) == pytest.approx(20)
+    assert chain.least_ms(0.0) == 10
+    assert Chain(replace(problem, budget_bytes=None)).best_price() == 0
 
 
-def test_a_price_is_found_where_nothing_fits():
+def test_where_nothing_fits_no_cost_is_enough():
     problem = Problem(
         kinds=(0,), options=((option(1, 9, 0, 0),),), edge_ms={}, budget_bytes=MIB
     )
-    assert memory_price(problem) > 0
+    assert least_cost_ms(problem) == float("inf")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cfp.search.problem import Problem, Solved, solution
-from cfp.search.solver import leanest, least_cost_ms, solve
+from cfp.search.solver import leanest, solve
 
 GIB = 2**30
 # Less than this is a difference in how sums were rounded, in ms.
@@ -120,13 +120,11 @@ def explain(
     if best is None:
         needed = (plan or leanest(problem)).memory_bytes
         problem = replace(problem, budget_bytes=needed)
-        best = solve(problem)
-        assert best is not None, "something fits"
+        best = _within(problem, needed)
     budget, free, more = problem.budget_bytes, _within(problem, None), best
     if budget is not None:
         more = _within(problem, budget + step_bytes)
-    assert free is not None and more is not None, "what fits in less fits"
-    less = (best.memory_bytes if budget is None else budget) - step_bytes
+    less_bytes = (best.memory_bytes if budget is None else budget) - step_bytes
     faster = free.cost_ms < best.cost_ms - _SAME_MS
     return Explanation(
         plan=plan,
@@ -142,9 +140,16 @@ def explain(
             unlimited=free,
             step_bytes=step_bytes,
             more=more,
-            less=_within(problem, less),
+            less=solve(replace(problem, budget_bytes=less_bytes)),
         ),
     )
+
+
+def _within(problem: Problem, budget_bytes: int | None) -> Solved:
+    """The cheapest choice that fits in a budget that is large enough for some."""
+    found = solve(replace(problem, budget_bytes=budget_bytes))
+    assert found is not None, "something fits"
+    return found
 
 
 def _explain_kind(
@@ -152,52 +157,44 @@ def _explain_kind(
 ) -> KindExplanation:
     pairs = zip(problem.kinds, picks, strict=True)
     taken = Counter(pick for k, pick in pairs if k == kind)
-    chosen = sorted(taken, key=lambda option: (-taken[option], option))
-    others = [i for i in problem.allowed(kind) if i not in taken]
-    bounds = {i: least_cost_ms(_forced(problem, kind, i)) for i in others}
-    fitting = [i for i in others if bounds[i] < float("inf")]
-    runners_up: list[Alternative] = []
-    last_ms = float("inf")
-    for option in sorted(fitting, key=bounds.__getitem__):
-        if bounds[option] >= last_ms:
+    alone = {option: _alone(problem, kind, option) for option in problem.allowed(kind)}
+    free_ms = {i: _within(one, None).cost_ms for i, one in alone.items()}
+
+    def alternative(option: int) -> Alternative:
+        found = solve(alone[option])
+        return Alternative(
+            option=option,
+            taken=taken[option],
+            cost_ms=found.cost_ms if found else None,
+            memory_bytes=(found or leanest(alone[option])).memory_bytes,
+            unlimited_ms=free_ms[option],
+        )
+
+    others = [option for option in alone if option not in taken]
+    fitting: list[Alternative] = []
+    too_large: list[Alternative] = []
+    last_ms = float("inf")  # of the runners-up, once there are so many
+    for option in sorted(others, key=free_ms.__getitem__):
+        # Within the budget nothing is faster than without one.
+        if free_ms[option] >= last_ms:
             break
-        runners_up.append(_alternative(problem, kind, option))
-        runners_up = sorted(runners_up, key=_cost)[:count]
-        if len(runners_up) == count:
-            last_ms = _cost(runners_up[-1])
-    large = (_alternative(problem, kind, i) for i in others if i not in fitting)
-    faster = [one for one in large if one.unlimited_ms < last_ms]
-    too_large = sorted(faster, key=lambda one: one.unlimited_ms)[:count]
+        found = alternative(option)
+        (too_large if found.cost_ms is None else fitting).append(found)
+        if len(fitting) >= count:
+            last_ms = sorted(map(_cost_ms, fitting))[count - 1]
+    runners_up = sorted(fitting, key=_cost_ms)[:count]
+    too_large = [one for one in too_large if one.unlimited_ms < last_ms][:count]
+    chosen = sorted(taken, key=lambda option: (-taken[option], option))
     return KindExplanation(
         kind=kind,
-        chosen=tuple(_alternative(problem, kind, i, taken[i]) for i in chosen),
+        chosen=tuple(map(alternative, chosen)),
         runners_up=tuple(runners_up),
         too_large=tuple(too_large),
         others=len(others) - len(runners_up) - len(too_large),
     )
 
 
-def _alternative(
-    problem: Problem, kind: int, option: int, taken: int = 0
-) -> Alternative:
-    forced = _forced(problem, kind, option)
-    free = _within(forced, None)
-    assert free is not None, "without a budget everything fits"
-    found = solve(forced)
-    return Alternative(
-        option=option,
-        taken=taken,
-        cost_ms=found.cost_ms if found else None,
-        memory_bytes=(found or leanest(forced)).memory_bytes,
-        unlimited_ms=free.cost_ms,
-    )
-
-
-def _cost(alternative: Alternative) -> float:
-    return float("inf") if alternative.cost_ms is None else alternative.cost_ms
-
-
-def _forced(problem: Problem, kind: int, option: int) -> Problem:
+def _alone(problem: Problem, kind: int, option: int) -> Problem:
     """The problem whose segments of one kind have no other option."""
     kinds = range(len(problem.options))
     return problem.among(
@@ -205,6 +202,5 @@ def _forced(problem: Problem, kind: int, option: int) -> Problem:
     )
 
 
-def _within(problem: Problem, budget_bytes: int | None) -> Solved | None:
-    """The cheapest choice that fits in a budget, or None if none does."""
-    return solve(replace(problem, budget_bytes=budget_bytes))
+def _cost_ms(alternative: Alternative) -> float:
+    return float("inf") if alternative.cost_ms is None else alternative.cost_ms

@@ -111,14 +111,6 @@ def best_solutions(problem: Problem, count: int) -> list[Solved]:
     return found
 
 
-def least_cost_ms(problem: Problem) -> float:
-    """A bound, found at once: what fits costs no less. Infinite if nothing fits."""
-    if problem.budget_bytes is not None and not problem.fits(leanest(problem).picks):
-        return float("inf")
-    chain = Chain(problem)
-    return chain.least_ms(chain.best_price())
-
-
 class _Partials(NamedTuple):
     """Choices for the first few segments, as columns.
 

@@ -25,6 +25,9 @@ from cfp.search.problem import Problem
 
 # Costs that differ by less, of the cost, are the same sum in another order.
 ROUNDING = 1e-12
+# At a price at which all bytes cost so many times what the step takes, or more, costs
+# would be lost in rounding.
+_STEEPEST = 1e6
 
 
 class Place(NamedTuple):
@@ -125,11 +128,11 @@ class Chain:
         does not. Of one of each, which price makes them equal is found; what is lower
         at that price takes the place of one of them, until nothing is.
         """
+        if self.room is None:
+            return 0.0
         fast = self._line(self.fastest())
         lean = self._line([int(place.held.argmin()) for place in self.places])
-        price = 0.0
-        if self.room is None:
-            return price
+        price, highest = 0.0, _STEEPEST * fast.cost_ms / max(1, self.room)
         while max(self.room, lean.held) < fast.held:
             price = (lean.cost_ms - fast.cost_ms) / (fast.held - lean.held)
             found = self._line(self.fastest(price))
@@ -139,7 +142,7 @@ class Chain:
                 lean = found
             else:
                 fast = found
-        return price
+        return min(price, highest)
 
     def _line(self, picks: Sequence[int]) -> _Line:
         cost_ms, held, last = 0.0, 0, 0

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
 from cfp.search.solver import leanest, solve
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def explain(
         count: how many runners-up to find for each kind.
         step_bytes: by how much more and less memory to ask.
     """
-    plan = None if picks is None else solution(problem, picks)
+    plan = None if picks is None else problem.solution(picks)
     best = solve(problem)
     if best is None:
         needed = (plan or leanest(problem)).memory_bytes

@@ -105,6 +105,14 @@ class Problem:
             self.memory_bytes(picks) <= self.budget_bytes
         )
 
+    def solution(self, picks: Sequence[int]) -> Solved:
+        """A choice with what it costs."""
+        return Solved(
+            picks=tuple(picks),
+            cost_ms=self.cost_ms(picks),
+            memory_bytes=self.memory_bytes(picks),
+        )
+
     def among(self, kept: Sequence[Sequence[int]]) -> Problem:
         """The problem in which some of the options may be picked, and no others.
 
@@ -145,15 +153,6 @@ class Solved:
     picks: tuple[int, ...]
     cost_ms: float
     memory_bytes: int
-
-
-def solution(problem: Problem, picks: Sequence[int]) -> Solved:
-    """A solution with its costs."""
-    return Solved(
-        picks=tuple(picks),
-        cost_ms=problem.cost_ms(picks),
-        memory_bytes=problem.memory_bytes(picks),
-    )
 
 
 def scale_memory(problem: Problem, factor: float) -> Problem:

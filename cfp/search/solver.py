@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cfp.search.chain import ROUNDING, Chain, Place
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
 
 # Of more partial choices the best by bound stay: a dozen nested skips have millions.
 MOST_STATES = 50_000
@@ -55,17 +55,17 @@ def solve(problem: Problem, *, lean: bool = False) -> Solved | None:
             return None
     chain = Chain(problem)
     if problem.budget_bytes is None and not problem.far_ms:
-        return solution(problem, chain.numbered(chain.fastest()))
+        return problem.solution(chain.numbered(chain.fastest()))
     price = chain.best_price()
     least = chain.least_ms(price)
     slack = _FIRST_SLACK * max(abs(least), chain.least_ms(0.0))
     while True:
         picks, is_all = _walk(chain, least + slack, price)
         if picks is not None:
-            return solution(problem, picks)
+            return problem.solution(picks)
         if is_all:  # As something fits, it was among too many states.
             near = solve(replace(problem, far_ms={}), lean=lean)
-            return near and solution(problem, near.picks)
+            return near and problem.solution(near.picks)
         slack = slack * _MORE_SLACK or 1.0
 
 
@@ -84,7 +84,7 @@ def leanest(problem: Problem) -> Solved:
     same_cost = replace(free, edge_ms={}, far_ms={}, budget_bytes=enough)
     picks, _ = _walk(Chain(same_cost), 0.0, 0.0)
     assert picks is not None, "what is enough fits"
-    return solution(problem, picks)
+    return problem.solution(picks)
 
 
 def best_solutions(problem: Problem, count: int) -> list[Solved]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
 
 
 def solve_exhaustively(problem: Problem) -> Solved | None:
@@ -13,7 +13,7 @@ def solve_exhaustively(problem: Problem) -> Solved | None:
     ranges = [problem.allowed(kind) for kind in problem.kinds]
     for picks in product(*ranges):
         if problem.fits(picks):
-            found = solution(problem, picks)
+            found = problem.solution(picks)
             if best is None or found.cost_ms < best.cost_ms:
                 best = found
     return best

@@ -19,7 +19,7 @@ from cfp.models import registry
 from cfp.search import solver
 from cfp.search.build import build_problem
 from cfp.search.choices import whole_choice
-from cfp.search.problem import Problem, solution
+from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
@@ -63,9 +63,7 @@ class Program:
         """What passes far, by the layout of the whole program, use by use."""
         frame, segments = self.analysis.frame, self.analysis.segments
         program = frame.program
-        choice = whole_choice(
-            self.analysis, self.problem, solution(self.problem, picks)
-        )
+        choice = whole_choice(self.analysis, self.problem, self.problem.solution(picks))
         layout = lay_out(frame, choice)
         place = {op: s.index for s in segments for op in s.ops}
         owner = {

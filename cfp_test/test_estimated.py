@@ -21,10 +21,10 @@ from cfp.report.tables import plan_text, summary_line
 from cfp.runtime.execute import compile_step
 from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, whole_choice
-from cfp.search.dynamic import solve_dynamically
 from cfp.search.expected import estimate_options
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Solved
+from cfp.search.solver import solve
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 
@@ -80,7 +80,7 @@ def test_the_best_of_all_options_is_found(parts):
     given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
     found = estimate_options(estimates, presets, costs, **given)
     problem = build_problem(costs, found.estimated, None)
-    best = solve_dynamically(problem)
+    best = solve(problem)
     ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
     assert best.cost_ms == pytest.approx(min(map(problem.cost_ms, ways)))
     assert not found.tight

@@ -11,8 +11,8 @@ from cfp.analysis.layout import Choice, lay_out
 from cfp.cost.memory import value_bytes
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of, whole_choice
-from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.problem import Option, Problem, scale_memory
+from cfp.search.solver import leanest, solve
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 
@@ -42,7 +42,7 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     """
     least = leanest(problem)
     within = replace(problem, budget_bytes=least.memory_bytes)
-    best = solve_dynamically(within) or least
+    best = solve(within) or least
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
 
 
@@ -71,7 +71,7 @@ def smaller_than(
             factor = max(factor, rest / size.temp_bytes)
             results = max(results, size.output_bytes)
     within = replace(problem, budget_bytes=most_bytes - results)
-    best = solve_dynamically(scale_memory(within, factor))
+    best = solve(scale_memory(within, factor))
     if best is None:
         return None
     choice = whole_choice(analysis, problem, best)
@@ -141,7 +141,7 @@ def _best_around(
             [i for i, option in enumerate(options) if may_take(kind, option, own[kind])]
             for kind, options in enumerate(problem.options)
         ]
-        solved = (solve_among(one, kept) for one in problems)
+        solved = (solve(one.among(kept)) for one in problems)
         if (best := next(filter(None, solved), None)) is not None:
             yield name, whole_choice(analysis, problem, best)
 

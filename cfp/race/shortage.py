@@ -22,8 +22,8 @@ from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
 from cfp.race.truncated import WHOLE
 from cfp.search.choices import whole_choice
-from cfp.search.dynamic import leanest
 from cfp.search.problem import Problem
+from cfp.search.solver import leanest
 from cfp.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")

@@ -18,9 +18,9 @@ from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.search.build import build_problem
 from cfp.search.choices import first_candidates, preset_parts
-from cfp.search.dynamic import solve_dynamically
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
+from cfp.search.solver import solve
 from cfp.search.wanted import Explored
 from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
@@ -132,7 +132,7 @@ def estimate_options(
         return expect(costs, kind, estimates[kind].without_twin(), (), mine)
 
     options = [expected(kind, False) for kind in range(len(estimates))]
-    fastest = solve_dynamically(build_problem(costs, options, None))
+    fastest = solve(build_problem(costs, options, None))
     assert fastest is not None, "without a budget everything fits"
     tight = budget_bytes is not None and (
         fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes

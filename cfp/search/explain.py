@@ -6,12 +6,12 @@ which all segments of that kind take it, and all others whatever goes best with 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cfp.search.bounds import least_cost_ms, memory_price, unlimited
-from cfp.search.dynamic import can_fit, smallest_budget, solve_dynamically
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
+from cfp.search.solver import leanest, solve
 
 GIB = 2**30
 # Less than this is a difference in how sums were rounded, in ms.
@@ -115,107 +115,92 @@ def explain(
         count: how many runners-up to find for each kind.
         step_bytes: by how much more and less memory to ask.
     """
-    plan = None if picks is None else solution(problem, picks)
-    if not can_fit(problem):
-        needed = plan.memory_bytes if plan else smallest_budget(problem)
+    plan = None if picks is None else problem.solution(picks)
+    best = solve(problem)
+    if best is None:
+        needed = (plan or leanest(problem)).memory_bytes
         problem = replace(problem, budget_bytes=needed)
-    best = solve_dynamically(problem)
-    assert best is not None, "something fits"
-    price = memory_price(problem)
+        best = _within(problem, needed)
+    budget, free, more = problem.budget_bytes, _within(problem, None), best
+    if budget is not None:
+        more = _within(problem, budget + step_bytes)
+    less_bytes = (best.memory_bytes if budget is None else budget) - step_bytes
+    faster = free.cost_ms < best.cost_ms - _SAME_MS
     return Explanation(
         plan=plan,
         best=best,
         kinds=tuple(
-            _explain_kind(problem, (plan or best).picks, kind, count, price)
+            _explain_kind(problem, (plan or best).picks, kind, count)
             for kind in range(len(problem.options))
         ),
-        memory=_explain_memory(problem, best, step_bytes),
+        memory=MemoryExplanation(
+            budget_bytes=budget,
+            peak_bytes=best.memory_bytes,
+            binds=faster and not problem.fits(free.picks),
+            unlimited=free,
+            step_bytes=step_bytes,
+            more=more,
+            less=solve(replace(problem, budget_bytes=less_bytes)),
+        ),
     )
 
 
+def _within(problem: Problem, budget_bytes: int | None) -> Solved:
+    """The cheapest choice that fits in a budget that is large enough for some."""
+    found = solve(replace(problem, budget_bytes=budget_bytes))
+    assert found is not None, "something fits"
+    return found
+
+
 def _explain_kind(
-    problem: Problem, picks: Sequence[int], kind: int, count: int, price: float
+    problem: Problem, picks: Sequence[int], kind: int, count: int
 ) -> KindExplanation:
-    taken = [pick for k, pick in zip(problem.kinds, picks, strict=True) if k == kind]
-    chosen = sorted(set(taken), key=lambda option: (-taken.count(option), option))
-    others = [i for i in range(len(problem.options[kind])) if i not in chosen]
-    forced = {option: _forced(problem, kind, option) for option in others}
-    fitting = [option for option in others if can_fit(forced[option])]
-    bounds = {i: least_cost_ms(forced[i], price) for i in fitting}
-    runners_up: list[Alternative] = []
-    for option in sorted(fitting, key=bounds.__getitem__):
-        if len(runners_up) == count and bounds[option] >= _cost(runners_up[-1]):
+    pairs = zip(problem.kinds, picks, strict=True)
+    taken = Counter(pick for k, pick in pairs if k == kind)
+    alone = {option: _alone(problem, kind, option) for option in problem.allowed(kind)}
+    free_ms = {i: _within(one, None).cost_ms for i, one in alone.items()}
+
+    def alternative(option: int) -> Alternative:
+        found = solve(alone[option])
+        return Alternative(
+            option=option,
+            taken=taken[option],
+            cost_ms=found.cost_ms if found else None,
+            memory_bytes=(found or leanest(alone[option])).memory_bytes,
+            unlimited_ms=free_ms[option],
+        )
+
+    others = [option for option in alone if option not in taken]
+    fitting: list[Alternative] = []
+    too_large: list[Alternative] = []
+    last_ms = float("inf")  # of the runners-up, once there are so many
+    for option in sorted(others, key=free_ms.__getitem__):
+        # Within the budget nothing is faster than without one.
+        if free_ms[option] >= last_ms:
             break
-        runners_up.append(_alternative(problem, kind, option, 0))
-        runners_up = sorted(runners_up, key=_cost)[:count]
-    last = _cost(runners_up[-1]) if len(runners_up) == count else float("inf")
-    faster = {
-        i: cost
-        for i in others
-        if i not in bounds and (cost := unlimited(forced[i]).cost_ms) < last
-    }
-    too_large = sorted(faster, key=faster.__getitem__)[:count]
+        found = alternative(option)
+        (too_large if found.cost_ms is None else fitting).append(found)
+        if len(fitting) >= count:
+            last_ms = sorted(map(_cost_ms, fitting))[count - 1]
+    runners_up = sorted(fitting, key=_cost_ms)[:count]
+    too_large = [one for one in too_large if one.unlimited_ms < last_ms][:count]
+    chosen = sorted(taken, key=lambda option: (-taken[option], option))
     return KindExplanation(
         kind=kind,
-        chosen=tuple(
-            _alternative(problem, kind, option, taken.count(option))
-            for option in chosen
-        ),
+        chosen=tuple(map(alternative, chosen)),
         runners_up=tuple(runners_up),
-        too_large=tuple(_alternative(problem, kind, i, 0) for i in too_large),
+        too_large=tuple(too_large),
         others=len(others) - len(runners_up) - len(too_large),
     )
 
 
-def _alternative(problem: Problem, kind: int, option: int, taken: int) -> Alternative:
-    forced = _forced(problem, kind, option)
-    found = _within(forced, problem.budget_bytes)
-    return Alternative(
-        option=option,
-        taken=taken,
-        cost_ms=found.cost_ms if found else None,
-        memory_bytes=found.memory_bytes if found else smallest_budget(forced),
-        unlimited_ms=unlimited(forced).cost_ms,
-    )
-
-
-def _within(problem: Problem, budget_bytes: int | None) -> Solved | None:
-    """The cheapest choice that fits in a budget, or None if none does."""
-    limited = replace(problem, budget_bytes=budget_bytes)
-    return solve_dynamically(limited)
-
-
-def _cost(alternative: Alternative) -> float:
-    return float("inf") if alternative.cost_ms is None else alternative.cost_ms
-
-
-def _forced(problem: Problem, kind: int, option: int) -> Problem:
+def _alone(problem: Problem, kind: int, option: int) -> Problem:
     """The problem whose segments of one kind have no other option."""
-    return problem.keep(
-        [
-            [option] if other == kind else range(len(options))
-            for other, options in enumerate(problem.options)
-        ]
+    kinds = range(len(problem.options))
+    return problem.among(
+        [[option] if other == kind else problem.allowed(other) for other in kinds]
     )
 
 
-def _explain_memory(
-    problem: Problem, best: Solved, step_bytes: int
-) -> MemoryExplanation:
-    budget, peak = problem.budget_bytes, best.memory_bytes
-    free = unlimited(problem)
-    more = best
-    if budget is not None:
-        wider = _within(problem, budget + step_bytes)
-        assert wider is not None, "what fits in less fits"
-        more = wider
-    less = (peak if budget is None else budget) - step_bytes
-    return MemoryExplanation(
-        budget_bytes=budget,
-        peak_bytes=peak,
-        binds=not problem.fits(free.picks) and free.cost_ms < best.cost_ms - _SAME_MS,
-        unlimited=free,
-        step_bytes=step_bytes,
-        more=more,
-        less=_within(problem, less),
-    )
+def _cost_ms(alternative: Alternative) -> float:
+    return float("inf") if alternative.cost_ms is None else alternative.cost_ms

@@ -20,9 +20,9 @@ from cfp.profiling.looker import Look
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import ranked_candidates
-from cfp.search.dynamic import leanest, solve_dynamically
 from cfp.search.expected import expect
 from cfp.search.problem import Option, Problem, scale_memory
+from cfp.search.solver import leanest, solve
 from cfp.search.wanted import (
     Explored,
     Measured,
@@ -75,8 +75,8 @@ def explore(
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
         problem = build_problem(maker.costs, options, budget_bytes)
-        fastest = solve_dynamically(replace(problem, budget_bytes=None))
-        best = solve_dynamically(problem)
+        fastest = solve(replace(problem, budget_bytes=None))
+        best = solve(problem)
         assert fastest is not None, "without a budget everything fits"
         if budget_bytes is not None:
             tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
@@ -156,7 +156,7 @@ class _Round:
         """
         likely = [*map(self._likely, range(len(self._asked)))]
         for share in dict.fromkeys((1.0, left)):
-            best = solve_dynamically(scale_memory(self._problem, share))
+            best = solve(scale_memory(self._problem, share))
             best_ms = best.cost_ms if best else float("inf")
             self._propose(likely, (1.0 - WORTH_HAVING) * best_ms, share)
             if self._found or best:
@@ -199,7 +199,7 @@ class _Round:
             ]
             budget_bytes = self._problem.budget_bytes
             problem = build_problem(self._maker.costs, options, budget_bytes)
-            lowest = solve_dynamically(scale_memory(problem, share))
+            lowest = solve(scale_memory(problem, share))
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
             picks = set(zip(problem.kinds, lowest.picks, strict=True))

@@ -45,6 +45,8 @@ class Problem:
             the second: tied weights, skips, what a decoder reads of an encoder.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device, or None for no limit.
+        kept: for each kind the indices of the options that may be picked, or None if
+            all may.
     """
 
     kinds: tuple[int, ...]
@@ -55,6 +57,7 @@ class Problem:
     )
     fixed_bytes: int = 0
     budget_bytes: int | None = None
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     def with_options(self, change: Callable[[Option], Option]) -> Problem:
         """The problem with something else in the place of each option."""
@@ -102,31 +105,26 @@ class Problem:
             self.memory_bytes(picks) <= self.budget_bytes
         )
 
-    def keep(self, kept: Sequence[Sequence[int]]) -> Problem:
-        """The problem with some of the options only.
+    def solution(self, picks: Sequence[int]) -> Solved:
+        """A choice with what it costs."""
+        return Solved(
+            picks=tuple(picks),
+            cost_ms=self.cost_ms(picks),
+            memory_bytes=self.memory_bytes(picks),
+        )
+
+    def among(self, kept: Sequence[Sequence[int]]) -> Problem:
+        """The problem in which some of the options may be picked, and no others.
 
         Args:
-            kept: for each kind the indices of the options that stay, in the order in
-                which they are numbered then.
+            kept: for each kind the indices of its options that may be. They are
+                numbered as before, so that picks mean the same in both problems.
         """
-        return replace(
-            self,
-            options=tuple(
-                tuple(options[i] for i in rows)
-                for options, rows in zip(self.options, kept, strict=True)
-            ),
-            edge_ms={
-                (a, b): [[matrix[i][j] for j in kept[b]] for i in kept[a]]
-                for (a, b), matrix in self.edge_ms.items()
-            },
-            far_ms={
-                (i, j): [
-                    [matrix[a][b] for b in kept[self.kinds[j]]]
-                    for a in kept[self.kinds[i]]
-                ]
-                for (i, j), matrix in self.far_ms.items()
-            },
-        )
+        return replace(self, kept=tuple(map(tuple, kept)))
+
+    def allowed(self, kind: int) -> Sequence[int]:
+        """The indices of the options of a kind that may be picked."""
+        return range(len(self.options[kind])) if self.kept is None else self.kept[kind]
 
     def only(self, places: Sequence[int]) -> Problem:
         """The problem of some of the segments, in their order."""
@@ -155,15 +153,6 @@ class Solved:
     picks: tuple[int, ...]
     cost_ms: float
     memory_bytes: int
-
-
-def solution(problem: Problem, picks: Sequence[int]) -> Solved:
-    """A solution with its costs."""
-    return Solved(
-        picks=tuple(picks),
-        cost_ms=problem.cost_ms(picks),
-        memory_bytes=problem.memory_bytes(picks),
-    )
 
 
 def scale_memory(problem: Problem, factor: float) -> Problem:

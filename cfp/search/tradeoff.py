@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cfp.search.bounds import unlimited
-from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem, Solved
+from cfp.search.solver import leanest, solve
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.
 _GRAIN_BYTES = 1024
@@ -40,59 +39,64 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
             frontier, those that are found are spread over memory.
     """
     assert most >= 2, "the ends"
-    low = _point(problem, smallest_budget(problem))
-    high = _point(problem, unlimited(problem).memory_bytes)
-    points = {low.memory_bytes: low, high.memory_bytes: high}
-    gaps: list[_Gap] = []
-
-    def add(low: Solved, high: Solved, empty_bytes: int, closing: bool) -> None:
-        if high.memory_bytes - empty_bytes > _GRAIN_BYTES:
-            gap = _Gap(low=low, high=high, empty_bytes=empty_bytes, closing=closing)
-            gaps.append(gap)
-
-    add(low, high, low.memory_bytes, False)
-    while gaps and len(points) < most:
-        gap = max(gaps, key=lambda gap: gap.high.memory_bytes - gap.empty_bytes)
+    free = solve(replace(problem, budget_bytes=None))
+    assert free is not None, "without a budget everything fits"
+    low = _point(problem, leanest(problem).memory_bytes)
+    high = _point(problem, free.memory_bytes)
+    points = {point.memory_bytes: point for point in (low, high)}
+    gaps = [_Gap(low.memory_bytes, high.memory_bytes, empty_bytes=low.memory_bytes)]
+    while True:
+        gaps = [gap for gap in gaps if gap.unknown_bytes > _GRAIN_BYTES]
+        if not gaps or len(points) >= most:
+            break
+        gap = max(gaps, key=lambda gap: gap.unknown_bytes)
         gaps.remove(gap)
-        found = _point(problem, gap.budget_bytes)
-        if found.memory_bytes > gap.low.memory_bytes:
-            points[found.memory_bytes] = found
-            add(gap.low, found, gap.low.memory_bytes, False)
-            add(found, gap.high, gap.budget_bytes, False)
+        budget_bytes = gap.next_budget_bytes
+        found = _point(problem, budget_bytes)
+        size = found.memory_bytes
+        if size > gap.low_bytes:
+            points[size] = found
+            gaps.append(_Gap(gap.low_bytes, size, empty_bytes=gap.low_bytes))
+            gaps.append(_Gap(size, gap.high_bytes, empty_bytes=budget_bytes))
         elif not gap.closing:
-            add(gap.low, gap.high, gap.budget_bytes, True)
+            gaps.append(replace(gap, empty_bytes=budget_bytes, closing=True))
     return TradeOff(
         points=tuple(points[memory] for memory in sorted(points)),
         complete=not gaps,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Gap:
-    """Two points, and what is known of the budgets between them.
+    """Two points, by their memory, and what is known of the budgets between them.
 
     Attributes:
-        low, high: the points.
-        empty_bytes: up to this budget there is nothing better than `low`.
-        closing: whether to ask next right below `high`, and no longer in the middle:
-            most gaps are empty, which is known after that.
+        low_bytes, high_bytes: of the points.
+        empty_bytes: up to this budget nothing is better than the low one.
+        closing: whether to ask next right below the high one, and no longer in the
+            middle: most gaps are empty, which is known after that.
     """
 
-    low: Solved
-    high: Solved
+    low_bytes: int
+    high_bytes: int
     empty_bytes: int
-    closing: bool
+    closing: bool = False
 
     @property
-    def budget_bytes(self) -> int:
+    def unknown_bytes(self) -> int:
+        """How far budgets reach of which nothing is known."""
+        return self.high_bytes - self.empty_bytes
+
+    @property
+    def next_budget_bytes(self) -> int:
         """The budget to ask for next."""
         if self.closing:
-            return self.high.memory_bytes - _GRAIN_BYTES
-        return (self.empty_bytes + self.high.memory_bytes) // 2
+            return self.high_bytes - _GRAIN_BYTES
+        return (self.empty_bytes + self.high_bytes) // 2
 
 
 def _point(problem: Problem, budget_bytes: int) -> Solved:
     """The fastest choice within a budget, and the leanest of those."""
-    found = solve_dynamically(replace(problem, budget_bytes=budget_bytes), lean=True)
+    found = solve(replace(problem, budget_bytes=budget_bytes), lean=True)
     assert found is not None, "the leanest choice fits"
     return found

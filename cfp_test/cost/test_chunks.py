@@ -6,7 +6,6 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import pytest
-from cfp.presets.presets import presets
 
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
@@ -15,6 +14,7 @@ from cfp.attention.problem import Problem
 from cfp.cost.choice import segment_candidate
 from cfp.cost.chunks import working_bytes
 from cfp.cost.costs import Costs
+from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step

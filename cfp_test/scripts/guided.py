@@ -31,8 +31,8 @@ from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, ranked_candidates, whole_choice
-from cfp.search.dynamic import solve_dynamically
 from cfp.search.jobs import whole_job
+from cfp.search.solver import solve
 from cfp.search.wanted import Wanted, WantedMaker, measured_options
 from cfp.solution import Candidate
 
@@ -96,7 +96,7 @@ def main() -> None:
         for name, wanted in (("guided", guided), ("everything", every)):
             known = measured_options(costs, wanted, summary.records)
             problem = build_problem(costs, known, None)
-            best = solve_dynamically(problem)
+            best = solve(problem)
             assert best is not None
             choice: Choice = whole_choice(analysis, problem, best)
             rows[name] = {

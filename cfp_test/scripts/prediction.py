@@ -35,7 +35,7 @@ from cfp.profiling.runner import TimingOptions, run
 from cfp.profiling.threads import default_threads
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.jobs import whole_job
-from cfp.search.problem import Problem, solution
+from cfp.search.problem import Problem
 
 _ONCE = TimingOptions(
     warmup_seconds=0.0, min_samples=1, max_samples=1, budget_seconds=0.0, min_repeat=1
@@ -118,7 +118,7 @@ def main() -> None:
         environment = BuildEnvironment.beside(context.store.path)
         whole = []
         for name, picks in chosen:
-            predicted = solution(problem, picks)
+            predicted = problem.solution(picks)
             choice = whole_choice(session.analysis, problem, predicted)
             job = whole_job(analysis, choice, context.environment, name)
             whole.append((name, picks, predicted, job))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
 
 
 def solve_exhaustively(problem: Problem) -> Solved | None:
     """The cheapest choice that fits, or None if none does."""
     best: Solved | None = None
-    ranges = [range(len(problem.options[kind])) for kind in problem.kinds]
+    ranges = [problem.allowed(kind) for kind in problem.kinds]
     for picks in product(*ranges):
         if problem.fits(picks):
-            found = solution(problem, picks)
+            found = problem.solution(picks)
             if best is None or found.cost_ms < best.cost_ms:
                 best = found
     return best

@@ -25,7 +25,7 @@ from itertools import pairwise
 import pulp
 
 from alpa_test.cost_model.quiet import quiet_solver
-from cfp.search.problem import Problem, Solved, solution
+from cfp.search.problem import Problem, Solved
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
@@ -52,7 +52,7 @@ def solve_ilp(problem: Problem) -> Solved | None:
     if status == "Infeasible":
         return None
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
-    return solution(problem, picks)
+    return problem.solution(picks)
 
 
 def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solved:
@@ -71,7 +71,7 @@ def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solved:
         model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0))
     assert pulp.LpStatus[model.status] in ("Optimal", "Not Solved"), "a choice exists"
     picks = [max(range(len(row)), key=lambda o, row=row: row[o].value()) for row in x]
-    return solution(problem, picks)
+    return problem.solution(picks)
 
 
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:

@@ -16,11 +16,11 @@ from cfp.analysis.layout import lay_out
 from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
 from cfp.models import registry
-from cfp.search import bounds, dynamic
+from cfp.search import solver
 from cfp.search.build import build_problem
 from cfp.search.choices import whole_choice
-from cfp.search.dynamic import smallest_budget, solve_dynamically
-from cfp.search.problem import Problem, solution
+from cfp.search.problem import Problem
+from cfp.search.solver import leanest, solve
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
@@ -63,9 +63,7 @@ class Program:
         """What passes far, by the layout of the whole program, use by use."""
         frame, segments = self.analysis.frame, self.analysis.segments
         program = frame.program
-        choice = whole_choice(
-            self.analysis, self.problem, solution(self.problem, picks)
-        )
+        choice = whole_choice(self.analysis, self.problem, self.problem.solution(picks))
         layout = lay_out(frame, choice)
         place = {op: s.index for s in segments for op in s.ops}
         owner = {
@@ -181,8 +179,8 @@ def test_the_search_agrees_with_brute_force_over_whole_programs(which, request):
     for picks, cost in costs.items():
         assert found.problem.cost_ms(picks) == pytest.approx(cost), picks
     best = min(costs.values())
-    for solve in (solve_dynamically, solve_exhaustively, solve_ilp):
-        assert costs[solve(found.problem).picks] == pytest.approx(best)
+    for one in (solve, solve_exhaustively, solve_ilp):
+        assert costs[one(found.problem).picks] == pytest.approx(best)
 
 
 @pytest.mark.parametrize("name", ["tied_stack", "cross_stack", "u_net"])
@@ -208,19 +206,19 @@ def test_without_these_prices_a_slower_plan_is_chosen():
     worse = Counter()
     for name, seed in itertools.product(["tied_stack", "u_net"], range(8)):
         found = Program(name, SQUARE, most=17, seed=seed)
-        blind = solve_dynamically(replace(found.problem, far_ms={}))
-        best = solve_dynamically(found.problem)
+        blind = solve(replace(found.problem, far_ms={}))
+        best = solve(found.problem)
         assert best.cost_ms <= found.problem.cost_ms(blind.picks)
         worse[name] += found.problem.cost_ms(blind.picks) > best.cost_ms
     assert worse["tied_stack"] and worse["u_net"]
 
 
 def test_nested_skips_are_searched_exactly(net):
-    problem = net.problem.keep([range(2) for _ in net.problem.options])
+    problem = net.problem.among([range(2) for _ in net.problem.options])
     best = solve_exhaustively(problem)
-    assert solve_dynamically(problem).cost_ms == pytest.approx(best.cost_ms)
+    assert solve(problem).cost_ms == pytest.approx(best.cost_ms)
     tight = replace(problem, budget_bytes=problem.memory_bytes(best.picks))
-    assert solve_dynamically(tight).cost_ms == pytest.approx(best.cost_ms)
+    assert solve(tight).cost_ms == pytest.approx(best.cost_ms)
 
 
 def test_of_too_many_states_the_most_promising_stay(monkeypatch):
@@ -238,16 +236,15 @@ def test_of_too_many_states_the_most_promising_stay(monkeypatch):
         },
         budget_bytes=60 * MIB,
     )
-    monkeypatch.setattr(bounds, "MOST_STATES", 500)
-    found = solve_dynamically(problem)
+    monkeypatch.setattr(solver, "MOST_STATES", 500)
+    found = solve(problem)
     assert found is not None and problem.fits(found.picks)
     exact = solve_ilp(problem)
     assert exact.cost_ms <= found.cost_ms + 1e-9 <= 1.02 * exact.cost_ms
     # Where none of those fits, what passes further is left out of account.
-    tight = replace(problem, budget_bytes=smallest_budget(problem))
-    for module in (bounds, dynamic):
-        monkeypatch.setattr(module, "MOST_STATES", 1)
-    found = solve_dynamically(tight)
+    tight = replace(problem, budget_bytes=leanest(problem).memory_bytes)
+    monkeypatch.setattr(solver, "MOST_STATES", 1)
+    found = solve(tight)
     assert found is not None and tight.fits(found.picks)
     assert found.cost_ms == pytest.approx(tight.cost_ms(found.picks))
 

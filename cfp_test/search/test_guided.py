@@ -16,9 +16,9 @@ from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import leading_presets, ranked_candidates
-from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.guided import explore
 from cfp.search.problem import Option
+from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
@@ -189,7 +189,7 @@ def test_with_luck_too_what_is_found_is_near_what_all_there_is_gives(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates, noise=0.05)
     best = devices.best(devices.explore())
-    everything = solve_dynamically(devices.everything())
+    everything = solve(devices.everything())
     assert best.cost_ms <= everything.cost_ms * 1.05
     assert devices.runs < sum(map(len, devices.everything().options)) / 2
 
@@ -201,14 +201,14 @@ def test_rounds_begin_where_something_faster_will_fit(small):
     assert len(found.rounds) == 1
     fastest = devices.best(found)
     every = devices.everything(remat=(False, True))
-    least = smallest_budget(every)
+    least = leanest(every).memory_bytes
     began = []
     for share in (0.02, 0.5, 0.8, 1.0):
         budget = int(least + share * (fastest.memory_bytes - least))
         found = devices.explore(budget)
         first = replace(found, rounds=found.rounds[:1])
         best = devices.best(first, budget)
-        true = solve_dynamically(replace(every, budget_bytes=budget))
+        true = solve(replace(every, budget_bytes=budget))
         begins = best is None or best.cost_ms > 1.02 * true.cost_ms
         assert (len(found.rounds) > 1) == begins
         assert devices.best(found, budget).cost_ms <= 1.02 * true.cost_ms
@@ -221,8 +221,8 @@ def test_memory_is_searched_too(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates)
     every = devices.everything(remat=(False, True))
-    least = smallest_budget(every)
-    most = solve_dynamically(every).memory_bytes
+    least = leanest(every).memory_bytes
+    most = solve(every).memory_bytes
     assert least < most
     for share in (0.0, 0.3, 0.7, 1.0):
         budget = int(least + share * (most - least))
@@ -230,7 +230,7 @@ def test_memory_is_searched_too(small):
         found = devices.explore(budget_bytes=budget)
         assert found.tight
         best = devices.best(found, budget)
-        true = solve_dynamically(devices.everything(budget, remat=(False, True)))
+        true = solve(devices.everything(budget, remat=(False, True)))
         assert best is not None and best.memory_bytes <= budget
         assert best.cost_ms <= true.cost_ms * 1.021
 
@@ -239,7 +239,7 @@ def test_what_runs_only_if_computed_again_is_found(small):
     """Segments that alone run out of memory."""
     analysis, estimates = small
     every = Devices(analysis, estimates).everything(remat=(False, True))
-    budget = int(1.1 * smallest_budget(every))
+    budget = int(1.1 * leanest(every).memory_bytes)
     devices = Devices(
         analysis, estimates, broken=lambda c: broken(c), status="out_of_memory"
     )

@@ -1,22 +1,24 @@
 """The solvers against the oracle, and the properties of the problem itself."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.dynamic import smallest_budget, solve_dynamically
 from cfp.search.problem import Problem
+from cfp.search.solver import leanest, solve
 from cfp_test.search.drawn import MIB, NO_BUDGET, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively
-from cfp_test.search.ilp import leanest, solve_ilp
+from cfp_test.search.ilp import leanest as leanest_ilp
+from cfp_test.search.ilp import solve_ilp
 
 
 def check_solvers(problem):
     best = solve_exhaustively(problem)
-    for solve in (solve_ilp, solve_dynamically):
-        found = solve(problem)
+    for solver in (solve_ilp, solve):
+        found = solver(problem)
         assert (found is None) == (best is None)
         if found is not None and best is not None:
             assert problem.fits(found.picks)
@@ -94,11 +96,33 @@ def twins(problem, slower_ms):
 def test_solvers_agree_where_options_hand_on_alike(problem, slower_ms):
     """As with segments that rematerialize: what they keep still tells them apart."""
     double = twins(problem, slower_ms)
-    found, other = solve_ilp(double), solve_dynamically(double)
+    found, other = solve_ilp(double), solve(double)
     assert (found is None) == (other is None)
     if found is not None and other is not None:
         assert double.fits(other.picks)
         assert other.cost_ms == pytest.approx(found.cost_ms, rel=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_of_some_options_the_best_are_picked_under_their_own_numbers(problem, data):
+    kept = [
+        data.draw(st.lists(st.sampled_from(range(len(row))), min_size=1, unique=True))
+        for row in problem.options
+    ]
+    some = problem.among(kept)
+    best, found, lean = solve_exhaustively(some), solve(some), leanest(some)
+    assert (found is None) == (best is None)
+    for one in (found, lean):
+        if one is not None:
+            pairs = zip(problem.kinds, one.picks, strict=True)
+            assert all(pick in kept[kind] for kind, pick in pairs)
+            assert one.cost_ms == problem.cost_ms(one.picks)
+            assert one.memory_bytes == problem.memory_bytes(one.picks)
+    if found is not None and best is not None:
+        assert found.cost_ms == pytest.approx(best.cost_ms)
+    every = product(*(kept[kind] for kind in problem.kinds))
+    assert lean.memory_bytes == min(map(problem.memory_bytes, every))
 
 
 @settings(max_examples=30, deadline=None)
@@ -110,19 +134,19 @@ def test_solvers_agree_on_deep_programs(problem, depth):
     deep = replace(
         problem, kinds=tuple(kinds), budget_bytes=budget and budget * depth // 3
     )
-    found, other = solve_ilp(deep), solve_dynamically(deep)
+    found, other = solve_ilp(deep), solve(deep)
     assert (found is None) == (other is None)
     if found is not None and other is not None:
         assert deep.fits(found.picks) and deep.fits(other.picks)
         assert found.cost_ms == pytest.approx(other.cost_ms, rel=1e-6)
-    least = leanest(deep).memory_bytes  # To the solver's tolerances.
-    assert smallest_budget(deep) == pytest.approx(least, rel=1e-6)
+    least = leanest_ilp(deep).memory_bytes  # To the solver's tolerances.
+    assert leanest(deep).memory_bytes == pytest.approx(least, rel=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems(budgets=NO_BUDGET))
 def test_the_smallest_budget_is_feasible_and_no_smaller_one_is(problem):
-    smallest = smallest_budget(problem)
+    smallest = leanest(problem).memory_bytes
 
     def within(budget):
         return Problem(

@@ -1,0 +1,233 @@
+"""The fastest choice that fits, found along the chain of segments, as in CFP.
+
+Segments are decided from first to last. What later segments need to know of earlier
+ones is the last pick (for the resharding behind it), the cost so far, and under a
+budget the memory kept so far and the peak so far. Where something passes further than
+to the next segment, they need its class, too, as long as it is *open*: made, and not
+read for the last time (:mod:`cfp.search.chain`). Nested skips, as in a U-net, have
+several open at once. Of partial choices that all that follows costs as much for, those
+stay that no other beats in cost, memory kept and peak (arXiv 2504.00598 keeps the cost
+alone, and has no budget).
+
+Those that stay would grow too many. So what cannot end below a cost is left out, by a
+bound on what is still to come. That cost is first little more than the bound for the
+whole program, and is raised until something ends below it. Without a budget, and where
+nothing passes further, the bound is what a choice costs, and leads to it.
+
+Exact, but for the rare program with more than `MOST_STATES` partial choices, where the
+most promising stay, and if none of these fits, what passes further is left out of
+account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from cfp.search.chain import ROUNDING, Chain, Place
+from cfp.search.problem import Problem, Solved
+
+# Of more partial choices the best by bound stay: a dozen nested skips have millions.
+MOST_STATES = 50_000
+# How far above the bound to look first, of the bound; and how to go on.
+_FIRST_SLACK = 2.5e-4
+_MORE_SLACK = 2.0
+# So few partial choices are compared each with each.
+_FEW_ROWS = 64
+
+
+def solve(problem: Problem, *, lean: bool = False) -> Solved | None:
+    """The cheapest choice that fits, or None if none does.
+
+    Args:
+        problem: the problem.
+        lean: whether to find, of several that cost the same, the one that needs the
+            least memory. There must be a budget then.
+    """
+    if problem.budget_bytes is not None:
+        free = solve(replace(problem, budget_bytes=None))
+        if free is not None and problem.fits(free.picks) and not lean:
+            return free
+        # To find that out by the search would take trying all choices.
+        if not problem.fits(leanest(problem).picks):
+            return None
+    chain = Chain(problem)
+    if problem.budget_bytes is None and not problem.far_ms:
+        return problem.solution(chain.numbered(chain.fastest()))
+    price = chain.best_price()
+    least = chain.least_ms(price)
+    slack = _FIRST_SLACK * max(abs(least), chain.least_ms(0.0))
+    while True:
+        picks, is_all = _walk(chain, least + slack, price)
+        if picks is not None:
+            return problem.solution(picks)
+        if is_all:  # As something fits, it was among too many states.
+            near = solve(replace(problem, far_ms={}), lean=lean)
+            return near and problem.solution(near.picks)
+        slack = slack * _MORE_SLACK or 1.0
+
+
+def leanest(problem: Problem) -> Solved:
+    """The choice that needs the least memory, whatever the budget and the time.
+
+    What it needs is the smallest budget that some choice fits in.
+    """
+    # Any choice says what is enough; best is the one that holds the least.
+    least = [
+        min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
+        for kind, row in enumerate(problem.options)
+    ]
+    enough = problem.memory_bytes([least[kind] for kind in problem.kinds])
+    free = problem.with_options(lambda option: replace(option, time_ms=0.0))
+    same_cost = replace(free, edge_ms={}, far_ms={}, budget_bytes=enough)
+    picks, _ = _walk(Chain(same_cost), 0.0, 0.0)
+    assert picks is not None, "what is enough fits"
+    return problem.solution(picks)
+
+
+def best_solutions(problem: Problem, count: int) -> list[Solved]:
+    """The best solution, and others that differ from it where it matters.
+
+    Each next one may not use what the one before chose for the kind of segment that
+    takes most of the time.
+    """
+    found: list[Solved] = []
+    kept = [list(problem.allowed(kind)) for kind in range(len(problem.options))]
+    while len(found) < count and all(kept):
+        best = solve(problem.among(kept))
+        if best is None:
+            break
+        found.append(best)
+        spent: dict[tuple[int, int], float] = {}
+        for kind, pick in zip(problem.kinds, best.picks, strict=True):
+            time_ms = problem.options[kind][pick].time_ms
+            spent[kind, pick] = spent.get((kind, pick), 0.0) + time_ms
+        if not spent:  # a program without segments leaves nothing to choose
+            break
+        kind, pick = max(spent, key=lambda choice: spent[choice])
+        kept[kind].remove(pick)
+    return found
+
+
+class _Partials(NamedTuple):
+    """Choices for the first few segments, as columns.
+
+    Attributes:
+        cost_ms: their time, resharding included.
+        kept: state and residuals of all, in bytes.
+        peak: state of all, and the most that any needs besides while it runs.
+        pick: the last pick.
+        before: which row of those one segment shorter they go on from.
+        open: by maker the class of what is read later on.
+    """
+
+    cost_ms: np.ndarray
+    kept: np.ndarray
+    peak: np.ndarray
+    pick: np.ndarray
+    before: np.ndarray
+    open: dict[int, np.ndarray]
+
+    def take(self, rows: np.ndarray) -> _Partials:
+        return _Partials(
+            cost_ms=self.cost_ms[rows],
+            kept=self.kept[rows],
+            peak=self.peak[rows],
+            pick=self.pick[rows],
+            before=self.before[rows],
+            open={maker: classes[rows] for maker, classes in self.open.items()},
+        )
+
+
+def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None, bool]:
+    """The cheapest choice that fits and costs no more; of several the leanest.
+
+    Args:
+        chain: the segments.
+        most_ms: what it may cost.
+        price: of a byte, in ms, for bounds.
+
+    Returns:
+        The choice, or None, and whether no partial choice was left out for its cost.
+    """
+    free, priced = chain.to_go_ms(0.0), chain.to_go_ms(price)
+    # State of the segments that are still to come, at least.
+    state = sum(int(place.state.min()) for place in chain.places)
+    zero = np.zeros(1, np.int64)
+    now, is_all = _Partials(np.zeros(1), zero, zero, zero, zero, {}), True
+    stages: list[_Partials] = []
+    for i, place in enumerate(chain.places):
+        now = _grow(now, i, place)
+        to_go = free[i + 1][now.pick]
+        if chain.room is not None:
+            state -= int(place.state.min())
+            fits = np.flatnonzero(now.peak <= chain.room - state)
+            now = now.take(fits)
+            at_price = priced[i + 1][now.pick] - price * (chain.room - now.kept)
+            to_go = np.maximum(to_go[fits], at_price)
+        bound = now.cost_ms + to_go
+        good = np.flatnonzero(bound <= most_ms)
+        is_all = is_all and len(good) == len(bound)
+        if now.open and len(good) > MOST_STATES:
+            good = good[np.argsort(bound[good], kind="stable")[:MOST_STATES]]
+        now = now.take(good)
+        now = now.take(_unbeaten(now, place, counts_memory=chain.room is not None))
+        stages.append(now)
+    if not len(now.cost_ms):
+        return None, is_all
+    same = now.cost_ms <= now.cost_ms.min() * (1 + ROUNDING)
+    row = int(np.where(same, now.peak, np.iinfo(np.int64).max).argmin())
+    picks = []
+    for stage in reversed(stages):
+        picks.append(int(stage.pick[row]))
+        row = int(stage.before[row])
+    return chain.numbered(picks[::-1]), is_all
+
+
+def _grow(now: _Partials, i: int, place: Place) -> _Partials:
+    """All partial choices with every option of segment i."""
+    cost = now.cost_ms[:, None] + place.time_ms
+    for maker, far_ms in place.far_ms.items():
+        cost = cost + far_ms[now.open[maker]]
+    cost = cost + place.edge_ms[now.pick]
+    kept = now.kept[:, None] + place.held
+    peak = np.maximum(now.peak[:, None] + place.state, kept + place.temp)
+    rows, picks = (index.ravel() for index in np.indices(cost.shape))
+    open_ = {m: c[rows] for m, c in now.open.items() if m not in place.last_of}
+    if place.classes is not None:
+        open_[i] = place.classes[picks]
+    return _Partials(cost.ravel(), kept.ravel(), peak.ravel(), picks, rows, open_)
+
+
+def _unbeaten(now: _Partials, place: Place, counts_memory: bool) -> np.ndarray:
+    """The rows that no other beats of those that all that follows costs as much for."""
+    state = place.alike[now.pick]
+    for classes in now.open.values():
+        both = state * (int(classes.max(initial=0)) + 1) + classes
+        state = np.unique(both, return_inverse=True)[1].ravel()
+    if not counts_memory:
+        order = np.argsort(now.cost_ms, kind="stable")
+        return order[np.unique(state[order], return_index=True)[1]]
+    # Of two states, one has more of the first then, and the other of the second.
+    apart = state * (int(now.peak.max(initial=0)) + 1)
+    kept, peak = now.kept + apart, now.peak - apart
+    order = np.lexsort((peak, kept, now.cost_ms))
+    return order[_minimal(kept[order], peak[order])]
+
+
+def _minimal(kept: np.ndarray, peak: np.ndarray) -> np.ndarray:
+    """The rows that have less of one or the other than each row before them."""
+    if len(kept) <= _FEW_ROWS:
+        beats = (kept[:, None] <= kept) & (peak[:, None] <= peak)
+        return np.flatnonzero(~np.triu(beats, 1).any(axis=0))
+    half = len(kept) // 2
+    first = _minimal(kept[:half], peak[:half])
+    # For each of the second half the lowest peak of those that keep no more.
+    by_kept = first[np.argsort(kept[first], kind="stable")]
+    lowest = np.minimum.accumulate(peak[by_kept])
+    count = np.searchsorted(kept[by_kept], kept[half:], side="right")
+    beaten = (count > 0) & (lowest[count - 1] <= peak[half:])
+    rest = half + np.flatnonzero(~beaten)
+    return np.concatenate([first, rest[_minimal(kept[rest], peak[rest])]])

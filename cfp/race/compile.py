@@ -19,7 +19,7 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
-from cfp.race.programs import RaceProgram, RaceResult, was_refused
+from cfp.race.programs import TOO_LATE, RaceProgram, RaceResult, was_refused
 from cfp.settings import MOST_REFUSED
 
 
@@ -203,8 +203,7 @@ def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
 
 def _too_late(job: Job) -> ProfileRecord:
     """What a race says of a program for which there was no time; it is not stored."""
-    reason = "not compiled, since the time for planning was over"
     key = job.key
     return ProfileRecord(
-        key=key.digest, parts=key.parts, status="timeout", reason=reason
+        key=key.digest, parts=key.parts, status="timeout", reason=TOO_LATE
     )

@@ -28,6 +28,7 @@ from cfp.race.programs import (
     MANY_REFUSED,
     TOO_FAR,
     TOO_LARGE,
+    TOO_LATE,
     RaceResult,
 )
 from cfp.settings import (
@@ -191,6 +192,7 @@ def enough_that_fit(
         queue.append(ways)
     always = {*known, *(one.key for one in candidates[:1])}
     refused: set[Any] = set()
+    is_late = False
     while queue:
         queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting = [made.candidate for made in found.fitting]
@@ -198,7 +200,7 @@ def enough_that_fit(
         failed = refused - {(one.choice, one.level) for one in fitting}
         allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
         near = _next([ways[0] for ways in queue], fitting, always, allowed, reach)
-        if not near:
+        if not near or (fitting and is_late):
             break
         tried = [ways for ways in queue if ways[0] in near]
         queue = [ways for ways in queue if ways[0] not in near]
@@ -208,6 +210,7 @@ def enough_that_fit(
                 found.fitting.append(compiled)
                 continue
             found.refused.append(compiled)
+            is_late |= compiled.is_late
             refused.add((one.choice, one.level))
             if (
                 memory is not None
@@ -222,7 +225,8 @@ def enough_that_fit(
     rest = [one for one, *_ in queue]
     fitting = [made.candidate for made in found.fitting]
     near = near_among(rest, (), reach, fitting) if reach is not None else []
-    found.left.extend((one, MANY_REFUSED if one in near else TOO_FAR) for one in rest)
+    why = TOO_LATE if is_late else MANY_REFUSED
+    found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return found
 
 

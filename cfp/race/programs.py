@@ -18,6 +18,17 @@ from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 
+# Why a candidate is not compiled, or not timed.
+TOO_LATE = "not compiled, since the time for planning was over"
+TOO_FAR = "predicted too far behind to be raced"
+UNMEASURED = "estimated too far behind to be measured"
+TOO_LARGE = "predicted not to fit in memory"
+SLOWER = "estimated to be slower than the presets that race"
+UNTRIED = "not tried: with other compiler options it does not run whole"
+MANY_REFUSED = "not compiled, since so many others do not fit"
+LIMITED_ONCE = "not compiled: with all constraints it is, with the memory limit"
+_NOT_RUN = "estimated; nothing was compiled or run"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceProgram:
@@ -86,6 +97,11 @@ class RaceResult:
         return self.fits and (self.is_built or self.record.ok)
 
     @property
+    def is_late(self) -> bool:
+        """Whether there was no time to compile it."""
+        return self.record.reason == TOO_LATE
+
+    @property
     def ran(self) -> bool:
         """Whether it fits, and nothing failed."""
         return self.fits and self.record.ok
@@ -129,16 +145,6 @@ def programs_of(
         )
         for one in candidates
     ]
-
-
-TOO_FAR = "predicted too far behind to be raced"
-UNMEASURED = "estimated too far behind to be measured"
-TOO_LARGE = "predicted not to fit in memory"
-SLOWER = "estimated to be slower than the presets that race"
-UNTRIED = "not tried: with other compiler options it does not run whole"
-MANY_REFUSED = "not compiled, since so many others do not fit"
-LIMITED_ONCE = "not compiled: with all constraints it is, with the memory limit"
-_NOT_RUN = "estimated; nothing was compiled or run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,14 +34,16 @@ def split(peak_bytes):
 class Compiler:
     """Compiles programs of given sizes; 0 fails. Notes what it was asked for."""
 
-    def __init__(self, sizes, stubborn=()):
-        self.sizes, self.stubborn, self.asked = sizes, stubborn, []
+    def __init__(self, sizes, stubborn=(), most=99):
+        self.sizes, self.stubborn, self.most = sizes, stubborn, most
+        self.asked = []
 
     def __call__(self, candidates) -> Any:
-        self.asked += [one.name for one in candidates]
         return [self.one(candidate) for candidate in candidates]
 
     def one(self, candidate):
+        self.asked.append(candidate.name)
+        is_late = len(self.asked) > self.most
         base = candidate.name.partition(", ")[0]
         size = split(self.sizes[base])
         if candidate.options and base not in self.stubborn:
@@ -53,15 +55,24 @@ class Compiler:
             peak_bytes=peak,
             record=size,
             fits=peak <= BUDGET,
-            may_race=0 < peak <= BUDGET,
+            may_race=0 < peak <= BUDGET and not is_late,
+            is_late=is_late,
         )
 
 
 def admit(
-    sizes, times, *, predicted=None, limits=True, stubborn=(), presets=True, **how
+    sizes,
+    times,
+    *,
+    predicted=None,
+    limits=True,
+    stubborn=(),
+    presets=True,
+    most=99,
+    **how,
 ):
     """What becomes of programs that need some bytes and should take some time."""
-    compiler = Compiler(sizes, stubborn)
+    compiler = Compiler(sizes, stubborn, most)
     first, *others = (candidate(name, times[name]) for name in sizes)
     candidates = [first, *(replace(one, is_preset=presets) for one in others)]
     memory = MemoryBudget(
@@ -247,6 +258,15 @@ def test_what_is_known_to_fit_is_tried_however_many_do_not(reach):
     how = {"limits": False, "reach": reach, "known": {key}}
     found, _ = admit(sizes, times, predicted=predicted, **how)
     assert fitting(found) == {"known"}
+
+
+def test_where_time_is_over_nothing_else_is_asked_for():
+    """What was asked for too late is no reason to compile the next preset."""
+    sizes = {"planned": 90, "best": 80, "next": 80, "last": 70}
+    times = {"planned": 10.0, "best": 15.0, "next": 20.0, "last": 30.0}
+    found, asked = admit(sizes, times, limits=False, most=1)
+    assert asked == ["planned", "best"] and fitting(found) == {"planned"}
+    assert bases(left(found, TOO_FAR)) == {"next", "last"}
 
 
 def test_without_a_race_one_that_fits_is_enough():

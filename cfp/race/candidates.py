@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, lay_out
-from cfp.cost.memory import value_bytes
+from cfp.analysis.layout import Choice
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
@@ -62,14 +61,13 @@ def smaller_than(
     Returns:
         None where nothing fits then.
     """
-    factor, results = 1.0, 0
+    factor = 1.0
     for choice, needed_bytes in compiled.items():
         size = predicted_size(analysis, problem, choice)
         if size is not None and size.temp_bytes:
-            rest = needed_bytes - size.argument_bytes - size.output_bytes
+            rest = needed_bytes - size.argument_bytes
             factor = max(factor, rest / size.temp_bytes)
-            results = max(results, size.output_bytes)
-    within = replace(problem, budget_bytes=most_bytes - results)
+    within = replace(problem, budget_bytes=most_bytes)
     best = solve_dynamically(scale_memory(within, factor))
     if best is None:
         return None
@@ -150,19 +148,12 @@ def predicted_size(
 ) -> CompiledBytes | None:
     """What a program will need, if all of it was measured.
 
-    What is there from the first op to the last is known exactly, results that take no
-    argument's place included.
+    What is there from the first op to the last counts as arguments: results that take
+    no donated argument's place, too.
     """
     picks = None if problem is None else picks_of(analysis, problem, choice)
     if problem is None or picks is None:
         return None
-    frame = analysis.frame
-    layout, program = lay_out(frame, choice), frame.program
-    results = sum(
-        value_bytes(layout, value)
-        for place, value in enumerate(program.outputs)
-        if place not in program.alias
-    )
     state = problem.fixed_bytes + problem.state_bytes(picks)
     rest = problem.memory_bytes(picks) - state
-    return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)
+    return CompiledBytes(argument_bytes=state, temp_bytes=rest)

@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.naming import scope_path
-from cfp.cost.memory import argument_bytes, can_recompute, residuals_under, value_bytes
+from cfp.cost.memory import (
+    argument_bytes,
+    can_recompute,
+    residuals_under,
+    result_bytes,
+    value_bytes,
+)
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
@@ -40,10 +46,13 @@ def over_budget(
     """The error for a budget, and its reserve, that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes + reserve_bytes
-    arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
+    choice = whole_choice(analysis, problem, best)
+    held = problem.fixed_bytes + problem.state_bytes(best.picks)
+    results = sum(result_bytes(lay_out(analysis.frame, choice)).values())
     use = {
-        ARGUMENTS: arguments,
-        TEMPORARIES: best.memory_bytes - arguments,
+        ARGUMENTS: held - results,
+        RESULTS: results,
+        TEMPORARIES: best.memory_bytes - held,
         RESERVE: reserve_bytes,
     }
     budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
@@ -51,7 +60,7 @@ def over_budget(
         f"No plan fits in {budget} of memory on each device. The smallest budget that "
         f"would do is about {format_bytes(needed, up=True)}, by prediction."
     )
-    return _error(analysis, first, needed, use, whole_choice(analysis, problem, best))
+    return _error(analysis, first, needed, use, choice)
 
 
 def no_winner(

@@ -70,7 +70,6 @@ def truncate(
         choices, or the profiles know neither it nor one that treats the same layers
         alike.
     """
-    twice = _share_held_twice(analysis)
     programs: dict[Choice, Abridged] = {}
     ratios: dict[Choice, Ratios] = {}
     alike: dict[tuple[int, ...], list[Choice]] = {}
@@ -84,12 +83,12 @@ def truncate(
             return None
         if len(abridged.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
             return None
+        left = (*abridged.part.inputs, *abridged.part.outputs)
         short = replace(
-            problem.only(abridged.segments),
-            fixed_bytes=fixed_bytes(analysis, abridged.part.inputs),
+            problem.only(abridged.segments), fixed_bytes=fixed_bytes(analysis, left)
         )
         known = {
-            choice: _ratios(problem, short, abridged.segments, picks, twice)
+            choice: _ratios(problem, short, abridged.segments, picks)
             for choice in group
             if (picks := picks_of(analysis, problem, choice)) is not None
         }
@@ -109,21 +108,10 @@ def _ratios(
     short: Problem,
     segments: Sequence[int],
     picks: Sequence[int],
-    twice: float,
 ) -> Ratios:
     left = [picks[i] for i in segments]
-    short_ms = short.cost_ms(left)
-    short_bytes = short.memory_bytes(left) + twice * short.state_bytes(left)
-    needed_bytes = problem.memory_bytes(picks) + twice * problem.state_bytes(picks)
+    short_ms, short_bytes = short.cost_ms(left), short.memory_bytes(left)
     return Ratios(
         time=problem.cost_ms(picks) / short_ms if short_ms else 1.0,
-        memory=needed_bytes / short_bytes if short_bytes else 1.0,
+        memory=problem.memory_bytes(picks) / short_bytes if short_bytes else 1.0,
     )
-
-
-def _share_held_twice(analysis: Analysis) -> float:
-    """Of the state's bytes the share whose new value takes no donated one's place."""
-    frame, program = analysis.frame, analysis.frame.program
-    sizes = {p: program.values[program.args[p]].size_bytes for p in frame.group_of_arg}
-    held = sum(n for p, n in sizes.items() if frame.paired[p] not in program.alias)
-    return held / max(sum(sizes.values()), 1)

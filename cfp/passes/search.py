@@ -30,7 +30,7 @@ from cfp.settings import (
     LIMITED_MEMORY,
     PRESETS_BY_ESTIMATE,
 )
-from cfp.solution import Candidate, Profiles, Solution, predicted_ms
+from cfp.solution import Candidate, Profiles, Solution, prediction_of
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
@@ -113,7 +113,9 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     }
     return Solution(
         [
-            replace(one, predicted_ms=predicted_ms(analysis, problem, one.choice))
+            replace(
+                one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms
+            )
             for one in candidates
         ],
         unraced=unraced,

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import leanest, solve_among, solve_dynamically
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
+from cfp.solution import Candidate, prediction_of
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
@@ -63,7 +62,7 @@ def smaller_than(
     """
     factor = 1.0
     for choice, needed_bytes in compiled.items():
-        size = predicted_size(analysis, problem, choice)
+        size = prediction_of(analysis, problem, choice).size
         if size is not None and size.temp_bytes:
             rest = needed_bytes - size.argument_bytes
             factor = max(factor, rest / size.temp_bytes)
@@ -141,19 +140,3 @@ def _best_around(
         solved = (solve_among(one, kept) for one in problems)
         if (best := next(filter(None, solved), None)) is not None:
             yield name, whole_choice(analysis, problem, best)
-
-
-def predicted_size(
-    analysis: Analysis, problem: Problem | None, choice: Choice
-) -> CompiledBytes | None:
-    """What a program will need, if all of it was measured.
-
-    What is there from the first op to the last counts as arguments: results that take
-    no donated argument's place, too.
-    """
-    picks = None if problem is None else picks_of(analysis, problem, choice)
-    if problem is None or picks is None:
-        return None
-    state = problem.fixed_bytes + problem.state_bytes(picks)
-    rest = problem.memory_bytes(picks) - state
-    return CompiledBytes(argument_bytes=state, temp_bytes=rest)

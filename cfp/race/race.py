@@ -44,7 +44,7 @@ from cfp.race.run import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import Ranking
 from cfp.settings import SURELY_TOO_LARGE, WHOLE_TRIES, ConstraintLevel
-from cfp.solution import Candidate, Solution, predicted_bytes
+from cfp.solution import Candidate, Solution, prediction_of
 
 # Kept apart from the first race: what leads must not change with this one.
 _ALONE: Parts = (("race", "the winner of shortened ones"),)
@@ -139,7 +139,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         return None
     most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
     needs = {
-        one.key: predicted_bytes(run.analysis, problem, one.choice)
+        one.key: prediction_of(run.analysis, problem, one.choice).peak_bytes
         for one in (candidates if context.device_bytes else ())
     }
     if None in needs.values():

@@ -25,7 +25,7 @@ from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
 from cfp.race.run import second_race
 from cfp.report.tables import plan_text
 from cfp.settings import defaults_of
-from cfp.solution import Candidate
+from cfp.solution import Candidate, Prediction
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 
@@ -366,10 +366,11 @@ def test_memory_decides_who_takes_part_in_a_race_of_abridged_programs(
     needs = {}
 
     def predicted(analysis, problem, choice):
-        return needs.setdefault(choice, 10 * (len(needs) + 1))
+        need = needs.setdefault(choice, 10 * (len(needs) + 1))
+        return Prediction(1.0, need and CompiledBytes(temp_bytes=need))
 
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**40)
-    monkeypatch.setattr(story, "predicted_bytes", predicted)
+    monkeypatch.setattr(story, "prediction_of", predicted)
     assert "segments_raced" in plan().search
     for need, refused in ((10 * 2**40, 1), (2**40, 0)):
         needs[list(needs)[-1]] = need
@@ -386,7 +387,7 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     known = {}  # What is said of who fits, and of whom nothing is known.
 
     def predicted(analysis, problem, choice):
-        return known.get(choice, CompiledBytes(temp_bytes=2**31))
+        return Prediction(1.0, known.get(choice, CompiledBytes(temp_bytes=2**31)))
 
     def seen(*how):
         solution = search(*how)
@@ -394,7 +395,7 @@ def test_classics_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
         known[named["data_parallel"]] = None
         return solution
 
-    monkeypatch.setattr(steps, "predicted_size", predicted)
+    monkeypatch.setattr(steps, "prediction_of", predicted)
     monkeypatch.setattr("cfp.api.search", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}

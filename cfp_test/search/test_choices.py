@@ -1,18 +1,29 @@
 """The shortlists: of a segment's choices, and of the classics."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import Costs
 from cfp.models import registry
 from cfp.presets.classics import CLASSICS, presets
-from cfp.search.choices import leading_classics, ranked_candidates
+from cfp.search.build import build_problem
+from cfp.search.choices import (
+    leading_classics,
+    picks_of,
+    ranked_candidates,
+    whole_choice,
+)
+from cfp.search.expected import estimate_options
+from cfp.search.kernels import Kernels
+from cfp.search.problem import solution
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.search.made_up import estimated
+from cfp_test.search.made_up import estimated, rates_of
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
@@ -87,3 +98,18 @@ def test_few_of_many_classics_are_measured():
 
     mixed = [total(name) for name in chosen if name not in CLASSICS]
     assert max(mixed) <= min(total(name) for name in left_out)
+
+
+def test_a_choice_is_one_option_of_each_segment_and_the_options_are_the_choice(small):
+    analysis, estimates = small
+    named, rates = presets(analysis.frame), rates_of(analysis.frame.mesh)
+    costs = Costs(analysis, rates)
+    found = estimate_options(
+        estimates, named, costs, per_kind=2, budget_bytes=None, kernels=Kernels()
+    )
+    problem = build_problem(costs, found.estimated, None)
+    for choice in named.values():
+        picks = picks_of(analysis, problem, choice)
+        assert picks is not None
+        assert whole_choice(analysis, problem, solution(problem, picks)) == choice
+    assert picks_of(analysis, problem, replace(choice, remat=(0,))) is None

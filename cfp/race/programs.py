@@ -117,9 +117,9 @@ def programs_of(
                 one.name,
                 one.level,
                 one.options,
-                truncated and truncated.programs[one.choice],
+                truncated[one.choice].left if truncated else None,
             ),
-            ratios=truncated.ratios_of(one.choice) if truncated else WHOLE,
+            ratios=truncated[one.choice].ratios if truncated else WHOLE,
         )
         for one in candidates
     ]

@@ -169,7 +169,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     rows += [*left_out(far, TOO_FAR), *left_out(large, TOO_LARGE)]
     counts = {
         "segments": len(run.analysis.segments),
-        "segments_raced": len(short.programs[won.candidate.choice].segments),
+        "segments_raced": len(short[won.candidate.choice].left.segments),
         "winner_seconds": time.perf_counter() - timed,
     }
     return run.outcome(won, rows, run.built.get(won.name), counts)

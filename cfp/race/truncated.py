@@ -38,20 +38,19 @@ WHOLE = Ratios()
 
 
 @dataclass(frozen=True, slots=True)
-class Truncated:
-    """Truncated programs, and what they say of the whole one, by choice.
+class TruncatedProgram:
+    """A truncated program under a choice.
 
     Attributes:
-        programs: what is left. Choices that treat the same layers alike share one.
-        ratios: what it says.
+        left: what is left. Choices that treat the same layers alike share it.
+        ratios: what it says about the whole one.
     """
 
-    programs: Mapping[Choice, Abridged]
-    ratios: Mapping[Choice, Ratios]
+    left: Abridged
+    ratios: Ratios
 
-    def ratios_of(self, choice: Choice) -> Ratios:
-        """What the truncated program says about the whole one, under a choice."""
-        return self.ratios[choice]
+
+Truncated = Mapping[Choice, TruncatedProgram]
 
 
 def truncate(
@@ -70,8 +69,7 @@ def truncate(
         choices, or the profiles know neither it nor one that treats the same layers
         alike.
     """
-    programs: dict[Choice, Abridged] = {}
-    ratios: dict[Choice, Ratios] = {}
+    found: dict[Choice, TruncatedProgram] = {}
     alike: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
         alike.setdefault(treatments(analysis, choice), []).append(choice)
@@ -98,9 +96,9 @@ def truncate(
             time=mean(one.time for one in known.values()),
             memory=mean(one.memory for one in known.values()),
         )
-        programs |= dict.fromkeys(group, abridged)
-        ratios |= dict.fromkeys(group, usual) | known
-    return Truncated(programs, ratios)
+        for choice in group:
+            found[choice] = TruncatedProgram(abridged, known.get(choice, usual))
+    return found
 
 
 def _ratios(

@@ -17,7 +17,8 @@ from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import leading_classics, ranked_candidates
 from cfp.search.dynamic import smallest_budget, solve_dynamically
-from cfp.search.guided import explore
+from cfp.search.guided import _Round, explore
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize
 from cfp_test.models.tiny import TINY
@@ -396,3 +397,30 @@ def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     again = [w for w in found.wanted if w.candidate.remat]
     assert {w.kind for w in again} == set(range(len(devices.estimates)))
     assert len(found.wanted) == len(found.rounds[0]) + len(again), "nothing else is"
+
+
+def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(model):
+    """It takes no other strategy's place, and the same without that was asked for."""
+    analysis, estimates = model
+    devices = Devices(analysis, estimates)
+    maker = replace(devices.maker, kernels=Kernels(parts=4))
+    wanted = maker.first(100, 1)
+    records = devices.look([job for item in wanted for job in item.jobs])
+    options = measured_options(maker.costs, wanted, records)
+    problem = build_problem(maker.costs, options, None)
+    by_kernel = [item for item in wanted if item.candidate.kernel]
+    able = [i for i in by_kernel if maker.costs.can_rematerialize(i.kind)]
+    assert able
+    for item in able:
+        asked = [i.candidate for i in wanted if i.kind == item.kind]
+        count = sum(not one.kernel for one in asked)
+        again = replace(item.candidate, remat=True)
+        full = _Round(maker, count, wanted, records, problem)
+        assert full._may_add(item.kind, again)
+        assert not full._may_add(item.kind, item.candidate)
+        unasked = _Round(maker, count - 1, [], records, problem)
+        assert unasked._may_add(item.kind, again)
+        rest = [i for i in wanted if i is not item]
+        assert not _Round(maker, count, rest, records, problem)._may_add(
+            item.kind, again
+        )

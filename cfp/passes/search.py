@@ -25,11 +25,7 @@ from cfp.search.choices import picks_of, whole_choice
 from cfp.search.dynamic import best_solutions
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.wanted import measured_options
-from cfp.settings import (
-    COMPILED_TO_PREDICTED,
-    LIMITED_MEMORY,
-    PRESETS_BY_ESTIMATE,
-)
+from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE
 from cfp.solution import Candidate, Profiles, Solution, prediction_of
 
 
@@ -62,8 +58,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
     # Where the compiler may yet save some memory, more may fit; it will say so.
-    saves = compiled and context.device_bytes
-    hoped = scale_memory(problem, LIMITED_MEMORY) if saves else problem
+    hoped = scale_memory(problem, context.least_memory_share(profiles.interrupted))
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and plans > 1:

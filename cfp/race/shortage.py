@@ -72,9 +72,10 @@ def no_winner(
     """The error for a race that nothing finished, in a budget and its reserve."""
     # Of what could not be compiled it is not known what it needs.
     compiled = [r for r in results if r.peak_bytes]
-    failed = [r for r in compiled or results if r.fits]
-    if failed:
+    failed = [r for r in compiled if r.fits] if compiled else results
+    if failed or not compiled:
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
+        reasons = reasons or "None was compiled."
         return DeviceError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes

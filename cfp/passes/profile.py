@@ -115,7 +115,8 @@ def look_up(
     wider = (found.tight or failed) and first != every
     if wider and not looker.interrupted:
         more = explored(every)
-        # Interrupted at first, it knows less than what was there.
+        # Where memory is not tight there is one round. If that was interrupted, less is
+        # known of all presets than is of the first ones.
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker

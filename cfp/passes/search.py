@@ -99,7 +99,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
         *(Candidate(name, choice) for name, choice in around.items()),
     ]
-    # By estimates all are options; measured, under a budget, what needs less than it.
+    # By estimates all presets are options. Where options are measured, those that are
+    # far behind are not; or under a budget, those that cannot fit in it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
     unraced = {
         name: SLOWER if name in profiles.presets else why

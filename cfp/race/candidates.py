@@ -49,7 +49,10 @@ def smaller_than(
     compiled: Mapping[Choice, int],
     most_bytes: int,
 ) -> Candidate | None:
-    """The fastest choice that fits if its memory is as far off as that of others.
+    """The fastest choice that fits once its prediction is corrected.
+
+    In what was compiled, memory that is no state was larger than predicted by some
+    factor. The largest of these factors is applied to all choices.
 
     Args:
         analysis: of the program.
@@ -122,10 +125,17 @@ def _best_around(
     presets: Mapping[str, Choice],
     may_take: Callable[[int, Option, Option], bool],
 ) -> Iterator[tuple[str, Choice]]:
-    """By name the best with what may be taken, of a kind, in place of a preset's own.
+    """For each preset the best choice of what may be taken in place of its own options.
 
-    By the first of the problems in which anything fits, of presets of which all is an
-    option. Of a kind it is the last segment's that counts.
+    Presets with a part that is no option are left out.
+
+    Args:
+        analysis: of the program.
+        problems: the first in which anything fits decides.
+        presets: strategies and storage, by name.
+        may_take: whether an option of a kind may take the place of the preset's own.
+            Where a preset has several for segments of one kind, its own is the one of
+            the last of these.
     """
     problem = problems[0]
     for name, choice in presets.items():

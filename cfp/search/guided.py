@@ -60,8 +60,8 @@ def explore(
         look_anyway: does the same for what a plan cannot do without, however late it
             is; None where time has no end.
         is_over: whether to stop after a round.
-        left: with what share of memory that is no state a compiler makes do if it
-            must; 1 if it cannot save any.
+        left: the share of predicted memory that is no state which the compiler needs
+            at least, if it saves what it can; 1 if it cannot save any.
 
     Raises:
         DeviceError: no candidate of some segment could be measured.

@@ -25,6 +25,7 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.settings import (
+    LIMITED_MEMORY,
     PLANS_BY_ESTIMATE,
     REACH_BY_ESTIMATE,
     ConstraintLevel,
@@ -119,6 +120,18 @@ class PlanContext:
         if is_described or self.memory is not None:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
+
+    def least_memory_share(self, interrupted: bool = False) -> float:
+        """With what share of memory that is no state a compiler makes do if it must.
+
+        1 where it takes no limit, or nothing is compiled.
+
+        Args:
+            interrupted: whether the user has ended the measuring.
+        """
+        compiled = self.decided_by(interrupted) is not DecidedBy.PREDICTION
+        limited = compiled and self.rules.limits_memory and self.device_bytes
+        return LIMITED_MEMORY if limited else 1.0
 
 
 @contextlib.contextmanager

@@ -112,7 +112,9 @@ KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformDefaults:
-    """What platforms differ in; as a plan goes by it, with what was asked for instead.
+    """What platforms differ in.
+
+    Of a plan's context it is what holds on the platform, but for what was asked for.
 
     Attributes:
         estimates: whether choices are made by estimates unless measuring is asked for;

@@ -9,6 +9,7 @@ from typing import Any
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.profiling.collectives import Rates
+from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of
 from cfp.search.problem import Problem
 from cfp.search.wanted import Explored
@@ -80,17 +81,39 @@ class Solution:
     interrupted: bool = False
 
 
-def predicted_ms(
-    analysis: Analysis, problem: Problem | None, choice: Choice
-) -> float | None:
-    """What the profiles say about a choice, if all of it was measured."""
-    picks = None if problem is None else picks_of(analysis, problem, choice)
-    return None if problem is None or picks is None else problem.cost_ms(picks)
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the profiles say about a choice; nothing, if not all of it was measured.
+
+    Attributes:
+        time_ms: of a step.
+        size: memory on each device. What is there from the first op to the last counts
+            as arguments: results that take no donated argument's place, too.
+    """
+
+    time_ms: float | None = None
+    size: CompiledBytes | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """All memory that it needs on each device."""
+        return self.size and self.size.peak_bytes
 
 
-def predicted_bytes(
+def prediction_of(
     analysis: Analysis, problem: Problem | None, choice: Choice
-) -> int | None:
-    """The memory that a choice needs by the profiles, if all of it was measured."""
+) -> Prediction:
+    """What the profiles say about a choice for a whole program.
+
+    Args:
+        analysis: of the program.
+        problem: what was searched; None if nothing was.
+        choice: for the program.
+    """
     picks = None if problem is None else picks_of(analysis, problem, choice)
-    return None if problem is None or picks is None else problem.memory_bytes(picks)
+    if problem is None or picks is None:
+        return Prediction()
+    held = problem.fixed_bytes + problem.state_bytes(picks)
+    rest = problem.memory_bytes(picks) - held
+    size = CompiledBytes(argument_bytes=held, temp_bytes=rest)
+    return Prediction(problem.cost_ms(picks), size)

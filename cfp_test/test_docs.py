@@ -4,6 +4,8 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,28 @@ def test_commands_have_the_options_shown(tmp_path):
             known |= {option.flag for option in find(target).options}
         flags = {word.partition("=")[0] for word in words if word.startswith("-")}
         assert flags <= known, (name, target, flags - known)
+
+
+def test_what_is_made_of_measured_numbers_is_where_the_table_says():
+    """Each name in a cell is in the module that comes next."""
+    text = (ROOT / "docs" / "how-cfp-chooses.md").read_text()
+    section = text.split("## What is made of a measured number")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        *_, cell = row.strip("| ").split(" | ")
+        names: list[str] = []
+        for quoted in re.findall("`([^`]+)`", cell):
+            if not quoted.endswith(".py"):
+                owner = names[-1].partition(".")[0] if quoted.startswith(".") else ""
+                names.append(owner + quoted)
+                continue
+            assert (ROOT / quoted).exists(), row
+            module = import_module(quoted.removesuffix(".py").replace("/", "."))
+            for name in names:
+                assert attrgetter(name)(module) is not None, row
+            names = []
+        assert not names, f"no module for {names}: {row}"
 
 
 def test_the_steps_in_getting_started_are_targets(tmp_path):

@@ -31,7 +31,7 @@ from cfp.race.programs import TOO_LARGE
 from cfp.race.run import Run
 from cfp.race.shortage import no_winner
 from cfp.search.guided import explore
-from cfp.settings import ConstraintLevel, defaults_of
+from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp_test.injected import inject_times
 from cfp_test.program.stacks import stack_step
@@ -160,6 +160,22 @@ def platform(monkeypatch, **changes):
     """Other defaults than those of virtual devices."""
     changed = replace(defaults_of("cpu"), **changes)
     monkeypatch.setattr("cfp.context.defaults_of", lambda name: changed)
+
+
+@pytest.mark.parametrize("limits", [True, False])
+def test_memory_is_hoped_for_only_where_the_compiler_takes_a_limit(
+    mesh, tmp_path, monkeypatch, limits
+):
+    platform(monkeypatch, limits_memory=limits)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
+    with open_context(mesh, tmp_path) as context:
+        share = LIMITED_MEMORY if limits else 1.0
+        assert context.least_memory_share() == share
+        assert context.least_memory_share(interrupted=True) == 1.0
+        unlimited = replace(context, device_bytes=None)
+        assert unlimited.least_memory_share() == 1.0
+    with open_context(mesh, tmp_path, 2**20) as context:
+        assert context.least_memory_share(interrupted=True) == share
 
 
 @pytest.fixture

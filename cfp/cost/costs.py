@@ -21,6 +21,7 @@ from cfp.cost.memory import (
     kernel_sites,
     residuals,
     residuals_under,
+    results_beside,
     unmade,
     value_bytes,
 )
@@ -33,9 +34,17 @@ from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentBytes:
-    """What a segment keeps on each device at least, apart from its temporaries."""
+    """What a segment keeps on each device at least, apart from its temporaries.
+
+    Attributes:
+        state_bytes: of its state, new values that take no donated argument's place
+            included.
+        new_bytes: of these new values alone.
+        residual_bytes: of what its forward pass keeps for its backward pass.
+    """
 
     state_bytes: int
+    new_bytes: int
     residual_bytes: int
 
 
@@ -47,12 +56,17 @@ class Costs:
         rates: the devices' rates.
 
     Attributes:
-        fixed_bytes: what arguments that are no state take on each device.
+        fixed_bytes: what arguments and results that are no state take on each device.
     """
 
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
-        self.fixed_bytes = fixed_bytes(analysis, analysis.frame.program.args)
+        program = analysis.frame.program
+        self._new_fixed_bytes = fixed_bytes(analysis, program.outputs)
+        arguments = fixed_bytes(analysis, program.args)
+        self.fixed_bytes = arguments + self._new_fixed_bytes
+        self._results = results_beside(analysis.frame)
+        self._renewed = set(self._results.values())
         self._terms = Terms(analysis.frame, rates)
         # Candidates by number, those laid out alike once: their hashes take time.
         self._numbers: dict[SegmentChoice, int] = {}
@@ -73,14 +87,20 @@ class Costs:
         """What a segment of a kind keeps at least under a candidate.
 
         Of a segment that is rematerialized only what others read is kept, and of what
-        a kernel computes what it returns.
+        a kernel computes what it returns. Results of the program are no residuals: they
+        have memory anyway.
         """
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
-        state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
+        state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
+        new = sum(size for p, size in state.items() if p in self._renewed)
         held = residuals_under(layout, segment, candidate.remat, candidate.kernel)
-        residual = sum(value_bytes(layout, v) for v in held)
-        return SegmentBytes(state_bytes=state, residual_bytes=residual)
+        residual = sum(value_bytes(layout, v) for v in held - self._results.keys())
+        return SegmentBytes(
+            state_bytes=sum(state.values()) + new,
+            new_bytes=new,
+            residual_bytes=residual,
+        )
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """What a segment needs while it runs, besides what it keeps: an estimate."""
@@ -92,6 +112,7 @@ class Costs:
         for match, way in sites:
             share = share_at_once(way, sizes)
             shares |= dict.fromkeys(match.found.between, share)
+        shares |= dict.fromkeys(self._results, 0.0)  # They are counted already.
 
         @cache
         def size_of(v: int) -> int:
@@ -151,18 +172,21 @@ class Costs:
         """What a program needs on each device whatever is rematerialized.
 
         What a segment keeps for its backward pass is there while that runs; a compiler
-        that rematerializes some of it by itself leaves a share of it at least.
+        that rematerializes some of it by itself leaves a share of it at least. It may
+        be where results are written later.
         """
-        state, kept, peak = self.fixed_bytes, 0, 0
+        held, results = self.fixed_bytes, self._new_fixed_bytes
+        kept = peak = 0
         for segment in self.analysis.segments:
             plain = segment_candidate(self.analysis, segment.index, choice)
             own = again = self.least_bytes(segment.kind, plain)
             if self.can_rematerialize(segment.kind):
                 again = self.least_bytes(segment.kind, replace(plain, remat=True))
-            state += own.state_bytes
+            held += own.state_bytes
+            results += own.new_bytes
             peak = max(peak, kept + own.residual_bytes)
             kept += again.residual_bytes
-        return state + round(LIMITED_MEMORY_AT_LEAST * peak)
+        return held + max(0, round(LIMITED_MEMORY_AT_LEAST * peak) - results)
 
     def reshard_ms(
         self, left: int, right: int, a: SegmentChoice, b: SegmentChoice

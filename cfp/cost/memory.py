@@ -133,25 +133,58 @@ def unmade(layout: Layout, ops: Sequence[int], kernel: str) -> set[int]:
 # ------------------------------------------------------------------------- bytes
 
 
+def results_beside(frame: Frame) -> dict[int, int | None]:
+    """Results that take no donated argument's place: they are there beside them.
+
+    A compiler gives them memory for the whole of an execution.
+
+    Returns:
+        For each of these values the position of the argument that it is the new value
+        of, or None.
+    """
+    program = frame.program
+    renewed: dict[int, int] = {}
+    for position, output in enumerate(frame.paired):
+        if output is not None:  # One value that renews two takes the first one's place.
+            renewed.setdefault(program.outputs[output], position)
+    made = (v for v in program.outputs if program.values[v].producer >= 0)
+    found = {v: renewed.get(v) for v in made}
+    return {v: p for v, p in found.items() if p is None or program.alias[p] is None}
+
+
 def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
-    """Arguments that are no state, such as a batch, as data parallelism has them.
+    """What is no state, such as a batch or logits, as data parallelism has it.
 
     Args:
         analysis: of the program.
-        values: which of its arguments.
+        values: which of its arguments and results; results that take a donated
+            argument's place do not count.
 
     Returns:
         What they take on each device.
     """
-    frame = analysis.frame
+    frame, program, counted = analysis.frame, analysis.frame.program, set(values)
     roles = ("data",) * len(frame.mesh)
     layout = lay_out(frame, preset(frame, roles, Storage.USED))
-    counted = set(values)
-    return sum(
+    sizes, renewed = result_bytes(layout), results_beside(frame)
+    arguments = sum(
         argument_bytes(layout, position)
-        for position, value in enumerate(frame.program.args)
+        for position, value in enumerate(program.args)
         if value in counted and position not in frame.group_of_arg
     )
+    return arguments + sum(
+        size
+        for value, size in sizes.items()
+        if value in counted and renewed[value] not in frame.group_of_arg
+    )
+
+
+def result_bytes(layout: Layout) -> dict[int, int]:
+    """What results that take no donated argument's place take on each device."""
+    outputs = layout.frame.program.outputs
+    specs = dict(zip(outputs, layout.output_specs(), strict=True))
+    beside = results_beside(layout.frame)
+    return {value: value_bytes(layout, value, specs[value]) for value in beside}
 
 
 def argument_bytes(layout: Layout, position: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import DecidedBy, PlanContext
+from cfp.context import PlanContext
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
@@ -23,7 +23,6 @@ from cfp.search.guided import explore
 from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
 from cfp.search.wanted import Explored, WantedMaker
-from cfp.settings import LIMITED_MEMORY
 from cfp.solution import Profiles
 
 
@@ -88,8 +87,6 @@ def look_up(
 
     # Several processes measure the same, however long it takes.
     has_end = alone and math.isfinite(context.end)
-    limits = context.rules.limits_memory and context.device_bytes
-    limits = limits and context.decided_by() is not DecidedBy.PREDICTION
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
         maker = WantedMaker(
@@ -110,7 +107,7 @@ def look_up(
             look=looker.until(is_late) if has_end else looker,
             look_anyway=looker if has_end else None,
             is_over=lambda: not alone or looker.interrupted or is_late(),
-            left=LIMITED_MEMORY if limits else 1.0,
+            left=context.least_memory_share(),
         )
 
     found = explored(first)
@@ -118,7 +115,8 @@ def look_up(
     wider = (found.tight or failed) and first != every
     if wider and not looker.interrupted:
         more = explored(every)
-        # Interrupted at first, it knows less than what was there.
+        # Where memory is not tight there is one round. If that was interrupted, less is
+        # known of all presets than is of the first ones.
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker

@@ -25,12 +25,8 @@ from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.solver import best_solutions
 from cfp.search.wanted import measured_options
-from cfp.settings import (
-    COMPILED_TO_PREDICTED,
-    LIMITED_MEMORY,
-    PRESETS_BY_ESTIMATE,
-)
-from cfp.solution import Candidate, Profiles, Solution, predicted_ms
+from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE
+from cfp.solution import Candidate, Profiles, Solution, prediction_of
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
@@ -62,8 +58,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
     # Where the compiler may yet save some memory, more may fit; it will say so.
-    saves = compiled and context.device_bytes
-    hoped = scale_memory(problem, LIMITED_MEMORY) if saves else problem
+    hoped = scale_memory(problem, context.least_memory_share(profiles.interrupted))
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and plans > 1:
@@ -104,7 +99,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
         *(Candidate(name, choice) for name, choice in around.items()),
     ]
-    # By estimates all are options; measured, under a budget, what needs less than it.
+    # By estimates all presets are options. Where options are measured, those that are
+    # far behind are not; or under a budget, those that cannot fit in it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED
     unraced = {
         name: SLOWER if name in profiles.presets else why
@@ -113,7 +109,9 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     }
     return Solution(
         [
-            replace(one, predicted_ms=predicted_ms(analysis, problem, one.choice))
+            replace(
+                one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms
+            )
             for one in candidates
         ],
         unraced=unraced,

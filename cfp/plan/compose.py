@@ -19,7 +19,7 @@ from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.raced import Raced
 from cfp.search.jobs import constraints_of
 from cfp.search.problem import Problem
-from cfp.solution import predicted_bytes
+from cfp.solution import prediction_of
 
 
 def compose_plan(
@@ -50,7 +50,7 @@ def compose_plan(
     estimated = "strategies_estimated" in search
     described = mesh if isinstance(mesh, DescribedMesh) else None
     rung = "measured" if timed or not estimated else "estimated"
-    size = predicted_bytes(analysis, problem, winner.choice)
+    size = prediction_of(analysis, problem, winner.choice).peak_bytes
     peak_bytes = outcome.peak_bytes
     if described is not None:
         # Nothing was measured on the devices; but the compiler may have been asked.

@@ -70,7 +70,8 @@ class OptionFigures:
         name: of the preset whose part it is, or a number: ``#7``.
         words: what it shards.
         segment_ms: measured time of one segment.
-        state_bytes: parameters and optimizer state of one segment, on each device.
+        state_bytes: parameters and optimizer state of one segment, on each device;
+            twice what is not donated.
         residual_bytes: values that one segment keeps from forward to backward.
         temp_bytes: the most that it needs besides, while it runs.
         step_ms: predicted time of the step if all segments of the kind took it and

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import Job
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tuning import tune_kernels
@@ -30,7 +30,7 @@ class Looker:
         options: how to measure.
 
     Attributes:
-        known: keys of what the store knew before it was asked for.
+        known: keys of what the store answered; not of failures that are tried again.
         interrupted: whether the user has ended the measuring.
     """
 
@@ -71,14 +71,16 @@ class Looker:
     ) -> Mapping[str, ProfileRecord]:
         digests = {job.key.digest for job in jobs}
         known = self._store.common(digests)
-        self.known |= known.keys() - self._measured
+        where, how = (self._program, self._mesh), self._options
+        again = how.retry_failures if self._measure else False
+        answered = {d for d, one in known.items() if not is_to_retry(one, again)}
+        self.known |= answered - self._measured
         self._asked += 1
         if not self._measure:
             return known
-        self._measured |= digests - known.keys()
-        where, how = (self._program, self._mesh), self._options
+        self._measured |= digests - answered
         try:
-            if self._tuning is not None and not known.keys() >= digests:
+            if self._tuning is not None and not answered >= digests:
                 tune_kernels(
                     *where,
                     self._tuning(),

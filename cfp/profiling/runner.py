@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ __all__ = [
     "ProfileSummary",
     "Progress",
     "TimingOptions",
+    "UntilLost",
     "execute",
     "profile",
     "run",
@@ -137,13 +138,13 @@ def profile(
     platform = mesh.devices.flat[0].platform
     there = place_for(platform, place)
     environment = replace(environment, place=there)
-    runner = _Runner(program, mesh, timing)
+    run_next = UntilLost(run)  # The scheduler keeps each record before the next run.
     tasks = [
         Task(
             key=job.key,
             label=job.label,
             build=partial(_build, program, mesh, job, environment),
-            run=partial(runner.run, job),
+            run=partial(run_next, job=job, program=program, mesh=mesh, timing=timing),
             expected_ms=job.expected_ms,
             after=job.after,
         )
@@ -250,21 +251,43 @@ def _build(
     return outcome
 
 
-class _Runner:
-    """Runs jobs until the devices are lost."""
+@dataclass(slots=True)
+class UntilLost:
+    """Times programs one after another until the devices are lost.
 
-    def __init__(self, program: Program, mesh: Mesh, timing: TimingOptions):
-        self._program = program
-        self._mesh = mesh
-        self._timing = timing
-        self._crash: ProfileRecord | None = None
+    On some devices nothing runs any more after a crash. Every further record would be
+    a lie.
 
-    def run(self, job: Job, built: Built) -> ProfileRecord:
+    Attributes:
+        run: times a program, as `run` here does.
+        keep: keeps the record of the crash that the devices did not survive.
+    """
+
+    run: Callable[..., ProfileRecord]
+    keep: Callable[[ProfileRecord], object] = lambda crash: None
+    _crash: ProfileRecord | None = field(default=None, init=False)
+
+    def __call__(
+        self,
+        built: Built,
+        job: Job,
+        program: Program,
+        mesh: Mesh,
+        *,
+        timing: TimingOptions | None = None,
+    ) -> ProfileRecord:
+        """Does what `run` does.
+
+        Raises:
+            DeviceError: the devices answer no more since what ran before crashed.
+        """
         if self._crash is not None:
-            # On some devices nothing runs any more after a crash. Every further
-            # record would be a lie.
-            _check_devices(self._mesh, self._crash)
-        record = run(built, job, self._program, self._mesh, timing=self._timing)
+            try:
+                _check_devices(mesh, self._crash)
+            except DeviceError:
+                self.keep(self._crash)
+                raise
+        record = self.run(built, job, program, mesh, timing=timing)
         self._crash = record if record.status == "crashed" else None
         return record
 

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, lay_out
-from cfp.cost.memory import value_bytes
-from cfp.profiling.record import CompiledBytes
+from cfp.analysis.layout import Choice
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
+from cfp.solution import Candidate, prediction_of
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
@@ -52,7 +50,10 @@ def smaller_than(
     compiled: Mapping[Choice, int],
     most_bytes: int,
 ) -> Candidate | None:
-    """The fastest choice that fits if its memory is as far off as that of others.
+    """The fastest choice that fits once its prediction is corrected.
+
+    In what was compiled, memory that is no state was larger than predicted by some
+    factor. The largest of these factors is applied to all choices.
 
     Args:
         analysis: of the program.
@@ -63,14 +64,13 @@ def smaller_than(
     Returns:
         None where nothing fits then.
     """
-    factor, results = 1.0, 0
+    factor = 1.0
     for choice, needed_bytes in compiled.items():
-        size = predicted_size(analysis, problem, choice)
+        size = prediction_of(analysis, problem, choice).size
         if size is not None and size.temp_bytes:
-            rest = needed_bytes - size.argument_bytes - size.output_bytes
+            rest = needed_bytes - size.argument_bytes
             factor = max(factor, rest / size.temp_bytes)
-            results = max(results, size.output_bytes)
-    within = replace(problem, budget_bytes=most_bytes - results)
+    within = replace(problem, budget_bytes=most_bytes)
     best = solve(scale_memory(within, factor))
     if best is None:
         return None
@@ -126,10 +126,17 @@ def _best_around(
     presets: Mapping[str, Choice],
     may_take: Callable[[int, Option, Option], bool],
 ) -> Iterator[tuple[str, Choice]]:
-    """By name the best with what may be taken, of a kind, in place of a preset's own.
+    """For each preset the best choice of what may be taken in place of its own options.
 
-    By the first of the problems in which anything fits, of presets of which all is an
-    option. Of a kind it is the last segment's that counts.
+    Presets with a part that is no option are left out.
+
+    Args:
+        analysis: of the program.
+        problems: the first in which anything fits decides.
+        presets: strategies and storage, by name.
+        may_take: whether an option of a kind may take the place of the preset's own.
+            Where a preset has several for segments of one kind, its own is the one of
+            the last of these.
     """
     problem = problems[0]
     for name, choice in presets.items():
@@ -144,26 +151,3 @@ def _best_around(
         solved = (solve(one.among(kept)) for one in problems)
         if (best := next(filter(None, solved), None)) is not None:
             yield name, whole_choice(analysis, problem, best)
-
-
-def predicted_size(
-    analysis: Analysis, problem: Problem | None, choice: Choice
-) -> CompiledBytes | None:
-    """What a program will need, if all of it was measured.
-
-    What is there from the first op to the last is known exactly, results that take no
-    argument's place included.
-    """
-    picks = None if problem is None else picks_of(analysis, problem, choice)
-    if problem is None or picks is None:
-        return None
-    frame = analysis.frame
-    layout, program = lay_out(frame, choice), frame.program
-    results = sum(
-        value_bytes(layout, value)
-        for place, value in enumerate(program.outputs)
-        if place not in program.alias
-    )
-    state = problem.fixed_bytes + problem.state_bytes(picks)
-    rest = problem.memory_bytes(picks) - state
-    return CompiledBytes(argument_bytes=state, output_bytes=results, temp_bytes=rest)

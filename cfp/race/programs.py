@@ -129,22 +129,15 @@ def programs_of(
     truncated: Truncated | None = None,
 ) -> list[RaceProgram]:
     """Candidates as programs: whole, or truncated."""
-    return [
-        RaceProgram(
-            candidate=one,
-            job=whole_job(
-                analysis,
-                one.choice,
-                environment,
-                one.name,
-                one.level,
-                one.options,
-                truncated and truncated.programs[one.choice],
-            ),
-            ratios=truncated.ratios_of(one.choice) if truncated else WHOLE,
+
+    def program(one: Candidate) -> RaceProgram:
+        left, ratios = truncated[one.choice] if truncated else (None, WHOLE)
+        job = whole_job(
+            analysis, one.choice, environment, one.name, one.level, one.options, left
         )
-        for one in candidates
-    ]
+        return RaceProgram(candidate=one, job=job, ratios=ratios)
+
+    return [*map(program, candidates)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

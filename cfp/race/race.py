@@ -44,7 +44,7 @@ from cfp.race.run import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import Ranking
 from cfp.settings import SURELY_TOO_LARGE, WHOLE_TRIES, ConstraintLevel
-from cfp.solution import Candidate, Solution, predicted_bytes
+from cfp.solution import Candidate, Solution, prediction_of
 
 # Kept apart from the first race: what leads must not change with this one.
 _ALONE: Parts = (("race", "the winner of truncated ones"),)
@@ -137,7 +137,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         return None
     most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
     needs = {
-        one.key: predicted_bytes(run.analysis, problem, one.choice)
+        one.key: prediction_of(run.analysis, problem, one.choice).peak_bytes
         for one in (candidates if context.device_bytes else ())
     }
     if None in needs.values():
@@ -163,11 +163,12 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         return None
     rows = [_row(one, refused) for one in ranking.results]
     far = [one for one in left if one not in near]
+    raced, _ = short[won.candidate.choice]
     rows += [left_out(one, TOO_FAR) for one in far]
     rows += [left_out(one, TOO_LARGE) for one in large]
     counts = {
         "segments": len(run.analysis.segments),
-        "segments_raced": len(short.programs[won.candidate.choice].segments),
+        "segments_raced": len(raced.segments),
         "winner_seconds": time.perf_counter() - timed,
     }
     return run.outcome(won, rows, run.built.get(won.program.identity), counts)

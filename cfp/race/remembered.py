@@ -31,7 +31,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.race.programs import RaceProgram, programs_of, was_refused
 from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
-from cfp.solution import Candidate, predicted_ms
+from cfp.solution import Candidate, prediction_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def known_to_fit(
         replace(
             one,
             name=f"planned before {number}",
-            predicted_ms=predicted_ms(analysis, problem, one.choice),
+            predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
         )
         for number, (one, _) in enumerate(chosen, 1)
     ]

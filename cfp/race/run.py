@@ -12,7 +12,7 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.race.candidates import leanest_of, predicted_size, smaller_than, with_options
+from cfp.race.candidates import leanest_of, smaller_than, with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
@@ -28,7 +28,7 @@ from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import Ranking, race_programs
 from cfp.settings import LEADERS, MOST_REFUSED, STAY_AFTER_TURN
-from cfp.solution import Candidate, Solution
+from cfp.solution import Candidate, Solution, prediction_of
 
 # Kept apart from the first race: what leads must not change with this one.
 SECOND: Parts = (("race", "with other compiler options"),)
@@ -181,7 +181,7 @@ class Run:
             candidates,
             self.compile_all,
             memory=self.context.memory,
-            size_of=lambda one: predicted_size(analysis, problem, one.choice),
+            size_of=lambda one: prediction_of(analysis, problem, one.choice).size,
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
         )
@@ -201,7 +201,9 @@ class Run:
         needs = {one.candidate.choice: one.peak_bytes for one in refused}
         if (most := self.context.budget_bytes) is not None:
             best = smaller_than(analysis, problem, needs, most)
-            sizes = [(predicted_size(analysis, problem, o.choice), o) for o in others]
+            sizes = [
+                (prediction_of(analysis, problem, o.choice).size, o) for o in others
+            ]
             known = [(size.peak_bytes, one) for size, one in sizes if size is not None]
             fitting = [pair for pair in known if pair[0] <= most]
             fitting.sort(key=lambda pair: pair[0])

@@ -13,6 +13,7 @@ from cfp.cost.memory import (
     argument_bytes,
     can_rematerialize,
     residuals_under,
+    result_bytes,
     value_bytes,
 )
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
@@ -45,10 +46,13 @@ def over_budget(
     """The error for a budget, and its reserve, that nothing fits in by prediction."""
     best = leanest(problem)
     needed = best.memory_bytes + reserve_bytes
-    arguments = problem.fixed_bytes + problem.state_bytes(best.picks)
+    choice = whole_choice(analysis, problem, best)
+    held = problem.fixed_bytes + problem.state_bytes(best.picks)
+    results = sum(result_bytes(lay_out(analysis.frame, choice)).values())
     use = {
-        ARGUMENTS: arguments,
-        TEMPORARIES: best.memory_bytes - arguments,
+        ARGUMENTS: held - results,
+        RESULTS: results,
+        TEMPORARIES: best.memory_bytes - held,
         RESERVE: reserve_bytes,
     }
     budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
@@ -56,7 +60,7 @@ def over_budget(
         f"No plan fits in {budget} of memory on each device. The smallest budget that "
         f"would do is about {format_bytes(needed, up=True)}, by prediction."
     )
-    return _error(analysis, first, needed, use, whole_choice(analysis, problem, best))
+    return _error(analysis, first, needed, use, choice)
 
 
 def no_winner(
@@ -68,9 +72,10 @@ def no_winner(
     """The error for a race that nothing finished, in a budget and its reserve."""
     # Of what could not be compiled it is not known what it needs.
     compiled = [r for r in results if r.peak_bytes]
-    failed = [r for r in compiled or results if r.fits]
-    if failed:
+    failed = [r for r in compiled if r.fits] if compiled else results
+    if failed or not compiled:
         reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
+        reasons = reasons or "None was compiled."
         return DeviceError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes

@@ -37,21 +37,9 @@ class Ratios:
 WHOLE = Ratios()
 
 
-@dataclass(frozen=True, slots=True)
-class Truncated:
-    """Truncated programs, and what they say of the whole one, by choice.
-
-    Attributes:
-        programs: what is left. Choices that treat the same layers alike share one.
-        ratios: what it says.
-    """
-
-    programs: Mapping[Choice, TruncatedProgram]
-    ratios: Mapping[Choice, Ratios]
-
-    def ratios_of(self, choice: Choice) -> Ratios:
-        """What the truncated program says about the whole one, under a choice."""
-        return self.ratios[choice]
+# For each choice the truncated program, and what it says about the whole one. Choices
+# that treat the same layers alike share a program.
+Truncated = Mapping[Choice, tuple[TruncatedProgram, Ratios]]
 
 
 def truncate(
@@ -70,9 +58,7 @@ def truncate(
         choices, or the profiles know neither it nor one that treats the same layers
         alike.
     """
-    twice = _share_held_twice(analysis)
-    programs: dict[Choice, TruncatedProgram] = {}
-    ratios: dict[Choice, Ratios] = {}
+    found: dict[Choice, tuple[TruncatedProgram, Ratios]] = {}
     alike: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
         alike.setdefault(treatments(analysis, choice), []).append(choice)
@@ -84,12 +70,12 @@ def truncate(
             return None
         if len(program.segments) > TRUNCATED_AT_MOST * len(analysis.segments):
             return None
+        left = (*program.part.inputs, *program.part.outputs)
         short = replace(
-            problem.only(program.segments),
-            fixed_bytes=fixed_bytes(analysis, program.part.inputs),
+            problem.only(program.segments), fixed_bytes=fixed_bytes(analysis, left)
         )
         known = {
-            choice: _ratios(problem, short, program.segments, picks, twice)
+            choice: _ratios(problem, short, program.segments, picks)
             for choice in group
             if (picks := picks_of(analysis, problem, choice)) is not None
         }
@@ -99,9 +85,8 @@ def truncate(
             time=mean(one.time for one in known.values()),
             memory=mean(one.memory for one in known.values()),
         )
-        programs |= dict.fromkeys(group, program)
-        ratios |= dict.fromkeys(group, usual) | known
-    return Truncated(programs, ratios)
+        found |= {choice: (program, known.get(choice, usual)) for choice in group}
+    return found
 
 
 def _ratios(
@@ -109,21 +94,10 @@ def _ratios(
     short: Problem,
     segments: Sequence[int],
     picks: Sequence[int],
-    twice: float,
 ) -> Ratios:
     left = [picks[i] for i in segments]
-    short_ms = short.cost_ms(left)
-    short_bytes = short.memory_bytes(left) + twice * short.state_bytes(left)
-    needed_bytes = problem.memory_bytes(picks) + twice * problem.state_bytes(picks)
+    short_ms, short_bytes = short.cost_ms(left), short.memory_bytes(left)
     return Ratios(
         time=problem.cost_ms(picks) / short_ms if short_ms else 1.0,
-        memory=needed_bytes / short_bytes if short_bytes else 1.0,
+        memory=problem.memory_bytes(picks) / short_bytes if short_bytes else 1.0,
     )
-
-
-def _share_held_twice(analysis: Analysis) -> float:
-    """Of the state's bytes the share whose new value takes no donated one's place."""
-    frame, program = analysis.frame, analysis.frame.program
-    sizes = {p: program.values[program.args[p]].size_bytes for p in frame.group_of_arg}
-    held = sum(n for p, n in sizes.items() if frame.paired[p] not in program.alias)
-    return held / max(sum(sizes.values()), 1)

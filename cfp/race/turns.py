@@ -12,7 +12,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.marks import Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
-from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.runner import TimingOptions, UntilLost, run
 from cfp.profiling.timing import interquartile_range
 from cfp.race.compile import (
     Builder,
@@ -119,6 +119,7 @@ def _run_in_turn(
     order = before = list(ready)
     platform = builder.mesh.devices.flat[0].platform
     agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
+    run_next = UntilLost(run, lambda crash: keep([crash], builder.store))
 
     def time_of(digest: str) -> float:
         return by_key[digest].ratios.time * records[digest].time_ms
@@ -127,7 +128,7 @@ def _run_in_turn(
         return [by_key[digest].ratios.time * ms for ms in records[digest].samples_ms]
 
     def timed(digest: str, timing: TimingOptions) -> ProfileRecord:
-        one, run_one = by_key[digest], builder.options.run or run
+        one, run_one = by_key[digest], builder.options.run or run_next
         place = one.place or (builder.program, builder.mesh)
         expected_ms = one.candidate.predicted_ms or 0.0
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):

@@ -55,13 +55,16 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
 
 def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
     """A whole program's choice as options of a problem; None if it has not all."""
+    places = [
+        {option.candidate: place for place, option in enumerate(options)}
+        for options in problem.options
+    ]
     picks = []
     for segment in analysis.segments:
         wanted = segment_candidate(analysis, segment.index, choice)
-        known = [option.candidate for option in problem.options[segment.kind]]
-        if wanted not in known:
+        if (pick := places[segment.kind].get(wanted)) is None:
             return None
-        picks.append(known.index(wanted))
+        picks.append(pick)
     return picks
 
 

@@ -60,8 +60,8 @@ def explore(
         look_anyway: does the same for what a plan cannot do without, however late it
             is; None where time has no end.
         is_over: whether to stop after a round.
-        left: with what share of memory that is no state a compiler makes do if it
-            must; 1 if it cannot save any.
+        left: the share of predicted memory that is no state which the compiler needs
+            at least, if it saves what it can; 1 if it cannot save any.
 
     Raises:
         DeviceError: no candidate of some segment could be measured.
@@ -210,15 +210,20 @@ class _Round:
                 self._add(kind, options[kind][i].candidate)
 
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
-        """Whether a candidate is new, and there is room for it."""
+        """Whether a candidate is new, and there is room for it.
+
+        With what is rematerialized comes the same without that, unless it was asked for
+        before.
+        """
         asked = self._asked[kind]
+        if candidate in asked:
+            return False
         # What has kernels does not take the place of another strategy.
-        plain = {one for one in asked if not (one.remat or one.kernel)}
-        room = len(plain) < self._per_kind
-        if candidate in asked or not candidate.remat:
-            return candidate not in asked and room
+        plain = sum(not (one.remat or one.kernel) for one in asked)
         again = sum(one.remat for one in asked)
-        return again < self._per_kind and (candidate.plain in plain or room)
+        if candidate.remat and again >= self._per_kind:
+            return False
+        return candidate.plain in asked or plain < self._per_kind
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
         """Adds what tells the cost of a candidate: itself, and what it is based on."""

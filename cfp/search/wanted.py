@@ -83,9 +83,9 @@ class Wanted:
         kind, candidate: the choice.
         job: the segment alone.
         context: what it is measured together with, or None.
-        base: for a candidate that is rematerialized the same without that, whose time
-            in context it shares but for what rematerializing adds; or None. In context
-            it is not measured alone: ``job`` is the base's then.
+        base: for a candidate that is rematerialized, the same without that; or None.
+            Its time is the base's, plus what rematerializing adds. If it is measured
+            in context it is not measured alone, too: ``job`` is the base's.
     """
 
     kind: int

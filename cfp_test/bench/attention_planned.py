@@ -92,11 +92,11 @@ def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     from cfp.search.choices import estimate_kinds
     from cfp.search.expected import estimate_options
     from cfp.search.kernels import Kernels
-    from cfp.solution import predicted_bytes, predicted_ms
+    from cfp.solution import prediction_of
 
     analysis = analyzed.analysis
     costs = Costs(analysis, rates)
-    found = estimate_options(
+    options = estimate_options(
         estimate_kinds(analysis, rates),
         {"by hand": choice},
         costs,
@@ -104,11 +104,9 @@ def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
         budget_bytes=None,
         kernels=Kernels(),
     )
-    problem = build_problem(costs, found.estimated, None)
-    return {
-        "estimated_ms": predicted_ms(analysis, problem, choice),
-        "estimated_bytes": predicted_bytes(analysis, problem, choice),
-    }
+    problem = build_problem(costs, options.estimated, None)
+    found = prediction_of(analysis, problem, choice)
+    return {"estimated_ms": found.time_ms, "estimated_bytes": found.peak_bytes}
 
 
 def main() -> None:
@@ -265,7 +263,7 @@ class Maker:
         from cfp.passes.search import search
         from cfp.planner_settings import PlannerSettings
         from cfp.settings import ConstraintLevel
-        from cfp.solution import predicted_bytes
+        from cfp.solution import prediction_of
 
         analyzed = self._analysed(row["target"])
         by_estimates = "budget" in row
@@ -312,9 +310,9 @@ class Maker:
         choice = outcome.winner.choice
         found |= {
             "peak_bytes": plan.predicted_bytes,
-            "predicted_bytes": predicted_bytes(
+            "predicted_bytes": prediction_of(
                 analyzed.analysis, solution.problem, choice
-            ),
+            ).peak_bytes,
         }
         if row["tokens"] > _MOST_RUN:
             return found

@@ -30,7 +30,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
 from cfp.race.race import race
-from cfp.solution import Candidate, Profiles, Solution, predicted_ms
+from cfp.solution import Candidate, Profiles, Solution, prediction_of
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
 
@@ -186,7 +186,9 @@ def planned(
         if "cost_model" in groups:
             modelled = _modelled(done, budget_bytes)
             for name, one in modelled.items():
-                predicted = predicted_ms(analysis, solution.problem, one.choice)
+                predicted = prediction_of(
+                    analysis, solution.problem, one.choice
+                ).time_ms
                 made = Candidate(f"{name}{label}", one.choice, predicted)
                 found.append(_entry(done, made, "cost_model", made.name))
                 if (winner.level, winner.options) != (made.level, made.options):
@@ -206,7 +208,7 @@ def planned(
                     Candidate(
                         name,
                         choice,
-                        predicted_ms(analysis, solution.problem, choice),
+                        prediction_of(analysis, solution.problem, choice).time_ms,
                     ),
                     "preset",
                     f"preset {name}{label}",

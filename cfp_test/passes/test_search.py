@@ -8,10 +8,11 @@ from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest
 from cfp.presets.presets import presets
 from cfp.search.build import build_problem
+from cfp.search.choices import picks_of
 from cfp.search.expected import estimate_options
 from cfp.search.kernels import Kernels
 from cfp.settings import PRESETS_BY_ESTIMATE
-from cfp.solution import predicted_bytes, predicted_ms
+from cfp.solution import Prediction, prediction_of
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
 
@@ -31,8 +32,9 @@ def found():
 
 def test_presets_that_fit_race_before_faster_ones_that_do_not(found):
     analysis, named, problem = found
-    needs = {n: predicted_bytes(analysis, problem, c) or 0 for n, c in named.items()}
-    times = {n: predicted_ms(analysis, problem, c) or 0.0 for n, c in named.items()}
+    known = {n: prediction_of(analysis, problem, c) for n, c in named.items()}
+    needs = {name: one.peak_bytes or 0 for name, one in known.items()}
+    times = {name: one.time_ms or 0.0 for name, one in known.items()}
     free = _fastest(analysis, named, problem)
     assert len(free) == PRESETS_BY_ESTIMATE
     assert sorted(times[n] for n in free) == sorted(times.values())[:2]
@@ -52,6 +54,24 @@ def test_of_equally_fast_presets_the_smaller_ones_race_within_a_budget(found):
         for options in plenty.options
     )
     plenty = replace(plenty, options=flat, edge_ms={}, far_ms={})
-    needs = {n: predicted_bytes(analysis, problem, c) or 0 for n, c in named.items()}
+    known = {n: prediction_of(analysis, plenty, c) for n, c in named.items()}
+    needs = {name: one.peak_bytes or 0 for name, one in known.items()}
     kept = _fastest(analysis, named, plenty)
     assert sorted(needs[n] for n in kept) == sorted(needs.values())[:2]
+
+
+def test_a_prediction_has_time_and_memory_or_nothing(found):
+    analysis, named, problem = found
+    for choice in named.values():
+        picks = picks_of(analysis, problem, choice)
+        assert picks is not None
+        known = prediction_of(analysis, problem, choice)
+        assert known.time_ms == problem.cost_ms(picks)
+        assert known.peak_bytes == problem.memory_bytes(picks)
+        assert known.size is not None
+        held = problem.fixed_bytes + problem.state_bytes(picks)
+        assert known.size.argument_bytes == held
+    again = replace(choice, remat=(0,))
+    for nothing in (None, problem):
+        unknown = prediction_of(analysis, nothing, again)
+        assert unknown == Prediction() and unknown.peak_bytes is None

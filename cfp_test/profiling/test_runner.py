@@ -11,7 +11,7 @@ from cfp.errors import DeviceError
 from cfp.profiling import runner
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.runner import profile, run
+from cfp.profiling.runner import UntilLost, profile, run
 from cfp.profiling.timing import measure as timing_measure
 
 
@@ -328,3 +328,34 @@ def test_lost_devices_end_a_profile(case, store, quick, monkeypatch):
         profile(case.program, case.mesh, jobs, store, timing=quick)
     # What crashed is known; of the others nothing was said.
     assert [record.key for record in store.records()] == [jobs[0].key.digest]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_a_crash_the_devices_are_asked_whether_they_answer(
+    case, built, quick, monkeypatch, lost
+):
+    kept, crashed = [], []
+    crash = failing("INTERNAL: illegal address")
+
+    def measure(loop, **options):
+        crashed.append(True)
+        return crash(loop, **options)
+
+    def make(*args):
+        if crashed and lost:
+            raise jax.errors.JaxRuntimeError("INTERNAL: the context is gone")
+        return make_inputs(*args)
+
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "make_inputs", make)
+    run_next = UntilLost(run, kept.append)
+    what = (built, case.job(), case.program, case.mesh)
+    first = run_next(*what, timing=quick)
+    assert first.status == "crashed" and kept == []
+    if not lost:
+        assert run_next(*what, timing=quick).ok and kept == []
+        return
+    with pytest.raises(DeviceError, match="the context is gone"):
+        run_next(*what, timing=quick)
+    assert kept == [first]
+    assert len(crashed) == 1

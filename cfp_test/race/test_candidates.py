@@ -17,7 +17,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.candidates import predicted_size, rematerialized, with_options
+from cfp.race.candidates import rematerialized, with_options
 from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import Answer, known_to_fit
 from cfp.search.jobs import whole_job
@@ -218,24 +218,3 @@ def test_what_fits_with_another_memory_limit_races(known):
     assert found(100, device_bytes=1000) == [("data_parallel", share)]
     assert found(99, device_bytes=1000) == [("data_parallel", share)], "the leanest"
     assert found(200, device_bytes=1000) == [("data_parallel", share)]
-
-
-def test_results_that_take_no_arguments_place_need_room_of_their_own(analysis):
-    problem, program = problem_of(analysis, None), analysis.frame.program
-    choice = presets(analysis.frame)["data_parallel"]
-    none = (None,) * len(program.args)
-    every = (*range(len(program.outputs)), *none[len(program.outputs) :])
-    donated, kept = (
-        predicted_size(
-            replace(
-                analysis,
-                frame=replace(analysis.frame, program=replace(program, alias=alias)),
-            ),
-            problem,
-            choice,
-        )
-        for alias in (every, none)
-    )
-    most = sum(program.values[v].size_bytes for v in program.outputs)
-    assert donated.output_bytes == 0 < kept.output_bytes <= most
-    assert replace(kept, output_bytes=0) == donated

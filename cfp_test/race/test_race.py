@@ -18,14 +18,14 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race import race as story
 from cfp.race import run as steps
-from cfp.race import truncated
 from cfp.race.candidates import with_options
 from cfp.race.enough import limit_options
 from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
 from cfp.race.run import second_race
+from cfp.race.truncated import truncate
 from cfp.report.tables import plan_text
 from cfp.settings import defaults_of
-from cfp.solution import Candidate
+from cfp.solution import Candidate, Prediction
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 
@@ -105,16 +105,32 @@ def test_a_deep_program_is_raced_truncated_and_the_winner_whole(plan, raced):
     assert (again.winner, again.measured_ms) == (made.winner, made.measured_ms)
 
 
-def test_what_was_measured_is_scaled_to_the_whole_program(plan, monkeypatch):
+@pytest.fixture
+def change_ratios(monkeypatch):
+    """Puts something else in the place of what truncated programs say."""
+
+    def make(change):
+        def changed(*asked):
+            found = truncate(*asked)
+            return found and {
+                choice: (program, change(choice, ratios))
+                for choice, (program, ratios) in found.items()
+            }
+
+        monkeypatch.setattr(story, "truncate", changed)
+
+    return make
+
+
+def test_what_was_measured_is_scaled_to_the_whole_program(plan, change_ratios):
     made = plan()
-    ratios_of = truncated.Truncated.ratios_of
     found = []
 
-    def tripled(self, choice):
-        found.append(ratios_of(self, choice))
-        return replace(found[-1], time=3 * found[-1].time)
+    def tripled(choice, ratios):
+        found.append(ratios)
+        return replace(ratios, time=3 * ratios.time)
 
-    monkeypatch.setattr(truncated.Truncated, "ratios_of", tripled)
+    change_ratios(tripled)
     again = plan()
     assert again.search["race_cached"] == 1.0
     for row, other in zip(made.race, again.race, strict=True):
@@ -313,10 +329,10 @@ def test_what_does_not_run_whole_gives_way_to_the_next(plan, whole_fails, tmp_pa
 
 
 def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
-    plan, whole_fails, monkeypatch, tmp_path
+    plan, whole_fails, change_ratios, monkeypatch, tmp_path
 ):
     """A rival that is much faster by prediction, and truncated, keeps others out."""
-    search, ratios_of = api.search, truncated.Truncated.ratios_of
+    search = api.search
     rivals = []
 
     def with_rival(context, analysis, profiles):
@@ -333,13 +349,12 @@ def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
         best = replace(own, name="planned", is_preset=False)
         return replace(found, candidates=[best, *others, fast])
 
-    def scaled(self, choice):
-        found = ratios_of(self, choice)
+    def scaled(choice, ratios):
         share = 0.01 if choice in rivals else 1.0
-        return replace(found, time=share * found.time)
+        return replace(ratios, time=share * ratios.time)
 
     monkeypatch.setattr(api, "search", with_rival)
-    monkeypatch.setattr(truncated.Truncated, "ratios_of", scaled)
+    change_ratios(scaled)
 
     failed = whole_fails(1)
     made = plan(cache_dir=tmp_path, reach=1.1)
@@ -364,10 +379,11 @@ def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
     needs = {}
 
     def predicted(analysis, problem, choice):
-        return needs.setdefault(choice, 10 * (len(needs) + 1))
+        need = needs.setdefault(choice, 10 * (len(needs) + 1))
+        return Prediction(1.0, need and CompiledBytes(temp_bytes=need))
 
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**40)
-    monkeypatch.setattr(story, "predicted_bytes", predicted)
+    monkeypatch.setattr(story, "prediction_of", predicted)
     assert "segments_raced" in plan().search
     for need, refused in ((10 * 2**40, 1), (2**40, 0)):
         needs[list(needs)[-1]] = need
@@ -384,7 +400,7 @@ def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
     known = {}  # What is said of what fits, and of what nothing is known.
 
     def predicted(analysis, problem, choice):
-        return known.get(choice, CompiledBytes(temp_bytes=2**31))
+        return Prediction(1.0, known.get(choice, CompiledBytes(temp_bytes=2**31)))
 
     def seen(*how):
         solution = search(*how)
@@ -392,7 +408,7 @@ def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
         known[named["data_parallel"]] = None
         return solution
 
-    monkeypatch.setattr(steps, "predicted_size", predicted)
+    monkeypatch.setattr(steps, "prediction_of", predicted)
     monkeypatch.setattr("cfp.api.search", seen)
     made = plan(memory_budget=2**30)
     notes = {row.name: row.note for row in made.race}

@@ -15,6 +15,7 @@ from cfp.presets.presets import preset
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.compile import fits
 from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.jobs import whole_job
@@ -170,3 +171,19 @@ def test_what_is_named_by_prediction_does(tmp_path):
     assert made.predicted_bytes <= needed - reserve
     with pytest.raises(cfp.MemoryBudgetError):
         cfp.plan(step, *args, memory_budget=needed - 1, **named)
+
+
+@pytest.mark.parametrize("budget_bytes", [MIB, -1])
+def test_what_could_not_be_compiled_is_told_however_small_the_budget(
+    analysis, budget_bytes
+):
+    """Of a budget the reserve may leave nothing, in which not even a failure fits."""
+    choice = preset(analysis.frame, ("data",), Storage.USED)
+    one = result(analysis, choice, reason="no such op")
+    one = replace(one, fits=fits(one.record, budget_bytes))
+    assert one.fits == (budget_bytes >= 0)
+    error = no_winner(analysis, [one], budget_bytes, reserve_bytes=2)
+    assert isinstance(error, cfp.DeviceError)
+    assert str(error) == "No plan ran on the devices. plan: no such op"
+    nothing = no_winner(analysis, [], budget_bytes)
+    assert str(nothing) == "No plan ran on the devices. None was compiled."

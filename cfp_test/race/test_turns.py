@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from cfp.analysis.layout import Choice
+from cfp.errors import DeviceError
+from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.options import MeasureOptions
@@ -443,3 +445,25 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     look = replace(room._timing("gpu", None), min_sample_ms=60.0, min_repeat=3)
     assert executions(look) == [1, 1, 3]
     assert executions(room._timing("gpu", 100.0)) == [1, 1, 5]
+
+
+def test_lost_devices_end_a_race(case, store, monkeypatch):
+    """What crashed is known; of the others nothing was said."""
+    ran = []
+
+    def crash(built, job, *_, timing):
+        ran.append(job.label)
+        return built.record("crashed", reason="INTERNAL: illegal address")
+
+    def gone(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the context is gone")
+
+    monkeypatch.setattr(room, "run", crash)
+    monkeypatch.setattr(runner, "make_inputs", gone)
+    programs = [entrant(case, name) for name in "abc"]
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    with pytest.raises(DeviceError, match="illegal address"):
+        race_programs(builder, programs, rounds=1)
+    assert ran == ["a"]
+    kept = [(record.key, record.status) for record in store.records()]
+    assert kept == [(case.job("a").key.digest, "crashed")]

@@ -18,9 +18,9 @@ def rates_of(sizes):
     return Rates.default(make_mesh(sizes))
 
 
-def estimated(fn, args, sizes):
+def estimated(fn, args, sizes, **given):
     """A step's analysis on a mesh, and estimates of its kinds of segments."""
-    program, _ = trace(flatten_step(fn, args, {}), make_mesh(sizes))
+    program, _ = trace(flatten_step(fn, args, {}, **given), make_mesh(sizes))
     analysis = analyze(program, sizes)
     return analysis, estimate_kinds(analysis, rates_of(sizes))
 

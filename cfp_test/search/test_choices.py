@@ -1,18 +1,28 @@
 """The shortlists: of a segment's choices, and of the presets."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import Costs
 from cfp.models import registry
 from cfp.presets.presets import PRESETS, presets
-from cfp.search.choices import leading_presets, ranked_candidates
+from cfp.search.build import build_problem
+from cfp.search.choices import (
+    leading_presets,
+    picks_of,
+    ranked_candidates,
+    whole_choice,
+)
+from cfp.search.expected import estimate_options
+from cfp.search.kernels import Kernels
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.search.made_up import estimated
+from cfp_test.search.made_up import estimated, rates_of
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])
@@ -87,3 +97,18 @@ def test_few_of_many_presets_are_measured():
 
     mixed = [total(name) for name in chosen if name not in PRESETS]
     assert max(mixed) <= min(total(name) for name in left_out)
+
+
+def test_a_choice_is_one_option_of_each_segment_and_the_options_are_the_choice(small):
+    analysis, estimates = small
+    named, rates = presets(analysis.frame), rates_of(analysis.frame.mesh)
+    costs = Costs(analysis, rates)
+    found = estimate_options(
+        estimates, named, costs, per_kind=2, budget_bytes=None, kernels=Kernels()
+    )
+    problem = build_problem(costs, found.estimated, None)
+    for choice in named.values():
+        picks = picks_of(analysis, problem, choice)
+        assert picks is not None
+        assert whole_choice(analysis, problem, problem.solution(picks)) == choice
+    assert picks_of(analysis, problem, replace(choice, remat=(0,))) is None

@@ -16,7 +16,8 @@ from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import leading_presets, ranked_candidates
-from cfp.search.guided import explore
+from cfp.search.guided import _Round, explore
+from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize
@@ -34,7 +35,8 @@ TRUTH = 0.8
 def model():
     """Large enough that moves are not all latency; nothing of it is ever built."""
     sizes = {"hidden": 2048, "heads": 16, "seq": 512, "vocab": 8192, "batch": 16}
-    return estimated(*registry.build("gpt", **{**TINY["gpt"], **sizes}), SIZES)
+    made = registry.build("gpt", **{**TINY["gpt"], **sizes})
+    return estimated(*made, SIZES, donate_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -395,3 +397,30 @@ def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     again = [w for w in found.wanted if w.candidate.remat]
     assert {w.kind for w in again} == set(range(len(devices.estimates)))
     assert len(found.wanted) == len(found.rounds[0]) + len(again), "nothing else is"
+
+
+def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(model):
+    """It takes no other strategy's place, and the same without that was asked for."""
+    analysis, estimates = model
+    devices = Devices(analysis, estimates)
+    maker = replace(devices.maker, kernels=Kernels(parts=4))
+    wanted = maker.first(100, 1)
+    records = devices.look([job for item in wanted for job in item.jobs])
+    options = measured_options(maker.costs, wanted, records)
+    problem = build_problem(maker.costs, options, None)
+    by_kernel = [item for item in wanted if item.candidate.kernel]
+    able = [i for i in by_kernel if maker.costs.can_rematerialize(i.kind)]
+    assert able
+    for item in able:
+        asked = [i.candidate for i in wanted if i.kind == item.kind]
+        count = sum(not one.kernel for one in asked)
+        again = replace(item.candidate, remat=True)
+        full = _Round(maker, count, wanted, records, problem)
+        assert full._may_add(item.kind, again)
+        assert not full._may_add(item.kind, item.candidate)
+        unasked = _Round(maker, count - 1, [], records, problem)
+        assert unasked._may_add(item.kind, again)
+        rest = [i for i in wanted if i is not item]
+        assert not _Round(maker, count, rest, records, problem)._may_add(
+            item.kind, again
+        )

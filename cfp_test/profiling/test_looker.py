@@ -1,0 +1,65 @@
+"""What the store answered, and what was measured."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cfp.profiling.looker import Looker
+from cfp.profiling.options import MeasureOptions
+from cfp.profiling.record import ProfileRecord
+
+
+@pytest.fixture
+def look(case, store, monkeypatch):
+    """Makes what looks jobs up, and a list of what was measured."""
+    measured = []
+
+    def profile(program, mesh, jobs, store, *, retry_failures, **_):
+        records = store.common({job.key.digest for job in jobs})
+        for job in jobs:
+            digest = job.key.digest
+            if digest not in records or (retry_failures and not records[digest].ok):
+                measured.append(job.label)
+                records[digest] = record_of(job, "ok")
+        return SimpleNamespace(records=records)
+
+    monkeypatch.setattr("cfp.profiling.looker.profile", profile)
+
+    def make(measure=True, **options):
+        where = (case.program, case.mesh, store, list)
+        return Looker(*where, measure, MeasureOptions(**options))
+
+    return make, measured
+
+
+def record_of(job, status):
+    samples = (1.0,) if status == "ok" else ()
+    key = job.key
+    return ProfileRecord(
+        key=key.digest, parts=key.parts, status=status, samples_ms=samples
+    )
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_failure_that_is_tried_again_is_not_known(case, store, look, retry):
+    make, measured = look
+    failed, known, new = jobs = [case.job(name) for name in "abc"]
+    store.put(record_of(failed, "crashed"))
+    store.put(record_of(known, "ok"))
+    looker = make(retry_failures=retry)
+    found = looker(jobs)
+    assert found[failed.key.digest].ok == retry
+    assert measured == (["a", "c"] if retry else ["c"])
+    answered = {known.key.digest} if retry else {known.key.digest, failed.key.digest}
+    assert looker.known == answered
+    store.put(found[new.key.digest])
+    looker(jobs)
+    assert looker.known == answered, "what was measured just now was not known"
+
+
+def test_where_nothing_is_measured_failures_are_known(case, store, look):
+    make, measured = look
+    store.put(record_of(case.job("a"), "crashed"))
+    looker = make(measure=False, retry_failures=True)
+    assert looker([case.job("a"), case.job("b")]).keys() == looker.known
+    assert len(looker.known) == 1 and measured == []

@@ -168,12 +168,12 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
             at_price = priced[i + 1][now.pick] - price * (chain.room - now.kept)
             to_go = np.maximum(to_go[fits], at_price)
         bound = now.cost_ms + to_go
-        good = np.flatnonzero(bound <= most_ms)
-        is_all = is_all and len(good) == len(bound)
-        if now.open and len(good) > MOST_STATES:
-            good = good[np.argsort(bound[good], kind="stable")[:MOST_STATES]]
-        now = now.take(good)
-        now = now.take(_unbeaten(now, place, counts_memory=chain.room is not None))
+        rows = np.flatnonzero(bound <= most_ms)
+        is_all = is_all and len(rows) == len(bound)
+        rows = rows[_unbeaten(now.take(rows), place, chain.room is not None)]
+        if now.open and len(rows) > MOST_STATES:
+            rows = rows[np.argsort(bound[rows], kind="stable")[:MOST_STATES]]
+        now = now.take(rows)
         stages.append(now)
     if not len(now.cost_ms):
         return None, is_all
@@ -202,7 +202,10 @@ def _grow(now: _Partials, i: int, place: Place) -> _Partials:
 
 
 def _unbeaten(now: _Partials, place: Place, counts_memory: bool) -> np.ndarray:
-    """The rows that no other beats of those that all that follows costs as much for."""
+    """The rows that no other beats of those that all that follows costs as much for.
+
+    Without a budget memory does not count, and the cheapest beats all others.
+    """
     state = place.alike[now.pick]
     for classes in now.open.values():
         both = state * (int(classes.max(initial=0)) + 1) + classes
@@ -210,7 +213,8 @@ def _unbeaten(now: _Partials, place: Place, counts_memory: bool) -> np.ndarray:
     if not counts_memory:
         order = np.argsort(now.cost_ms, kind="stable")
         return order[np.unique(state[order], return_index=True)[1]]
-    # Of two states, one has more of the first then, and the other of the second.
+    # Moved apart, one of two states has more of the first, the other of the second:
+    # only rows of the same state beat each other.
     apart = state * (int(now.peak.max(initial=0)) + 1)
     kept, peak = now.kept + apart, now.peak - apart
     order = np.lexsort((peak, kept, now.cost_ms))

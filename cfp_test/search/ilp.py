@@ -75,6 +75,7 @@ def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solved:
 
 
 def _one(model: pulp.LpProblem, problem: Problem, i: int, cost: list) -> list:
+    assert problem.kept is None, "all options may be picked"
     options = problem.options[problem.kinds[i]]
     row = [
         model.add_variable(f"x_{i}_{o}", cat=pulp.LpBinary) for o in range(len(options))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.attention.matching.graft import refused
-from cfp.attention.matching.matches import Match, among, way_of
+from cfp.attention.matching.graft import Way, refused
+from cfp.attention.matching.matches import among, way_of
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.patterns.build import joined, name_of
 from cfp.patterns.sites import among as patterns_among
@@ -48,10 +48,12 @@ class Kernels:
             return []
         layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
-        def can(match: Match, kernel: str) -> bool:
-            way = way_of(frame.program, match, kernel, layout.axes)
-            return not isinstance(way, str) and (
-                refused(match.problem, way, sizes, self.platform) is None
+        def can(kernel: str) -> bool:
+            """Whether it would compute some attention, and can compute all of those."""
+            ways = [(m, way_of(frame.program, m, kernel, layout.axes)) for m in matches]
+            able = [(match, way) for match, way in ways if isinstance(way, Way)]
+            return bool(able) and not any(
+                refused(match.problem, way, sizes, self.platform) for match, way in able
             )
 
         part = name_of(self.parts)
@@ -59,7 +61,7 @@ class Kernels:
         kernels = []
         for spread in ("", " ring"):
             for kernel in (name + spread for name in self.names):
-                if any(can(match, kernel) for match in matches):
+                if can(kernel):
                     kernels.append(kernel)
                     break
         both = [joined(kernel, part) for kernel in kernels for part in parts]

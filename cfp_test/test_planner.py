@@ -405,7 +405,7 @@ def test_who_interrupts_is_heard_where_memory_asks_for_more_classics(
     settings = PlannerSettings(measure=True, per_kind=6, in_context=False)
     with open_context(found, tmp_path, settings=settings) as context:
         profiles = profile_segments(context, analysis)
-        assert search(context, analysis, profiles).best.predicted_ms
+        assert search(context, analysis, profiles).candidates[0].predicted_ms
     assert profiles.interrupted and len(explored) == during
     assert profiles.found.tight
     assert 1 <= len(profiles.presets) < len(presets(analysis.frame))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 
@@ -80,13 +79,8 @@ def look_up(
         lambda: tuning_jobs(analysis, first, context.environment),
         measure,
         context.measure,
+        context.end,
     )
-
-    def is_late() -> bool:
-        return time.monotonic() > context.end
-
-    # Several processes measure the same, however long it takes.
-    has_end = alone and math.isfinite(context.end)
 
     def explored(leading: Mapping[str, Choice]) -> Explored:
         maker = WantedMaker(
@@ -104,9 +98,7 @@ def look_up(
             # different runs know differently: they measure all at once.
             others=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
-            look=looker.until(is_late) if has_end else looker,
-            look_anyway=looker if has_end else None,
-            is_over=lambda: not alone or looker.interrupted or is_late(),
+            look=looker,
             left=context.least_memory_share(),
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -52,10 +50,8 @@ def measure_all_budgets(
             again = _again(context, analysis, found)
             wanted += again
             jobs = [job for item in again for job in item.jobs]
-            # A process that stops has the others wait.
-            end = context.end if context.agreement.alone else math.inf
             for start in range(0, len(jobs), ROUND_SIZE):
-                if looker.interrupted or time.monotonic() > end:
+                if looker.is_over:
                     break  # Without the others there is a curve, too.
                 looker(jobs[start : start + ROUND_SIZE])
             records |= context.store.get_many(job.key.digest for job in jobs)

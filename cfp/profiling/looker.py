@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import Mesh
@@ -15,8 +17,6 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.tuning import tune_kernels
 from cfp.program.graph import Program
 
-Look = Callable[[Sequence[Job]], Mapping[str, ProfileRecord]]
-
 
 class Looker:
     """Looks jobs up, and measures those that the store does not know.
@@ -28,8 +28,11 @@ class Looker:
         tuning: gives jobs that are built first for their kernels.
         measure: whether devices may be used.
         options: how to measure.
+        end: from this moment on (`time.monotonic`) nothing else is begun. Several
+            processes measure the same, however long it takes.
 
     Attributes:
+        alone: whether no other process measures the same.
         known: keys of what the store answered; not of failures that are tried again.
         interrupted: whether the user has ended the measuring.
     """
@@ -42,6 +45,7 @@ class Looker:
         tuning: Callable[[], list[Job]],
         measure: bool,
         options: MeasureOptions,
+        end: float = math.inf,
     ) -> None:
         self._program = program
         self._mesh = mesh
@@ -49,26 +53,38 @@ class Looker:
         self._tuning: Callable[[], list[Job]] | None = tuning
         self._measure = measure
         self._options = options
+        self.alone = Agreement.of(mesh).alone
+        self._end = end if self.alone else math.inf
         self._asked = 0
         self._measured: set[str] = set()
         self.known: set[str] = set()
         self.interrupted = False
 
-    def __call__(self, jobs: Sequence[Job]) -> Mapping[str, ProfileRecord]:
+    @property
+    def has_end(self) -> bool:
+        """Whether time may be over before all is measured."""
+        return math.isfinite(self._end)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether time is over, or the user has ended the measuring."""
+        return self.interrupted or self._is_late()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._end
+
+    def __call__(
+        self, jobs: Sequence[Job], anyway: bool = False
+    ) -> Mapping[str, ProfileRecord]:
         """Records by key; what may not be measured and is not known has none.
+
+        Args:
+            jobs: what to look up.
+            anyway: whether it is measured however late it is.
 
         Raises:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
-        return self._look(jobs, None)
-
-    def until(self, is_late: Callable[[], bool]) -> Look:
-        """Does the same, but begins with nothing else once time is over."""
-        return lambda jobs: self._look(jobs, is_late)
-
-    def _look(
-        self, jobs: Sequence[Job], is_late: Callable[[], bool] | None
-    ) -> Mapping[str, ProfileRecord]:
         digests = {job.key.digest for job in jobs}
         known = self._store.common(digests)
         where, how = (self._program, self._mesh), self._options
@@ -98,11 +114,11 @@ class Looker:
                 progress=how.progress,
                 limits=how.limits,
                 place=how.place,
-                is_late=is_late,
+                is_late=None if anyway else self._is_late,
             ).records
         except KeyboardInterrupt:
             # Of several processes the others would go on.
-            if self._asked == 1 or not Agreement.of(self._mesh).alone:
+            if self._asked == 1 or not self.alone:
                 raise
             self.interrupted = True
             return self._store.common(digests)

@@ -11,12 +11,12 @@ when enough was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
-from cfp.profiling.looker import Look
+from cfp.profiling.looker import Looker
 from cfp.profiling.record import ProfileRecord
 from cfp.search.build import build_problem
 from cfp.search.choices import ranked_candidates
@@ -44,9 +44,7 @@ def explore(
     per_kind: int,
     others: int = 1,
     budget_bytes: int | None,
-    look: Look,
-    look_anyway: Look | None = None,
-    is_over: Callable[[], bool] = lambda: False,
+    look: Looker,
     left: float = 1.0,
 ) -> Explored:
     """Measures until nothing else is likely to be much better.
@@ -57,9 +55,7 @@ def explore(
         others: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
         look: measures jobs, or looks them up; what it has no record of stays unknown.
-        look_anyway: does the same for what a plan cannot do without, however late it
-            is; None where time has no end.
-        is_over: whether to stop after a round.
+            Where time has an end, what a plan cannot do without is measured anyway.
         left: the share of predicted memory that is no state which the compiler needs
             at least, if it saves what it can; 1 if it cannot save any.
 
@@ -68,7 +64,7 @@ def explore(
     """
     asked = maker.first(per_kind, others)
     rounds, tight, before = [asked], False, None
-    records = _least(asked, look_anyway) if look_anyway else {}
+    records = _least(asked, look) if look.has_end else {}
     records.update(look(_jobs(asked)))
     # What would be asked for next depends on what all of it takes.
     while all(item.measured(records) for item in asked):
@@ -89,14 +85,15 @@ def explore(
                 break
         before = bool(best), now
         asked = _Round(maker, per_kind, wanted, records, problem).ask(left)
-        if not asked or is_over():
+        # Several processes know different times, and would ask for different things.
+        if not asked or look.is_over or not look.alone:
             break
         rounds.append(asked)
         records.update(look(_jobs(asked)))
     return Explored(rounds=rounds, records=records, tight=tight)
 
 
-def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
+def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:
     """What a plan cannot do without: of each kind the first that can be measured."""
     records: dict[str, ProfileRecord] = {}
     rest = [*wanted]
@@ -104,7 +101,7 @@ def _least(wanted: Sequence[Wanted], look: Look) -> dict[str, ProfileRecord]:
         firsts: dict[int, Wanted] = {}
         for item in rest:
             firsts.setdefault(item.kind, item)
-        records.update(look(_jobs(firsts.values())))
+        records.update(look(_jobs(firsts.values()), anyway=True))
         done = {
             kind
             for kind, item in firsts.items()

@@ -1,8 +1,6 @@
 """What is measured for budgets of all sizes, and when that ends."""
 
-import itertools
 import math
-import time
 from types import SimpleNamespace
 
 import jax
@@ -34,6 +32,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("profiles")
 
 
+find_again = tradeoff._again
+
+
 @pytest.fixture
 def measured(analysis, mesh, folder, monkeypatch):
     """Measures under a budget of seconds, of which one is over with each round.
@@ -44,24 +45,28 @@ def measured(analysis, mesh, folder, monkeypatch):
 
     def go(seconds):
         # With such a tolerance the search asks for nothing: all calls see the same.
-        rounds = []
-        clock = itertools.count()
+        rounds, begun = [], []
 
         def asked(program, mesh, jobs, store, **options):
-            if all("rematerialized" in job.label for job in jobs):
+            found = profile(program, mesh, jobs, store, **options)
+            if begun:
                 rounds.append([job.label for job in jobs])
-            return profile(program, mesh, jobs, store, **options)
+            return found
+
+        def begin(*args):
+            begun.append(True)
+            return find_again(*args)
+
+        def now():
+            # However slow the machine is, what is not rematerialized is measured whole.
+            return len(rounds) + 0.5 if begun else -math.inf
 
         monkeypatch.setattr(tradeoff, "ROUND_SIZE", 2)
+        monkeypatch.setattr(tradeoff, "_again", begin)
         monkeypatch.setattr("cfp.profiling.looker.profile", asked)
-        counting = SimpleNamespace(monotonic=lambda: next(clock))
-        monkeypatch.setattr(tradeoff, "time", counting)
-        monkeypatch.setattr("cfp.context.time", counting)
-        # However slow the machine is, what is not rematerialized is measured whole.
-        never = SimpleNamespace(
-            monotonic=lambda: -math.inf, perf_counter=time.perf_counter
-        )
-        monkeypatch.setattr("cfp.passes.profile.time", never)
+        started = SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr("cfp.context.time", started)
+        monkeypatch.setattr("cfp.profiling.looker.time", SimpleNamespace(monotonic=now))
         settings = PlannerSettings(per_kind=3, in_context=False, seconds=seconds)
         problem = tradeoff.measure_all_budgets(analysis, mesh, folder, settings)
         again = {

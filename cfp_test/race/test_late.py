@@ -16,7 +16,7 @@ from cfp_test.race.deep import arguments, step
 def late(tmp_path):
     """A plan by a program that is compiled for devices with so much memory each."""
 
-    def make(memory_bytes):
+    def make(memory_bytes, donate_argnums=()):
         text = tmp_path / "small.toml"
         gib = memory_bytes / 2**30 / 0.75  # Of it programs may use three quarters.
         text.write_text(f'kind = "h200"\ndevices_per_host = 2\nmemory_gib = {gib!r}\n')
@@ -25,6 +25,7 @@ def late(tmp_path):
         mesh = replace(mesh, stand_in=planning_mesh(devices))
         settings = cfp.PlannerSettings(seconds=0.0)
         how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
+        how["donate_argnums"] = donate_argnums
         return cfp.plan(step, *arguments(), **how)
 
     return make
@@ -36,10 +37,11 @@ def test_plenty_of_memory_leaves_the_fastest(late):
     assert plan.search.get("segments_raced") is None
 
 
-@pytest.mark.parametrize("memory_bytes", [250_000, 165_000])
-def test_what_is_answered_fits_whole(late, memory_bytes):
+@pytest.mark.parametrize("donate_argnums", [(), 0])
+def test_what_is_answered_fits_whole(late, donate_argnums):
     """The best fits with four of twelve layers, and not with all of them."""
-    plan = late(memory_bytes)
+    memory_bytes = 165_000
+    plan = late(memory_bytes, donate_argnums)
     assert plan.rung != "measured"
     assert 0 < plan.predicted_bytes <= memory_bytes
     [best] = (row for row in plan.race if row.name == "planned")
@@ -47,7 +49,8 @@ def test_what_is_answered_fits_whole(late, memory_bytes):
     assert best.peak_bytes > memory_bytes
     [won] = (row for row in plan.race if row.name == plan.winner)
     assert (won.note, won.peak_bytes) == ("", plan.predicted_bytes)
-    assert len(plan.race) <= MOST_REFUSED + 4
+    # Some were begun, on other threads, before the last of these was refused.
+    assert sum(row.peak_bytes > 0 for row in plan.race) <= MOST_REFUSED + 4
 
 
 def test_where_nothing_fits_the_error_says_so(late):

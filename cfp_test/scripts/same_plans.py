@@ -173,10 +173,11 @@ def page(data: dict[str, Any]) -> str:
         f"{commits[0]} and {commits[1]}, 4 virtual CPU devices of two shared processor "
         f"cores, jax {data['after']['jax']}, November 2026. Small models of the zoo "
         "(two layers of width 64; the larger ones four of width 128), without a budget "
-        "and with shares of what data parallelism needs; by estimates, and by measuring and racing, with times that "
-        "follow from the compiled programs, so that load on the machine decides "
-        f"nothing. Of {len(both)} plans made with both, {same} decide the same, error "
-        "messages included; those that only one side made are left out. Made by "
+        "and with shares of what data parallelism needs; by estimates, and by "
+        "measuring and racing, with times that follow from the compiled programs, so "
+        f"that load on the machine decides nothing. Of {len(both)} plans made with "
+        f"both, {same} decide the same, error messages included; those that only one "
+        "side made are left out. Made by "
         "`python cfp_test/scripts/same_plans.py`. [JSON](same_plans_cpu_202611.json)",
         "",
         "| way | model | mesh | budget | decides the same | predicted ms | step ms | "

@@ -96,13 +96,13 @@ def build_each(
     too_large: list[str] = []
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
+        one = wanted[digest]
         # Several processes have clocks of their own.
         enough = done or len(too_large) >= MOST_REFUSED
-        if agreement.alone and enough and time.monotonic() > builder.end:
-            return None
-        one = wanted[digest]
         if (ready := built.get(one.identity)) is not None:
             outcome = replace(ready, key=one.job.key)
+        elif agreement.alone and enough and time.monotonic() > builder.end:
+            return None
         else:
             where = one.place or (builder.program, mesh)
             with marks.doing(one.job.key, one.job.label, "build"):

@@ -113,12 +113,15 @@ def near_among(
         fitting: what is known to fit; the best is of these, or of the candidates.
     """
     best_ms = min(map(expected_ms, fitting or candidates), default=float("inf"))
+
+    def is_near(one: Candidate) -> bool:
+        time_ms = expected_ms(one)
+        return time_ms <= best_ms or time_ms <= reach[one.level] * best_ms
+
     return [
         one
         for one in candidates
-        if one.key in anyway
-        or one.predicted_ms is None
-        or expected_ms(one) <= reach[one.level] * best_ms
+        if one.key in anyway or one.predicted_ms is None or is_near(one)
     ]
 
 
@@ -156,6 +159,7 @@ def enough_that_fit(
     size_of: Callable[[Candidate], CompiledBytes | None],
     reach: Mapping[ConstraintLevel, float] | None,
     known: Collection[Any] = (),
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Admitted:
     """Compiles candidates until enough of them fit.
 
@@ -167,6 +171,7 @@ def enough_that_fit(
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
         known: keys of what was compiled before and fits.
+        is_over: whether what fits by now must do.
     """
     found = Admitted()
     # Ways to compile a candidate: the next, and tighter limits, should that not fit.
@@ -192,7 +197,7 @@ def enough_that_fit(
         queue.append(ways)
     always = {*known, *(one.key for one in candidates[:1])}
     refused: set[Any] = set()
-    is_late = False
+    near, is_late = list[Candidate](), False
     while queue:
         queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting = [made.candidate for made in found.fitting]
@@ -200,7 +205,8 @@ def enough_that_fit(
         failed = refused - {(one.choice, one.level) for one in fitting}
         allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
         near = _next([ways[0] for ways in queue], fitting, always, allowed, reach)
-        if not near or (fitting and is_late):
+        is_late = bool(near and fitting) and is_over()
+        if not near or is_late:
             break
         tried = [ways for ways in queue if ways[0] in near]
         queue = [ways for ways in queue if ways[0] not in near]
@@ -210,7 +216,6 @@ def enough_that_fit(
                 found.fitting.append(compiled)
                 continue
             found.refused.append(compiled)
-            is_late |= compiled.is_late
             refused.add((one.choice, one.level))
             if (
                 memory is not None
@@ -223,8 +228,9 @@ def enough_that_fit(
                 queue.append(ways)
                 limited.add(one.choice)
     rest = [one for one, *_ in queue]
-    fitting = [made.candidate for made in found.fitting]
-    near = near_among(rest, (), reach, fitting) if reach is not None else []
+    if not is_late:
+        fitting = [made.candidate for made in found.fitting]
+        near = [] if reach is None else near_among(rest, (), reach, fitting)
     why = TOO_LATE if is_late else MANY_REFUSED
     found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return found

@@ -26,7 +26,7 @@ TOO_LARGE = "predicted not to fit in memory"
 SLOWER = "estimated to be slower than the presets that race"
 UNTRIED = "not tried: with other compiler options it does not run whole"
 MANY_REFUSED = "not compiled, since so many others do not fit"
-LIMITED_ONCE = "not compiled: with all constraints it is, with the memory limit"
+LIMITED_ONCE = "not compiled: at another constraint level it has the memory limit"
 _NOT_RUN = "estimated; nothing was compiled or run"
 
 
@@ -95,11 +95,6 @@ class RaceResult:
     def may_race(self) -> bool:
         """Whether it fits, and nothing failed yet."""
         return self.fits and (self.is_built or self.record.ok)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether there was no time to compile it."""
-        return self.record.reason == TOO_LATE
 
     @property
     def ran(self) -> bool:

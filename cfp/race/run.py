@@ -184,6 +184,7 @@ class Run:
             size_of=lambda one: prediction_of(analysis, problem, one.choice).size,
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
+            is_over=lambda: self.context.agreement.is_over(self.context.end),
         )
 
     def smaller(

@@ -83,8 +83,8 @@ def race_programs(
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
 
     def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
-        # Times of two races do not compare. All of one ended at one moment, and what
-        # was the fastest ran in every turn.
+        # Times of two races do not compare. All of one ended at one moment. What was
+        # the fastest ran in every turn, which gives one sample, or on CPUs some.
         ran = [record for digest, record in found.items() if digest not in out]
         turns = max((len(record.samples_ms) for record in ran), default=rounds)
         is_one = len({record.created for record in ran}) <= 1

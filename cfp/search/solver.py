@@ -51,8 +51,9 @@ def solve(problem: Problem, *, lean: bool = False) -> Solved | None:
         if free is not None and problem.fits(free.picks) and not lean:
             return free
         # To find that out by the search would take trying all choices.
-        if not problem.fits(leanest(problem).picks):
-            return None
+        if not problem.fits(_holding_least(problem)):
+            if not problem.fits(leanest(problem).picks):
+                return None
     chain = Chain(problem)
     if problem.budget_bytes is None and not problem.far_ms:
         return problem.solution(chain.numbered(chain.fastest()))
@@ -74,17 +75,22 @@ def leanest(problem: Problem) -> Solved:
 
     What it needs is the smallest budget that some choice fits in.
     """
-    # Any choice says what is enough; best is the one that holds the least.
-    least = [
-        min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
-        for kind, row in enumerate(problem.options)
-    ]
-    enough = problem.memory_bytes([least[kind] for kind in problem.kinds])
+    # Any choice says what is enough.
+    enough = problem.memory_bytes(_holding_least(problem))
     free = problem.with_options(lambda option: replace(option, time_ms=0.0))
     same_cost = replace(free, edge_ms={}, far_ms={}, budget_bytes=enough)
     picks, _ = _walk(Chain(same_cost), 0.0, 0.0)
     assert picks is not None, "what is enough fits"
     return problem.solution(picks)
+
+
+def _holding_least(problem: Problem) -> list[int]:
+    """The choice with the least state and residuals."""
+    least = [
+        min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
+        for kind, row in enumerate(problem.options)
+    ]
+    return [least[kind] for kind in problem.kinds]
 
 
 def best_solutions(problem: Problem, count: int) -> list[Solved]:
@@ -170,9 +176,10 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
         bound = now.cost_ms + to_go
         rows = np.flatnonzero(bound <= most_ms)
         is_all = is_all and len(rows) == len(bound)
+        # To compare far more than may stay takes long.
+        rows = _lowest(rows, bound, 4 * MOST_STATES) if now.open else rows
         rows = rows[_unbeaten(now.take(rows), place, chain.room is not None)]
-        if now.open and len(rows) > MOST_STATES:
-            rows = rows[np.argsort(bound[rows], kind="stable")[:MOST_STATES]]
+        rows = _lowest(rows, bound, MOST_STATES) if now.open else rows
         now = now.take(rows)
         stages.append(now)
     if not len(now.cost_ms):
@@ -184,6 +191,13 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
         picks.append(int(stage.pick[row]))
         row = int(stage.before[row])
     return chain.numbered(picks[::-1]), is_all
+
+
+def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
+    """Of some rows so many, at most, with the lowest bounds."""
+    if len(rows) <= count:
+        return rows
+    return rows[np.argsort(bound[rows], kind="stable")[:count]]
 
 
 def _grow(now: _Partials, i: int, place: Place) -> _Partials:

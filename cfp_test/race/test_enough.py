@@ -12,7 +12,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.enough import MEMORY_SHARE, enough_that_fit
-from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE
+from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE, TOO_LATE
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 
@@ -38,12 +38,16 @@ class Compiler:
         self.sizes, self.stubborn, self.most = sizes, stubborn, most
         self.asked = []
 
-    def __call__(self, candidates) -> Any:
-        return [self.one(candidate) for candidate in candidates]
+    def is_over(self):
+        return len(self.asked) >= self.most
 
-    def one(self, candidate):
+    def __call__(self, candidates) -> Any:
+        # The first of a call is compiled however late it is.
+        return [self.one(one, place > 0) for place, one in enumerate(candidates)]
+
+    def one(self, candidate, may_be_late):
+        is_late = may_be_late and self.is_over()
         self.asked.append(candidate.name)
-        is_late = len(self.asked) > self.most
         base = candidate.name.partition(", ")[0]
         size = split(self.sizes[base])
         if candidate.options and base not in self.stubborn:
@@ -56,7 +60,6 @@ class Compiler:
             record=size,
             fits=peak <= BUDGET,
             may_race=0 < peak <= BUDGET and not is_late,
-            is_late=is_late,
         )
 
 
@@ -85,6 +88,7 @@ def admit(
         compiler,
         memory=memory,
         size_of=lambda one: split(expected[one.name]) if expected[one.name] else None,
+        is_over=compiler.is_over,
         **how,
     )
     return found, compiler.asked
@@ -260,13 +264,28 @@ def test_what_is_known_to_fit_is_tried_however_many_do_not(reach):
     assert fitting(found) == {"known"}
 
 
-def test_where_time_is_over_nothing_else_is_asked_for():
-    """What was asked for too late is no reason to compile the next preset."""
-    sizes = {"planned": 90, "best": 80, "next": 80, "last": 70}
+@pytest.mark.parametrize("most", [1, 2])
+def test_where_time_is_over_nothing_else_is_asked_for(most):
+    """What was asked for too late, or does not fit, has the next preset not compiled."""
+    sizes = {"planned": 90, "best": 120, "next": 120, "last": 70}
     times = {"planned": 10.0, "best": 15.0, "next": 20.0, "last": 30.0}
-    found, asked = admit(sizes, times, limits=False, most=1)
+    predicted = dict.fromkeys(sizes, 90)
+    found, asked = admit(sizes, times, predicted=predicted, limits=False, most=most)
     assert asked == ["planned", "best"] and fitting(found) == {"planned"}
-    assert bases(left(found, TOO_FAR)) == {"next", "last"}
+    assert bases(left(found, TOO_LATE)) == {"next"}
+    assert bases(left(found, TOO_FAR)) == {"last"}
+
+
+@pytest.mark.parametrize("reach", [0.5, float("inf")])
+def test_where_nothing_fits_yet_the_next_is_compiled(reach):
+    sizes = {"planned": 120, "planned 2": 90}
+    predicted = dict.fromkeys(sizes, 90)
+    times = (
+        {"planned": 10.0, "planned 2": 11.0} if reach < 1 else dict.fromkeys(sizes, 0.0)
+    )
+    how = {"limits": False, "presets": False, "reach": dict.fromkeys(REACH, reach)}
+    found, _ = admit(sizes, times, predicted=predicted, **how)
+    assert fitting(found) == {"planned 2"}
 
 
 def test_without_a_race_one_that_fits_is_enough():

@@ -197,7 +197,7 @@ def enough_that_fit(
         queue.append(ways)
     always = {*known, *(one.key for one in candidates[:1])}
     refused: set[Any] = set()
-    near, is_late = list[Candidate](), False
+    is_late = False
     while queue:
         queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting = [made.candidate for made in found.fitting]
@@ -228,9 +228,8 @@ def enough_that_fit(
                 queue.append(ways)
                 limited.add(one.choice)
     rest = [one for one, *_ in queue]
-    if not is_late:
-        fitting = [made.candidate for made in found.fitting]
-        near = [] if reach is None else near_among(rest, (), reach, fitting)
+    fitting = [made.candidate for made in found.fitting]
+    near = [] if reach is None else near_among(rest, (), reach, fitting)
     why = TOO_LATE if is_late else MANY_REFUSED
     found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return found

@@ -266,14 +266,19 @@ def test_what_is_known_to_fit_is_tried_however_many_do_not(reach):
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_where_time_is_over_nothing_else_is_asked_for(most):
-    """What was asked for too late, or does not fit, has the next preset not compiled."""
+    """The next preset is not compiled where the best is too late, or does not fit."""
     sizes = {"planned": 90, "best": 120, "next": 120, "last": 70}
     times = {"planned": 10.0, "best": 15.0, "next": 20.0, "last": 30.0}
     predicted = dict.fromkeys(sizes, 90)
     found, asked = admit(sizes, times, predicted=predicted, limits=False, most=most)
     assert asked == ["planned", "best"] and fitting(found) == {"planned"}
-    assert bases(left(found, TOO_LATE)) == {"next"}
-    assert bases(left(found, TOO_FAR)) == {"last"}
+    assert bases(left(found, TOO_FAR)) == {"next", "last"}
+    times = {name: 10.0 + 0.01 * n for n, name in enumerate(sizes)}
+    sizes |= {f"p{n}": 80 for n in range(MOST_REFUSED)}
+    times |= {f"p{n}": 10.5 for n in range(MOST_REFUSED)}
+    predicted = dict.fromkeys(sizes, 90)
+    found, _ = admit(sizes, times, predicted=predicted, limits=False, most=most)
+    assert len(left(found, TOO_LATE)) == len(sizes) - MOST_REFUSED
 
 
 @pytest.mark.parametrize("reach", [0.5, float("inf")])

@@ -5,7 +5,8 @@ by predicted time; the plan, and what is known to fit, are compiled in any case.
 compiled as it is; or with the memory limit, where by prediction, or as compiled, it
 does not fit as it is, and the loosest with which it does; rematerialized ones are
 candidates of their own. That goes on until enough fit: all that are predicted to be
-within reach of the fastest that fits, and one preset; or until `MOST_REFUSED` do not.
+within reach of the fastest that fits, and the best preset; or until `MOST_REFUSED` do
+not.
 What cannot fit whatever the compiler does is not compiled.
 
 The memory limit: XLA schedules what hides latency, and keeps what that makes, as far as
@@ -125,15 +126,11 @@ def near_among(
     ]
 
 
-def best_preset(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest preset by prediction; none where nothing is predicted of any."""
-    known = [one for one in candidates if one.is_preset and one.predicted_ms]
-    return sorted(known, key=expected_ms)[:1]
-
-
 def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
     """Keys of what races however slow it is: the plan, and the best preset."""
-    return {one.key for one in (*candidates[:1], *best_preset(candidates))}
+    known = [one for one in candidates if one.is_preset and one.predicted_ms]
+    best = sorted(known, key=expected_ms)[:1]
+    return {one.key for one in (*candidates[:1], *best)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +193,7 @@ def enough_that_fit(
                 limited.add(one.choice)
         queue.append(ways)
     always = {*known, *(one.key for one in candidates[:1])}
+    anyway = raced_anyway([*candidates[:1], *(ways[0] for ways in queue)])
     refused: set[Any] = set()
     is_late = False
     while queue:
@@ -204,7 +202,8 @@ def enough_that_fit(
         # What was refused as it is, and fits with the memory limit, fits.
         failed = refused - {(one.choice, one.level) for one in fitting}
         allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
-        near = _next([ways[0] for ways in queue], fitting, always, allowed, reach)
+        first = [ways[0] for ways in queue]
+        near = _next(first, fitting, always, anyway, allowed, reach)
         is_late = bool(near and fitting) and is_over()
         if not near or is_late:
             break
@@ -239,6 +238,7 @@ def _next(
     rest: Sequence[Candidate],
     fitting: Sequence[Candidate],
     always: Collection[Any],
+    anyway: Collection[Any],
     allowed: int,
     reach: Mapping[ConstraintLevel, float] | None,
 ) -> list[Candidate]:
@@ -249,13 +249,14 @@ def _next(
         fitting: what is compiled and fits.
         always: keys of what is compiled in any case: the plan, and what is known to
             fit.
+        anyway: keys of what is compiled however slow it is, if there may be more.
         allowed: how many may be compiled, these included, if they are no more.
         reach: as for :func:`enough_that_fit`.
     """
     first = [one for one in rest if one.key in always]
     if reach is None:
         return [] if fitting else [*(rest if allowed else first)][:1]
-    preset = [] if any(one.is_preset for one in fitting) else best_preset(rest)
-    near = [*preset, *near_among(rest, (), reach, fitting)]
-    others = {one.key: one for one in near if one not in first}
-    return [*first, *others.values()][: max(allowed, len(first))]
+    near = near_among(rest, anyway, reach, fitting)
+    others = [one for one in near if one not in first]
+    others.sort(key=lambda one: one.key not in anyway)
+    return [*first, *others][: max(allowed, len(first))]

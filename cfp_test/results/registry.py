@@ -256,6 +256,12 @@ PAGES: tuple[Page, ...] = (
         has_text=False,
     ),
     Page(
+        name="same_plans_h100_202611",
+        sources=("same_plans_h100_202611.json",),
+        figures=_same_plans_h100,
+        has_text=False,
+    ),
+    Page(
         name="same_plans_h200_202611",
         sources=("same_plans_h200_202611.json",),
         figures=_same_plans_h200,

@@ -147,7 +147,8 @@ def page(data: dict[str, Any], name: str) -> str:
             *(model, "none" if share is None else f"{share:.0%}", same),
             " / ".join(dict.fromkeys(row.get("winner", "none fits") for row in found)),
             _both(found, "predicted_ms", 1.0),
-            _both(found, "predicted_bytes", 1e9),
+            _both(found, "predicted_bytes", 1e9)
+            or " / ".join(f"{_needs(row)} needed" for row in found),
             _both(found, "seconds", 1.0),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -155,7 +156,12 @@ def page(data: dict[str, Any], name: str) -> str:
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in ("digest", "failure"))
+    return (one.get("digest"), _needs(one)) == (other.get("digest"), _needs(other))
+
+
+def _needs(row: dict[str, Any]) -> str:
+    """What the smallest needs, where nothing fits."""
+    return row.get("failure", "").split(", needs ")[-1].split(" on")[0]
 
 
 def _both(rows: list[dict[str, Any]], name: str, unit: float) -> str:

@@ -347,7 +347,7 @@ class ParallelStep:
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)
-        if taken := sorted(kwargs.keys() & {*_OPTIONS, "mesh", "quiet"}):
+        if taken := sorted(kwargs.keys() & {*_OPTIONS, "fn", "mesh", "quiet"}):
             raise CfpError(
                 f"The step's keyword argument {taken[0]!r} has the name of an option "
                 "of cfp.plan. Pass it by position, or give it another name."

@@ -70,7 +70,7 @@ class PlanContext:
         mesh: the devices, which may only be described.
         store: where measurements are kept.
         settings: what was asked for.
-        rules: what holds on the platform, and in its place what was asked for.
+        rules: the platform's defaults, with the user's settings in their place.
         environment: what measurements depend on.
         agreement: of the processes that have the devices.
         measure: how anything is built and timed.

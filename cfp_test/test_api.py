@@ -387,13 +387,14 @@ def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
         cfp.plan(train_step, *shapes(), mesh=mesh, cache_dir=blocked / "below")
 
 
-def test_keyword_arguments_of_a_step_are_not_taken_for_options(mesh, cache):
-    @cfp.parallelize(mesh=mesh, cache_dir=cache, static_argnames="preset")
-    def step(x, preset=None):
-        return x * 2 if preset else x
+@pytest.mark.parametrize("name", ["preset", "fn"])
+def test_keyword_arguments_of_a_step_are_not_taken_for_options(mesh, cache, name):
+    @cfp.parallelize(mesh=mesh, cache_dir=cache, static_argnames=name)
+    def step(x, preset=None, fn=None):
+        return x * 2 if preset or fn else x
 
-    with pytest.raises(cfp.CfpError, match="'preset' has the name of an option"):
-        step(jnp.ones(8), preset="data_parallel")
+    with pytest.raises(cfp.CfpError, match=f"'{name}' has the name of an option"):
+        step(jnp.ones(8), **{name: "data_parallel"})
 
 
 @pytest.mark.explained(

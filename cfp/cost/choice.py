@@ -38,7 +38,7 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
     """The part of a whole program's choice that concerns one segment."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
-    storage = max(set(modes), key=modes.count) if modes else Storage.USED
+    storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
     strategies = tuple(choice.blocks[b] for b in segment.blocks)
     kernel = dict(choice.kernels).get(index, "")
     remat = index in choice.remat

@@ -97,10 +97,10 @@ def build_each(
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         one = wanted[digest]
-        # Several processes have clocks of their own.
         enough = done or len(too_large) >= MOST_REFUSED
         if (ready := built.get(one.identity)) is not None:
             outcome = replace(ready, key=one.job.key)
+        # Several processes have clocks of their own.
         elif agreement.alone and enough and time.monotonic() > builder.end:
             return None
         else:

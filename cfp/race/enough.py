@@ -2,12 +2,11 @@
 
 What may be a candidate was decided before (:mod:`cfp.race.race`). Here all are sorted
 by predicted time; the plan, and what is known to fit, are compiled in any case. Each is
-compiled as it is; or with the memory limit, where by prediction, or as compiled, it
-does not fit as it is, and the loosest with which it does; rematerialized ones are
-candidates of their own. That goes on until enough fit: all that are predicted to be
-within reach of the fastest that fits, and the best preset; or until `MOST_REFUSED` do
-not.
-What cannot fit whatever the compiler does is not compiled.
+compiled without the memory limit. If it is predicted not to fit, or was compiled and
+does not, it is compiled with the limit, the loosest first, until it fits;
+rematerialized ones are candidates of their own. That goes on until enough fit: all that
+are predicted to be within reach of the fastest that fits, and the best preset; or until
+`MOST_REFUSED` do not. What cannot fit whatever the compiler does is not compiled.
 
 The memory limit: XLA schedules what hides latency, and keeps what that makes, as far as
 a device's memory allows; what does not fit it rematerializes by itself, less of it and
@@ -92,7 +91,7 @@ Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 
 
 def expected_ms(candidate: Candidate) -> float:
-    """What a candidate should take, the memory limit reckoned with; else infinity."""
+    """Predicted step time, `LIMITED_TIME` times with the limit; infinity if unknown."""
     if candidate.predicted_ms is None:
         return float("inf")
     limited = MEMORY_SHARE in candidate.options
@@ -174,9 +173,10 @@ def enough_that_fit(
     # Ways to compile a candidate: the next, and tighter limits, should that not fit.
     queue = list[list[Candidate]]()
     limited = set[Choice]()  # Choices that are compiled with the memory limit.
-    for place, one in enumerate(candidates):
+    always = {*known, *(one.key for one in candidates[:1])}
+    for one in candidates:
         # The plan is compiled as it is, and what is known to fit needs no prediction.
-        is_sure = not place or one.options or one.key in known
+        is_sure = one.options or one.key in always
         size = None if memory is None or is_sure else size_of(one)
         ways = [one]
         if memory is not None and size is not None:
@@ -192,7 +192,6 @@ def enough_that_fit(
                 ways = with_options([one], limits)
                 limited.add(one.choice)
         queue.append(ways)
-    always = {*known, *(one.key for one in candidates[:1])}
     anyway = raced_anyway([*candidates[:1], *(ways[0] for ways in queue)])
     refused: set[Any] = set()
     is_late = False
@@ -249,8 +248,9 @@ def _next(
         fitting: what is compiled and fits.
         always: keys of what is compiled in any case: the plan, and what is known to
             fit.
-        anyway: keys of what is compiled however slow it is, if there may be more.
-        allowed: how many may be compiled, these included, if they are no more.
+        anyway: keys of what is compiled however slow it is, as far as is allowed.
+        allowed: how many may be compiled; what is always compiled counts, and is even
+            if it is more.
         reach: as for :func:`enough_that_fit`.
     """
     first = [one for one in rest if one.key in always]

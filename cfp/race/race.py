@@ -25,6 +25,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.profiling.key import Parts
+from cfp.race.enough import near_among
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -158,8 +159,8 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     won, refused = _first_whole(run, ranked, most_bytes)
     # Where the fastest by prediction do not run whole, others come within reach.
     rest = [one for one in left if (one.choice, one.level) not in refused]
-    missed = refused and rest and any(c not in near for c in run.near_among(rest))
-    if won is None or missed:
+    now_near = near_among(rest, (), context.rules.reach) if refused else []
+    if won is None or any(one not in near for one in now_near):
         return None
     rows = [_row(one, refused) for one in ranking.results]
     far = [one for one in left if one not in near]

@@ -52,8 +52,8 @@ class Answer:
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
         """Whether what ran since may change the answer.
 
-        That is so if the fastest of it did not race then, and is clearly faster than
-        the winner; where nothing ran, if anything fits that did not race then.
+        True if the fastest record made since is of a choice that did not race, and
+        clearly faster than the winner; if nothing ran, if any other choice fits.
 
         Args:
             records: of choices that fit.

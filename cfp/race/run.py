@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,27 +36,27 @@ SECOND: Parts = (("race", "with other compiler options"),)
 
 
 def second_race(
-    field: Sequence[RaceResult], options: Mapping[str, Mapping[str, str]]
+    raced: Sequence[RaceResult], options: Mapping[str, Mapping[str, str]]
 ) -> tuple[list[Candidate], list[Candidate]]:
     """What races again: leaders, what is close to the first, the best preset.
 
     Args:
-        field: the first race.
+        raced: the first race.
         options: of the compiler, by name. The best preset gets them as leaders do, or
             a ratio to it would mislead.
 
     Returns:
         Those, and variants of leaders with options; nothing if there are no variants.
     """
-    ranked = sorted(field, key=time_ms)
+    ranked = sorted(raced, key=time_ms)
     known = [one for one in ranked if one.candidate.is_preset][:1]
     ran = [one for one in ranked if one.ran]
     # The plan may be a preset: one program, under two names.
     distinct = {one.candidate.key: one for one in reversed(ran)}
     able = [*distinct.values()][::-1][:LEADERS]
     leaders = {one.candidate.key: one.candidate for one in (*able, *known) if one.ran}
-    keys = {one.candidate.key for one in field}
-    names = {one.name for one in field}
+    keys = {one.candidate.key for one in raced}
+    names = {one.name for one in raced}
     # What is remembered may be a variant of something.
     new = {
         one.key: one
@@ -199,7 +200,10 @@ class Run:
         if problem is None:
             return []
         ways = [leanest_of(analysis, problem)]
-        needs = {one.candidate.choice: one.peak_bytes for one in refused}
+        needs = defaultdict[Choice, int](int)
+        for one in refused:  # Without the memory limit, and with it.
+            choice = one.candidate.choice
+            needs[choice] = max(needs[choice], one.peak_bytes)
         if (most := self.context.budget_bytes) is not None:
             best = smaller_than(analysis, problem, needs, most)
             sizes = [

@@ -38,9 +38,9 @@ _ON_CPUS = TimingOptions(
     warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
 # Devices at their power limit slow down as they work: on 2 H200 the same step took
-# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Times compare that
-# are as long after the beginning: each program gets one sample, of as many executions
-# after as many; in a turn they last so long.
+# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Only samples that
+# are taken as long after the start can be compared: in a turn each program gives one
+# sample, of the same number of executions, so long for the fastest.
 _LOOK_ELSEWHERE = TimingOptions(
     warmup_seconds=0.0,
     min_samples=1,

@@ -5,18 +5,18 @@ ones is the last pick (for the resharding behind it), the cost so far, and under
 budget the memory kept so far and the peak so far. Where something passes further than
 to the next segment, they need its class, too, as long as it is *open*: made, and not
 read for the last time (:mod:`cfp.search.chain`). Nested skips, as in a U-net, have
-several open at once. Of partial choices that all that follows costs as much for, those
-stay that no other beats in cost, memory kept and peak (arXiv 2504.00598 keeps the cost
-alone, and has no budget).
+several open at once. Two partial choices can be compared if all that may follow costs
+the same after both. Of those, the ones stay that no other beats in cost, memory kept
+and peak (arXiv 2504.00598 keeps the cost alone, and has no budget).
 
 Those that stay would grow too many. So what cannot end below a cost is left out, by a
 bound on what is still to come. That cost is first little more than the bound for the
 whole program, and is raised until something ends below it. Without a budget, and where
 nothing passes further, the bound is what a choice costs, and leads to it.
 
-Exact, but for the rare program with more than `MOST_STATES` partial choices, where the
-most promising stay, and if none of these fits, what passes further is left out of
-account.
+Exact, but for the rare program in which something passes further and more than
+`MOST_STATES` partial choices stay: then the most promising do, and if none of these
+fits, what passes further is left out of account.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class Wanted:
         """What it takes.
 
         Returns:
-            The record of a failure if nothing is known of what it takes, and None
-            while there is not a record of all that tells it.
+            A failed record if the cost cannot be derived; None while a record is
+            missing.
         """
         keys = [job.key.digest for job in self.jobs]
         base = self.base and self.base.measured(records)

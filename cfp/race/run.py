@@ -13,6 +13,7 @@ from cfp.context import PlanContext
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import leanest_of, smaller_than, with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
@@ -23,7 +24,14 @@ from cfp.race.enough import (
     near_among,
     raced_anyway,
 )
-from cfp.race.programs import RaceOutcome, RaceResult, RaceRow, programs_of, time_ms
+from cfp.race.programs import (
+    RaceOutcome,
+    RaceResult,
+    RaceRow,
+    programs_of,
+    time_ms,
+    was_refused,
+)
 from cfp.race.remembered import answer_to, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
@@ -81,6 +89,8 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     built: dict[str, Built] = field(default_factory=dict)
     fresh: list[str] = field(default_factory=list)  # What was not in the store.
+    # Of candidates that were compiled before, by key.
+    sizes: dict[object, CompiledBytes] = field(default_factory=dict)
 
     @property
     def builder(self) -> Builder:
@@ -182,7 +192,10 @@ class Run:
             candidates,
             self.compile_all,
             memory=self.context.memory,
-            size_of=lambda one: prediction_of(analysis, problem, one.choice).size,
+            size_of=lambda one: (
+                self.sizes.get(one.key)
+                or prediction_of(analysis, problem, one.choice).size
+            ),
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
             is_over=lambda: self.context.agreement.is_over(self.context.end),
@@ -236,12 +249,20 @@ class Run:
     def remember(
         self, candidates: Sequence[Candidate]
     ) -> tuple[list[Candidate], ProfileKey | None]:
-        """What is known to fit and is no candidate yet; and what that answers."""
+        """What is known to fit and is no candidate yet; and what that answers.
+
+        What candidates need that were compiled before is noted.
+        """
         context, problem = self.context, self.solution.problem
         if context.memory is None or problem is None or not context.agreement.alone:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
+        compiled = context.store.get_many(one.job.key.digest for one in programs)
+        for one in programs:
+            record = compiled.get(one.job.key.digest)
+            if record is not None and (record.ok or was_refused(record)):
+                self.sizes[one.candidate.key] = record
         answer = answer_to(asked, context.store)
         near = self.near_among(candidates)
         known = known_to_fit(context, self.analysis, problem, near, answer)

@@ -395,7 +395,7 @@ def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
 
 
 def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
-    plan, monkeypatch
+    plan, monkeypatch, tmp_path
 ):
     known = {}  # What is said of what fits, and of what nothing is known.
 
@@ -410,13 +410,25 @@ def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
 
     monkeypatch.setattr(steps, "prediction_of", predicted)
     monkeypatch.setattr("cfp.api.search", seen)
-    made = plan(memory_budget=2**30)
+    made = plan(memory_budget=2**30, cache_dir=tmp_path)
     notes = {row.name: row.note for row in made.race}
     assert notes["data_parallel"] == ""
     assert list(notes.values()).count(TOO_LARGE) >= 2
     refused = [row for row in made.race if row.note == TOO_LARGE]
     assert {row.name for row in refused} <= set(cfp.PRESETS)
     assert not any(row.peak_bytes for row in refused)
+
+
+def test_what_was_compiled_before_goes_by_its_own_size(plan, monkeypatch, tmp_path):
+    """However much more is predicted, it races if it fits."""
+    first = plan(memory_budget=2**30, cache_dir=tmp_path)
+    ran = {row.name for row in first.race if row.time_ms is not None}
+    assert len(ran & {*cfp.PRESETS}) >= 2
+    most = max(row.peak_bytes for row in first.race)
+    huge = Prediction(1.0, CompiledBytes(temp_bytes=2**31))
+    monkeypatch.setattr(steps, "prediction_of", lambda *_: huge)
+    again = plan(memory_budget=most, cache_dir=tmp_path)
+    assert ran <= {row.name for row in again.race if row.time_ms is not None}
 
 
 def timed(entry, ms=9.0):

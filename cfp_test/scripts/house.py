@@ -39,7 +39,7 @@ DECIDING = (
 ELSEWHERE = ("plan/compose.py", "runtime/raced.py")
 # What estimates a choice's time and memory: in search/ at first, in cost/ since.
 _ESTIMATES = (
-    *("choice", "costs", "estimate", "fusion", "kept", "memory", "orders"),
+    *("choice", "chunks", "costs", "estimate", "fusion", "kept", "memory", "orders"),
     *("temporaries", "terms", "transitions"),
 )
 ESTIMATES = tuple(f"{room}/{n}.py" for room in ("search", "cost") for n in _ESTIMATES)

@@ -176,8 +176,8 @@ def page(data: dict[str, Any]) -> str:
         "and with shares of what data parallelism needs; by estimates, and by "
         "measuring and racing, with times that follow from the compiled programs, so "
         f"that load on the machine decides nothing. Of {len(both)} plans made with "
-        f"both, {same} decide the same, error messages included; those that only one "
-        "side made are left out. Made by "
+        f"both, {same} decide the same, or name the same size where nothing fits; "
+        "those that only one side made are left out. Made by "
         "`python cfp_test/scripts/same_plans.py`. [JSON](same_plans_cpu_202611.json)",
         "",
         "| way | model | mesh | budget | decides the same | predicted ms | step ms | "
@@ -190,11 +190,7 @@ def page(data: dict[str, Any]) -> str:
         cells = [one["way"], one["model"], one["mesh"], share]
         cells.append("yes" if _decided(one) == _decided(other) else "no")
         if "failure" in one and "failure" in other:
-            needs = [
-                row["failure"].split(", needs ")[-1].split(" on")[0]
-                for row in (one, other)
-            ]
-            cells += ["nothing fits", "", " / ".join(needs)]
+            cells += ["nothing fits", "", f"{_needs(one)} / {_needs(other)}"]
         else:
             cells += [
                 _pair(one, other, "predicted_ms", 1.0),
@@ -216,8 +212,12 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _decided(row: dict[str, Any]) -> Any:
-    """What a plan decides, or what its error names."""
-    return row.get("digest") or row["failure"].splitlines()[0]
+    """What a plan decides, or what the smallest needs where nothing fits."""
+    return row.get("digest") or _needs(row)
+
+
+def _needs(row: dict[str, Any]) -> str:
+    return row["failure"].split(", needs ")[-1].split(" on")[0]
 
 
 def _pair(one: dict[str, Any], other: dict[str, Any], name: str, unit: float) -> str:

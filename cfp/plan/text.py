@@ -156,8 +156,8 @@ def remarks(plan: Plan) -> list[str]:
     ties = plan.search.get("ties", 0)
     if ties:
         found.append(
-            f"a tie: {ties:.0f} others were as fast within the spread of their "
-            "samples; the simplest of them is the plan"
+            f"a tie: {ties:.0f} other{'s were' if ties > 1 else ' was'} as fast within "
+            "the spread of their samples; the simplest of them is the plan"
         )
     if plan.uneven:
         found.append(

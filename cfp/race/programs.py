@@ -240,10 +240,22 @@ def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
     )
 
 
-def not_run(candidates: Sequence[Candidate]) -> list[RaceRow]:
-    """Candidates for devices that are not there, as a plan keeps them."""
-    return [
-        replace(left_out(one, _NOT_RUN), rung="estimated")
-        for one in candidates
-        if one.level is ConstraintLevel.EVERYTHING
-    ]
+def not_run(
+    candidates: Sequence[Candidate],
+    needs: Sequence[int | None],
+    budget_bytes: int | None,
+) -> list[RaceRow]:
+    """Candidates for devices that are not there, as a plan keeps them.
+
+    Args:
+        candidates: what is left out.
+        needs: memory of each on a device, by prediction.
+        budget_bytes: what there is.
+    """
+    most = float("inf") if budget_bytes is None else budget_bytes
+    rows = []
+    for one, size in zip(candidates, needs, strict=True):
+        row = left_out(one, TOO_LARGE if (size or 0) > most else _NOT_RUN)
+        if one.level is ConstraintLevel.EVERYTHING:
+            rows.append(replace(row, peak_bytes=size or 0, rung="estimated"))
+    return rows

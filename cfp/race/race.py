@@ -69,15 +69,23 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     if decided_by is DecidedBy.RACE:
         raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
         return as_predicted(raced, described.rung) if described else raced
-    rows = tuple(not_run(candidates)) if described else ()
+    rows: list[RaceRow] = []
+    if described:
+        problem = solution.problem
+        said = [prediction_of(analysis, problem, c.choice) for c in candidates]
+        needs = [one.peak_bytes for one in said]
+        rows = not_run(candidates, needs, context.budget_bytes)
     counts = solution.counts
     if decided_by is not DecidedBy.COMPILER:
-        return RaceOutcome(winner=candidates[0], rows=rows, counts=counts)
+        return RaceOutcome(winner=candidates[0], rows=tuple(rows), counts=counts)
     if described:
         counts = {**counts, "memory_compiled": 1}
     fits = _first_that_fits(run, candidates)
     return RaceOutcome(
-        winner=fits.candidate, peak_bytes=fits.peak_bytes, rows=rows, counts=counts
+        winner=fits.candidate,
+        peak_bytes=fits.peak_bytes,
+        rows=tuple(rows),
+        counts=counts,
     )
 
 

@@ -207,13 +207,17 @@ def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
     able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
     if choice is None or not able:
         return ""
-    if choice.remat:
-        return (
-            f"{len(choice.remat)} of the {len(able)} segments that can be "
-            "rematerialized are already."
-        )
-    return (
-        "No segment of this plan is rematerialized, and "
+    text = (
+        f"{len(choice.remat)} of the {len(able)} segments that can be rematerialized "
+        "are already."
+        if choice.remat
+        else "No segment of this plan is rematerialized, and "
         f"{len(able)} could be: a search tries that where it predicts that memory is "
         "tight, a preset does not."
     )
+    if any(op.kind == "while" for op in analysis.frame.program.ops):
+        text += (
+            " A loop is rematerialized as a whole: put jax.checkpoint around its body, "
+            "so that it keeps less of each iteration."
+        )
+    return text

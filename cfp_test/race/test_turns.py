@@ -260,7 +260,9 @@ def test_nothing_wins_by_having_been_left_out(case, store, monkeypatch, slowed):
     assert min(results, key=lambda r: r.time_ms).name == "a"
 
 
-def test_what_is_far_behind_is_left_out_of_turns(case, store, monkeypatch):
+@pytest.fixture
+def three(case, store, monkeypatch):
+    """Races three programs, of which the last is far behind, and tells their turns."""
     turns = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
@@ -271,8 +273,17 @@ def test_what_is_far_behind_is_left_out_of_turns(case, store, monkeypatch):
     monkeypatch.setattr(room, "run", turn)
     programs = [entrant(case, name) for name in "abc"]
     builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    race_programs(builder, programs, rounds=3)
-    assert turns == ["a", "b", "c", "b", "a", "a", "b"]
+
+    def go(rounds: int) -> list[str]:
+        turns.clear()
+        race_programs(builder, programs, rounds=rounds)
+        return list(turns)
+
+    return go
+
+
+def test_what_is_far_behind_is_left_out_of_turns(three):
+    assert three(3) == ["a", "b", "c", "b", "a", "a", "b"]
 
 
 def test_a_program_that_fails_runs_once(case, store, monkeypatch):
@@ -296,22 +307,10 @@ def test_a_program_that_fails_runs_once(case, store, monkeypatch):
     assert turns == ["b"]
 
 
-def test_a_short_race_is_no_answer_to_a_longer_one(case, store, monkeypatch):
+def test_a_short_race_is_no_answer_to_a_longer_one(three):
     """As where nothing follows the first turn any more, since time is over."""
-    turns = []
-
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        turns.append(job.label)
-        samples_ms = [{"a": 10.0, "b": 10.1, "c": 12.0}[job.label]]
-        return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
-
-    monkeypatch.setattr(room, "run", turn)
-    programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
     for rounds, count in ((1, 3), (1, 0), (3, 7), (3, 0), (1, 0)):
-        turns.clear()
-        race_programs(builder, programs, rounds=rounds)
-        assert len(turns) == count
+        assert len(three(rounds)) == count
 
 
 # ---------------------------------------------------------------- without a race

@@ -71,9 +71,7 @@ def test_commands_have_the_options_shown(tmp_path):
     for name, *words in shown:
         target = words[0] if words else ""
         known = set(re.findall(r"--[a-z-]+", texts[name])) | {"-o"}
-        if name == "launch":
-            words = words[: words.index("--")]  # The rest is a program's.
-        elif ":" not in target and target.isalpha():
+        if ":" not in target and target.isalpha():
             known |= {option.flag for option in find(target).options}
         flags = {word.partition("=")[0] for word in words if word.startswith("-")}
         assert flags <= known, (name, target, flags - known)

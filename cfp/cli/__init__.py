@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 from cfp.cli import (
     adapting,
     bench,
-    launching,
     planning,
     reading,
     records,
@@ -69,7 +68,6 @@ app.command("diff")(reading.diff)
 app.command("report")(reading.report)
 app.command("export", context_settings=PASS_ON)(reading.export)
 app.command("inspect", context_settings=PASS_ON)(reading.inspect)
-app.command("launch")(launching.launch)
 app.command("bench", context_settings=PASS_ON)(bench.bench)
 
 

@@ -205,6 +205,6 @@ def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
             "No node of the Ray cluster can run this.",
             expected=f"a node with {needs.gpus} free GPUs and a free CPU",
             got=f"nodes with {shown}; some may be in use",
-            attempt="fewer devices; for a mesh of several hosts, cfp launch ray",
+            attempt="fewer devices; for a mesh of several hosts see docs/launching.md",
         )
     )

@@ -1,4 +1,4 @@
-"""The part of JobSet's and Kubernetes' schemas that `cfp launch k8s` writes.
+"""The part of JobSet's and Kubernetes' schemas that docs/launching.md uses.
 
 Written after the reference of jobset.x-k8s.io/v1alpha2 and of batch/v1: names, types
 and choices of the fields, and no others.

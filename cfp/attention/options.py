@@ -74,7 +74,7 @@ def attention_options(
 
     Returns:
       Those that are possible and those that are ruled out, with the reason. Whether a
-      kernel works on this machine, `python -m cfp.attention.probe` finds out.
+      kernel works on this machine, `cfp doctor` finds out.
 
     Raises:
       AttentionError: arguments do not fit together.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.attention import call, chunked, cudnn, pallas, plain, probe
+from cfp.attention import call, chunked, cudnn, pallas, plain
 from cfp.attention.heads import fit_heads
 from cfp.attention.mask import NO_MASK, Mask, Scores, may_meet, visible
 from cfp.attention.merge import merge, nothing_yet
@@ -216,20 +216,6 @@ def test_the_kernel_in_pallas_interpreted():
         both_ways(ours, q, k, v, dout), both_ways(right, q, k, v, dout), strict=True
     ):
         assert distance(mine, other) < 1e-5
-
-
-def test_kernels_are_tried_out():
-    found = probe.probe_here("xla")
-    assert found.reason is None and len(found.relative_l2) == 4
-    assert 0 < max(found.relative_l2) < probe.ALLOWED
-    assert "platform cpu" in str(probe.probe_here("cudnn").reason)
-    assert probe.main(["magic"]) == 2
-
-
-@pytest.mark.nightly
-def test_kernels_are_tried_out_each_in_a_process_of_its_own():
-    assert probe.probe("chunked").reason is None
-    assert "did not end within" in str(probe.probe("chunked", seconds=0.01).reason)
 
 
 # ------------------------------------------------------------- what cannot be done

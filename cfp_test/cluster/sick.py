@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cfp.cluster.doctor.machine import UNLIMITED, Machine
+from cfp.cluster.doctor.machine import Machine
 from cfp_test.waiting import GUARD_SECONDS
 
 SOUND = {"jax": "0.11.2", "jaxlib": "0.11.2"}
@@ -14,11 +14,7 @@ PLUGIN = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}
 _SMI = """#!/bin/sh
 case "$1" in
 --query-gpu=name,*) {driver} ;;
---query-gpu=index,memory.used,*) {use} ;;
---query-gpu=memory.free,*) echo "140000, 143771" ;;
---query-gpu=index,temperature.gpu,*) {clocks} ;;
 --query-gpu=index) {indices} ;;
---query-compute-apps=*) {apps} ;;
 topo) {topo} ;;
 nvlink) {nvlink} ;;
 *) echo "unknown option $1"; exit 2 ;;
@@ -28,10 +24,8 @@ esac
 
 def machine(folder: Path, **fields: Any) -> Machine:
     """A machine in a folder, sound but for the fields that are given."""
-    for name in ("home", "bin", "proc", "sys", "shm", "packages"):
+    for name in ("home", "bin", "proc", "packages"):
         (folder / name).mkdir(exist_ok=True)
-    (folder / "proc" / "meminfo").write_text("MemTotal:  67108864 kB\n")
-    (folder / "proc" / "mounts").write_text("disk / ext4 rw 0 0\n")
     sound = replace(
         Machine.here(timeout_s=GUARD_SECONDS),
         tool_timeout_s=GUARD_SECONDS,
@@ -41,11 +35,8 @@ def machine(folder: Path, **fields: Any) -> Machine:
         search_path=(str(folder / "packages"),),
         home=folder / "home",
         proc=folder / "proc",
-        sys=folder / "sys",
-        shm=folder / "shm",
         cache=folder / "home" / ".cache" / "cfp",
         free_bytes=lambda _: 64 << 30,
-        soft_limit=lambda _: UNLIMITED,
     )
     return replace(sound, **fields)
 
@@ -65,9 +56,6 @@ def with_gpus(
     *,
     count: int = 1,
     driver: str = 'echo "NVIDIA H200, 580.95, 9.0"',
-    use: str = 'echo "0, 4, 0, Default"',
-    clocks: str = 'echo "0, 34, 1980, 1980, 120.0, 0x0000000000000001"',
-    apps: str = ":",
     topo: str = ":",
     nvlink: str = ":",
     packages: dict[str, str] | None = None,
@@ -81,9 +69,6 @@ def with_gpus(
     tool.write_text(
         _SMI.format(
             driver=driver,
-            use=use,
-            clocks=clocks,
-            apps=apps,
             topo=topo,
             nvlink=nvlink,
             indices=indices,

@@ -7,11 +7,20 @@ import sys
 
 import pytest
 
-from cfp.cluster.doctor import collectives, devices, driver, programs
+from cfp.attention.kernels import KERNELS
+from cfp.cluster.doctor import driver, programs
 from cfp.cluster.doctor.checks import CHECKS, Check, examine, with_needs
 from cfp.cluster.doctor.machine import Machine, cache_dir
-from cfp.cluster.doctor.result import Result, Status, absent, failed, passed
-from cfp.cluster.doctor.table import row, summary
+from cfp.cluster.doctor.probes.kernel import try_kernel
+from cfp.cluster.doctor.result import (
+    Result,
+    Status,
+    absent,
+    failed,
+    passed,
+    row,
+    summary,
+)
 from cfp.cluster.doctor.versions import installed, parse, requirements
 from cfp.profiling.store import default_cache_dir
 from cfp_test.cli_runner import ROOT, environment, run_one
@@ -61,11 +70,11 @@ def test_without_any_package_it_says_what_is_missing(bare):
     for name in ("jax", "devices", "shardy", "graft", "all-reduce"):
         assert found[name]["status"] == "ABSENT"
         assert "jaxlib failed" in found[name]["reason"]
-    assert found["cache"]["status"] == found["locks"]["status"] == "PASS"
+    assert found["cache"]["status"] == found["scratch"]["status"] == "PASS"
 
 
 def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
-    names = ("graft", "all-reduce", "locks")
+    names = ("graft", "all-reduce", "cache")
     words = [word for name in names for word in ("--only", name)]
     flags = "--xla_force_host_platform_device_count=2"
     done = run_one(
@@ -83,7 +92,7 @@ def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
     assert (done.code, document["ok"]) == (0, True)
     assert found["graft"]["numbers"]["devices"] == 2
     assert found["all-reduce"]["reason"].startswith("2 virtual devices")
-    assert str(tmp_path) in found["locks"]["reason"]
+    assert str(tmp_path) in found["cache"]["reason"]
 
 
 def test_the_list_names_every_check(tmp_path):
@@ -217,61 +226,22 @@ def test_versions_that_will_do(line, yes, no):
 def test_links_are_counted_once_for_each_pair(tmp_path):
     assert driver.link_kinds(TOPOLOGY) == {"NV18": 1, "PHB": 1, "SYS": 1}
     assert driver.link_kinds("no GPU here") == {}
-    assert driver.nvlink_gb_per_s(NVLINK) == pytest.approx(478.1, abs=0.1)
     (tmp_path / "topology").write_text(TOPOLOGY)
     show = f"/bin/cat {tmp_path / 'topology'}"
-    result = driver.links(with_gpus(tmp_path, count=3, topo=show))
+    (tmp_path / "links").write_text(NVLINK)
+    rates = f"/bin/cat {tmp_path / 'links'}"
+    result = driver.links(with_gpus(tmp_path, count=3, topo=show, nvlink=rates))
     assert result.status is Status.PASS
-    assert result.reason == "NV18 (1 pairs), PHB (1 pairs), SYS (1 pairs)"
+    assert result.numbers["nvlink_gb_per_s"] == pytest.approx(478.1, abs=0.1)
+    assert result.reason.startswith("NV18 (1 pairs), PHB (1 pairs), SYS (1 pairs); NV")
 
 
-CUPY = """
-import sys, types
-class Device:
-    def __init__(self, index): pass
-    def __enter__(self): return self
-    def __exit__(self, *_): pass
-class runtime:
-    getDeviceCount = staticmethod(lambda: 2)
-    memGetInfo = staticmethod(lambda: {memory})
-    deviceCanAccessPeer = staticmethod(lambda a, b: {peers})
-cuda = types.SimpleNamespace(Device=Device, runtime=runtime)
-"""
-
-
-@pytest.mark.parametrize(
-    ("memory", "status", "words"),
-    [
-        ("(139 << 30, 140 << 30)", "PASS", "139.0 of 140.0 GiB free (CuPy)"),
-        ("(30 << 30, 140 << 30)", "FAIL", "JAX takes 75%"),
-    ],
-)
-def test_free_memory_is_asked_of_cuda(memory, status, words, tmp_path):
-    made = with_cupy(tmp_path, CUPY.format(memory=memory, peers=True))
-    result = devices.device_memory(made)
-    assert result.status == status
-    assert words in result.reason
-
-
-def test_without_cupy_free_memory_is_what_the_driver_says(tmp_path):
-    result = devices.device_memory(with_gpus(tmp_path))
-    assert result.status is Status.PASS
-    assert "nvidia-smi, as CuPy is not installed" in result.reason
-
-
-@pytest.mark.parametrize(("able", "status"), [("True", "PASS"), ("a < b", "FAIL")])
-def test_peers_of_nvlink_reach_each_other(able, status, tmp_path):
-    (tmp_path / "topology").write_text(TOPOLOGY)
-    text = CUPY.format(memory="None", peers=able)
-    show = f"/bin/cat {tmp_path / 'topology'}"
-    assert devices.peers(with_cupy(tmp_path, text, topo=show)).status == status
-
-
-def with_cupy(folder, text: str, **fields):
-    fake_module(folder, "cupy", text)
+def answering(folder, data, **fields):
+    """A machine with two GPUs, whose probes answer with this."""
+    line = f"cfp-doctor: {json.dumps(data)}"
+    fake_module(folder, "jax", f"print({line!r})\nraise SystemExit")
     environ = {"PYTHONPATH": str(folder), "PATH": str(folder / "bin")}
-    packages = {"cupy-cuda13x": "14.2.0"}
-    return with_gpus(folder, count=2, packages=packages, environ=environ, **fields)
+    return with_gpus(folder, count=2, environ=environ, **fields)
 
 
 @pytest.mark.parametrize(
@@ -289,31 +259,48 @@ def with_cupy(folder, text: str, **fields):
 )
 def test_an_all_reduce_is_held_against_the_link(answer, status, words, tmp_path):
     (tmp_path / "links").write_text(NVLINK)
-    data = {"devices": 2, "bytes": 256 << 20, "version": 22809, **answer}
-    text = f"print('cfp-doctor: ' + {json.dumps(json.dumps(data))})\nraise SystemExit"
-    made = with_cupy(tmp_path, text, nvlink=f"/bin/cat {tmp_path / 'links'}")
-    result = collectives.nccl(made)
+    data = {"devices": 2, "bytes": 256 << 20, **answer}
+    made = answering(tmp_path, data, nvlink=f"/bin/cat {tmp_path / 'links'}")
+    result = programs.all_reduce(made)
     assert result.status == status
     assert words in result.reason
 
 
 def test_one_device_has_no_link(tmp_path):
-    data = {"devices": 1, "bytes": 1, "right": True, "median_ms": 1.0, "version": 2}
-    text = f"print('cfp-doctor: ' + {json.dumps(json.dumps(data))})\nraise SystemExit"
-    result = collectives.nccl(with_cupy(tmp_path, text))
+    data = {"devices": 1, "bytes": 1, "right": True, "median_ms": 1.0}
+    result = programs.all_reduce(answering(tmp_path, data))
     assert result.status is Status.PASS
     assert "no link is used" in result.reason
 
 
-ON_GPUS = (
-    driver.driver,
-    devices.device_memory,
-    devices.peers,
-    collectives.nccl,
-    programs.cudnn,
-    programs.pallas,
-    programs.mock,
+KERNEL_CHECKS = (programs.cudnn, programs.pallas, programs.tokamax)
+
+
+@pytest.mark.parametrize("run", KERNEL_CHECKS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        ({"forward": 2e-3, "dq": 3e-3}, "PASS", "dq 3.0e-03"),
+        ({"forward": 2e-3, "dq": 0.5}, "FAIL", "differs from float32"),
+        ({"forward": float("nan")}, "FAIL", "differs from float32"),
+        ({"refusal": "compute capability 7.0"}, "FAIL", "compute capability 7.0"),
+    ],
 )
+def test_kernels_are_held_against_float32(run, answer, status, words, tmp_path):
+    packages = {"jax": "0.12.0", "tokamax": "0.1"}
+    result = run(answering(tmp_path, answer, packages=packages))
+    assert (result.status, words in result.reason) == (status, True), result.reason
+    assert run.__name__ in KERNELS
+
+
+def test_a_kernel_is_compared_forward_and_backward():
+    found = try_kernel("xla")
+    assert list(found) == ["forward", "dq", "dk", "dv"]
+    assert 0 < max(found.values()) < 5e-3
+    assert "platform cpu" in try_kernel("cudnn")["refusal"]
+
+
+ON_GPUS = (driver.driver, programs.cudnn, programs.pallas)
 
 
 @pytest.mark.parametrize("run", ON_GPUS, ids=lambda run: run.__name__)

@@ -1,7 +1,5 @@
 """Faults, each of them named by one check, with what mends it."""
 
-import fcntl
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from cfp_test.cluster.sick import (
     with_gpus,
     with_packages,
 )
-from cfp_test.waiting import GUARD_SECONDS
 
 # What cfp needs, in the versions that run these tests.
 OWN = {
@@ -45,21 +42,6 @@ def fake_python(folder, **modules: str) -> dict[str, str]:
 
 def less(amount: int):
     return lambda _: amount
-
-
-def only(name: str, limit: int):
-    return lambda asked: limit if asked == name else 1 << 40
-
-
-def cgroup(folder, limit: int) -> Machine:
-    made = machine(folder)
-    (folder / "proc" / "self").mkdir()
-    (folder / "proc" / "self" / "cgroup").write_text("0::/job/step\n")
-    group = folder / "sys" / "fs" / "cgroup" / "job"
-    (group / "step").mkdir(parents=True)
-    (group / "step" / "memory.max").write_text("max\n")
-    (group / "memory.max").write_text(f"{limit}\n")
-    return made
 
 
 # name -> (machine, check, words of the reason, words of the remedy)
@@ -171,18 +153,6 @@ FAULTS = {
         ("lists no GPU",),
         "--gres=gpu:1",
     ),
-    "device busy": (
-        lambda f: with_gpus(f, apps='echo "GPU-1, 4711, python, 70000"'),
-        "busy",
-        ("python (pid 4711, 70000 MiB)",),
-        "CUDA_VISIBLE_DEVICES",
-    ),
-    "device busy in another container": (
-        lambda f: with_gpus(f, use='echo "0, 65000, 0, Default"'),
-        "busy",
-        ("65000 MiB", "not shown"),
-        "fuser",
-    ),
     "device hidden": (
         lambda f: with_gpus(
             f,
@@ -200,14 +170,6 @@ FAULTS = {
         "devices",
         ("1 × H200 (cuda)", "the driver shows 2", "CUDA_VISIBLE_DEVICES='0'"),
         "unset CUDA_VISIBLE_DEVICES",
-    ),
-    "clocks held down": (
-        lambda f: with_gpus(
-            f, clocks='echo "0, 91, 810, 1980, 300.0, 0x0000000000000060"'
-        ),
-        "clocks",
-        ("too hot (software)", "too hot (hardware)", "91 °C", "810 of 1980 MHz"),
-        "cooling",
     ),
     "no place for the cache": (
         lambda f: machine(f, home=None, cache=None),
@@ -228,74 +190,13 @@ FAULTS = {
         ("3 MiB left",),
         "make space",
     ),
-    "read-only home": (
-        lambda f: machine(
-            f,
-            home=Path("/sys"),
-            cache=Path("/sys/.cache/cfp"),
-        ),
-        "home",
-        ("cannot be written",),
-        "XDG_CACHE_HOME",
-    ),
     "no space for temporary files": (
         lambda f: machine(f, free_bytes=less(1 << 20)),
         "scratch",
         ("1 MiB left",),
         "TMPDIR",
     ),
-    "clock skew": (
-        lambda f: cached(f, now=lambda: time.time() - 90),
-        "clock",
-        ("90 s ahead",),
-        "chronyc makestep",
-    ),
-    "low shm": (
-        lambda f: with_gpus(f, count=4, free_bytes=less(64 << 20)),
-        "shm",
-        ("64 MiB", "NCCL"),
-        "--shm-size=8g",
-    ),
-    "low ulimit": (
-        lambda f: machine(f, soft_limit=only("RLIMIT_NOFILE", 256)),
-        "ulimit",
-        ("256 open files",),
-        "ulimit -n 65536",
-    ),
-    "address space limited": (
-        lambda f: machine(f, soft_limit=only("RLIMIT_AS", 8 << 30)),
-        "ulimit",
-        ("address space",),
-        "ulimit -v unlimited",
-    ),
-    "memory limit of a container": (
-        lambda f: cgroup(f, 1 << 30),
-        "memory",
-        ("1.0 GiB", "control group (memory.max)"),
-        "--memory=16g",
-    ),
-    "GPUs given that are not shown": (
-        lambda f: with_gpus(
-            f,
-            count=1,
-            environ={
-                "PATH": str(f / "bin"),
-                "SLURM_JOB_ID": "17",
-                "SLURM_GPUS_ON_NODE": "4",
-            },
-        ),
-        "scheduler",
-        ("Slurm job 17 was given 4 GPUs", "1 are shown"),
-        "srun --gpus-per-node",
-    ),
 }
-
-
-def cached(folder, **fields) -> Machine:
-    made = machine(folder, **fields)
-    assert made.cache is not None
-    made.cache.mkdir(parents=True)
-    return made
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -319,8 +220,6 @@ def test_each_of_these_checks_passes_where_there_is_no_fault(tmp_path):
                 "def local_devices(): return [D]",
             ),
             "PATH": str(tmp_path / "bin"),
-            "SLURM_JOB_ID": "17",
-            "SLURM_GPUS_ON_NODE": "1",
         },
         packages={
             **SOUND,
@@ -332,33 +231,6 @@ def test_each_of_these_checks_passes_where_there_is_no_fault(tmp_path):
     results = [r for r in examine(made, with_needs(names)) if r.name in names]
     assert {r.name: (r.status, r.reason) for r in results if r.status != "PASS"} == {}
     assert {r.name for r in results} == names
-
-
-LOCKS = {
-    "kept nowhere": (lambda *_: None, "does not keep other processes out"),
-    "refused": (
-        "def flock(*_): raise OSError(37, 'No locks available')",
-        "No locks available",
-    ),
-    "not answered": ("import time\ndef flock(*_): time.sleep(600)", "did not end"),
-}
-
-
-@pytest.mark.parametrize("kind", LOCKS)
-def test_locks_of_network_file_systems(kind, tmp_path):
-    text, words = LOCKS[kind]
-    if callable(text):
-        text = "def flock(*_): pass"
-    text += f"\nLOCK_EX, LOCK_NB = {fcntl.LOCK_EX}, {fcntl.LOCK_NB}\n"
-    environ = fake_python(tmp_path, fcntl=text)
-    limit_s = 2.0 if kind == "not answered" else GUARD_SECONDS
-    made = cached(tmp_path, environ=environ, timeout_s=limit_s)
-    (tmp_path / "proc" / "mounts").write_text("server:/x / nfs4 rw 0 0\n")
-    result = check("locks", made)
-    assert result.status is Status.FAIL
-    assert words in result.reason
-    assert "nfs4, a network file system" in result.reason
-    assert "CFP_CACHE_DIR" in result.remedy
 
 
 def test_shardy_passes_missing(tmp_path):

@@ -1,6 +1,6 @@
-"""``cfp doctor``: what works on this machine, and what to do about the rest.
+"""``cfp doctor``: checks of this machine, with a remedy for each failure.
 
 A check is a function from a `Machine` to a `Result`. Nothing here imports JAX or any
-other package: what could be missing, break, hang or end its process is tried in a
-process of its own (`probes`), with a time limit.
+other package: an import, a driver or a compile that may hang or end its process runs in
+a process of its own (`probes`), with a time limit.
 """

@@ -1,4 +1,4 @@
-"""Asks other processes: tools of the system, and probes in Python.
+"""Runs other processes: tools of the system, and probes in Python.
 
 Each has a time limit, and one that cannot even be killed (a driver that hangs holds its
 callers in the kernel) is left behind and not waited for.
@@ -27,14 +27,14 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back.
+    """The answer of a process.
 
     Attributes:
-        text: what a tool printed.
-        data: what a probe found.
-        trouble: why there is no answer, in one sentence; empty if there is one.
+        text: the output of a tool.
+        data: the findings of a probe.
+        trouble: the reason why there is no answer; empty if there is one.
         signal: the name of the signal that ended the process, or empty.
-        timed_out: whether it took too long.
+        timed_out: the process took too long.
     """
 
     text: str = ""
@@ -48,7 +48,7 @@ def tool(machine: Machine, *command: str) -> Answer:
     """Runs a command of the system.
 
     Args:
-        machine: where.
+        machine: to run it on.
         command: its name and arguments.
     """
     path = machine.which(command[0])
@@ -68,7 +68,7 @@ def probe(
     """Runs a module of `cfp.cluster.doctor.probes`, in a process of its own.
 
     Args:
-        machine: where.
+        machine: to run it on.
         name: of the module.
         arguments: of the probe.
         variables: environment variables that it needs beside the machine's.
@@ -77,7 +77,7 @@ def probe(
     if str(PACKAGE_ROOT) in sys.path and PACKAGE_ROOT.name != "site-packages":
         inherited = environ.get("PYTHONPATH", "")
         parts = [part for part in inherited.split(os.pathsep) if part]
-        # Behind what the user put there, or it would hide what that hides.
+        # Behind the user's own folders, so that it does not hide their modules.
         environ["PYTHONPATH"] = os.pathsep.join([*parts, str(PACKAGE_ROOT)])
     command = [machine.python, *_flags(), "-m", f"{_PROBES}.{name}", *arguments]
     answer = _run(command, environ, machine.timeout_s, f"the probe {name!r}")
@@ -87,14 +87,14 @@ def probe(
                 data = json.loads(line.removeprefix(MARK))
             except json.JSONDecodeError:
                 break
-            # What it found counts, however the process ended afterwards.
+            # The findings count, however the process ended afterwards.
             return Answer(data=data, trouble=data.get("trouble", ""))
     trouble = answer.trouble or f"the probe {name!r} printed no answer"
     return Answer(trouble=trouble, signal=answer.signal, timed_out=answer.timed_out)
 
 
 def _flags() -> list[str]:
-    """Options of this interpreter that say where packages are looked for."""
+    """Returns the options of this interpreter that choose its package folders."""
     flags = []
     if sys.flags.no_site:
         flags.append("-S")
@@ -151,6 +151,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, not too long."""
+    """Returns the last line that is not blank, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:_SHOWN_CHARACTERS] if lines else ""

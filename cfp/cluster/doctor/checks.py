@@ -1,30 +1,22 @@
-"""All checks, in the order in which they run, and how one depends on another."""
+"""All checks, in the order in which they run, with their dependencies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from cfp.cluster.doctor import (
-    collectives,
-    devices,
-    driver,
-    files,
-    install,
-    limits,
-    programs,
-)
+from cfp.cluster.doctor import driver, files, install, programs
 from cfp.cluster.doctor.machine import Machine
 from cfp.cluster.doctor.result import Result, Status, absent, failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check and what it stands on.
+    """A check and its dependencies.
 
     Attributes:
         name: as in its result.
-        run: does it.
+        run: the check itself.
         needs: checks that must have passed; where one failed or was absent, this one is
             absent, so that one fault is one FAIL.
     """
@@ -41,35 +33,21 @@ CHECKS = (
     Check(name="jax", run=install.jax, needs=("jaxlib",)),
     Check(name="plugin", run=install.plugin),
     Check(name="driver", run=driver.driver),
-    Check(name="home", run=files.home),
-    Check(name="cache", run=files.cache),
-    Check(name="locks", run=files.locks, needs=("cache",)),
-    Check(name="clock", run=files.clock, needs=("cache",)),
-    Check(name="scratch", run=files.scratch),
-    Check(name="shm", run=limits.shm),
-    Check(name="ulimit", run=limits.ulimit),
-    Check(name="memory", run=limits.memory),
-    Check(name="scheduler", run=limits.scheduler),
-    Check(name="busy", run=driver.busy, needs=("driver",)),
-    Check(name="clocks", run=driver.clocks, needs=("driver",)),
     Check(name="links", run=driver.links, needs=("driver",)),
-    Check(name="device memory", run=devices.device_memory, needs=("driver",)),
-    Check(name="peers", run=devices.peers, needs=("driver",)),
-    Check(name="nccl", run=collectives.nccl, needs=("driver",)),
-    Check(name="devices", run=devices.devices, needs=("jax",)),
-    Check(name="all-reduce", run=collectives.xla, needs=("devices",)),
+    Check(name="cache", run=files.cache),
+    Check(name="scratch", run=files.scratch),
+    Check(name="devices", run=programs.devices, needs=("jax",)),
+    Check(name="all-reduce", run=programs.all_reduce, needs=("devices",)),
     Check(name="shardy", run=programs.shardy, needs=("jax",)),
     Check(name="graft", run=programs.graft, needs=("devices", "shardy")),
     Check(name="cudnn", run=programs.cudnn, needs=("devices", "driver")),
     Check(name="pallas", run=programs.pallas, needs=("devices", "driver")),
-    Check(name="tokamax", run=programs.tokamax, needs=("devices",)),
-    Check(name="mock topology", run=programs.mock, needs=("devices", "driver")),
-    Check(name="ray", run=collectives.ray),
+    Check(name="tokamax", run=programs.tokamax, needs=("devices", "driver")),
 )
 
 
 def with_needs(names: Collection[str]) -> list[Check]:
-    """The checks of these names, and those that they need, in order."""
+    """Selects the checks of these names, and those that they need, in order."""
     wanted = set(names)
     for check in reversed(CHECKS):
         if check.name in wanted:
@@ -78,7 +56,7 @@ def with_needs(names: Collection[str]) -> list[Check]:
 
 
 def examine(machine: Machine, checks: Sequence[Check] = CHECKS) -> Iterator[Result]:
-    """Runs checks one after another, and yields what each found."""
+    """Runs checks one after another, and yields their results."""
     found: dict[str, Result] = {}
     for check in checks:
         result = _missing_need(check, found) or _run(check, machine)
@@ -101,7 +79,7 @@ def _run(check: Check, machine: Machine) -> Result:
     try:
         return check.run(machine)
     except Exception as error:
-        # A machine can be broken in ways that no check looks for. That is a finding,
+        # A machine can be broken in ways that no check looks for. That is a result,
         # and the other checks go on.
         return failed(
             check.name,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from cfp.cluster.doctor.checks import CHECKS, examine, with_needs
 from cfp.cluster.doctor.machine import Machine
-from cfp.cluster.doctor.result import Status
-from cfp.cluster.doctor.table import document, row, summary
+from cfp.cluster.doctor.result import Status, document, row, summary
 
 _WIDEST = 120
 INTERRUPTED = 130
@@ -54,7 +53,7 @@ def main(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cfp doctor",
-        description="Says what works on this machine, and what to do about the rest. "
+        description="Checks this machine for planning, with a remedy for each failure. "
         "Works where JAX is missing or broken. The exit code is 0 if nothing failed, "
         "else 1.",
     )
@@ -78,6 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=120,
         metavar="S",
-        help="how many seconds one check may take (default: %(default)g)",
+        help="time limit of one check, in seconds (default: %(default)g)",
     )
     return parser

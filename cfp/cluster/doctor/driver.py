@@ -1,41 +1,61 @@
-"""Checks that ask NVIDIA's driver: itself, other programs, clocks, links."""
+"""Checks that ask NVIDIA's driver, through nvidia-smi."""
 
 from __future__ import annotations
 
+import csv
 import re
+from dataclasses import dataclass
 
 from cfp.cluster.doctor.ask import tool
 from cfp.cluster.doctor.machine import Machine
-from cfp.cluster.doctor.nvidia import (
-    GPU_PLUGIN,
-    OLDEST_DRIVER,
-    Query,
-    gpus,
-    number,
-    processes,
-)
 from cfp.cluster.doctor.result import Result, absent, failed, passed
-from cfp.cluster.doctor.versions import names_like, release
+from cfp.cluster.doctor.versions import GPU_PLUGIN, names_like, release
 
 NO_GPU = "no NVIDIA GPU: neither nvidia-smi nor /proc/driver/nvidia is there"
-_IDLE_MIB = 1024  # A display or a monitor takes less.
-# Bits of NVML's nvmlClocksEventReasons that mean that clocks are held down.
-_SLOWED = {
-    0x08: "hardware slowdown",
-    0x20: "too hot (software)",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-}
-_POWER_CAP = 0x04
+# The oldest drivers that CUDA's libraries of each major version load with (NVIDIA's
+# "CUDA Compatibility", minor version compatibility).
+OLDEST_DRIVER = {"cuda12": 525, "cuda13": 580}
 _WAYS = re.compile(r"(X|NV\d+|PIX|PXB|PHB|NODE|SYS)")
 _GBYTES = re.compile(r"([\d.]+)\s*GB/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Rows of an answer of nvidia-smi.
+
+    Attributes:
+        rows: one for each GPU; texts by field.
+        trouble: the reason why there are none; empty if the tool answered.
+        timed_out: the tool did not answer in time.
+    """
+
+    rows: tuple[dict[str, str], ...] = ()
+    trouble: str = ""
+    timed_out: bool = False
+
+
+def query_gpus(machine: Machine, *fields: str) -> Query:
+    """Asks for fields of all GPUs (``nvidia-smi --help-query-gpu`` lists them)."""
+    answer = tool(
+        machine,
+        "nvidia-smi",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    )
+    if answer.trouble:
+        return Query(trouble=answer.trouble, timed_out=answer.timed_out)
+    rows = list(csv.reader(answer.text.splitlines(), skipinitialspace=True))
+    odd = [row for row in rows if row and len(row) != len(fields)]
+    if odd:
+        return Query(trouble=f"nvidia-smi said {', '.join(odd[0])}")
+    return Query(rows=tuple(dict(zip(fields, row, strict=True)) for row in rows if row))
 
 
 def driver(machine: Machine) -> Result:
     """The driver answers, and is new enough for the plugin's CUDA."""
     if not machine.shows_nvidia:
         return absent("driver", NO_GPU)
-    found = gpus(machine, "name", "driver_version", "compute_cap")
+    found = query_gpus(machine, "name", "driver_version", "compute_cap")
     if found.trouble:
         return failed("driver", found.trouble, _driver_remedy(found))
     if not found.rows:
@@ -71,8 +91,8 @@ def driver(machine: Machine) -> Result:
 def _driver_remedy(found: Query) -> str:
     if found.timed_out:
         return (
-            "the driver hangs: look for Xid in dmesg; end what uses the GPUs, or have "
-            "the machine restarted"
+            "the driver hangs: look for Xid in dmesg; end the programs that use the "
+            "GPUs, or have the machine restarted"
         )
     if "mismatch" in found.trouble:
         return "the driver was updated: restart the machine, or reload its modules"
@@ -84,100 +104,33 @@ def _driver_remedy(found: Query) -> str:
     return "see what nvidia-smi says by itself; reload or install the driver"
 
 
-def busy(machine: Machine) -> Result:
-    """No other program computes on the GPUs."""
-    found = gpus(machine, "index", "memory.used", "utilization.gpu", "compute_mode")
-    if found.trouble:
-        return failed("busy", found.trouble, _driver_remedy(found))
-    others = processes(machine)
-    if others.rows:
-        listed = ", ".join(
-            f"{row['process_name']} (pid {row['pid']}, {row['used_memory']} MiB)"
-            for row in others.rows[:4]
-        )
-        return failed(
-            "busy",
-            f"{len(others.rows)} other programs compute on the GPUs: {listed}",
-            "end them, or choose free devices with CUDA_VISIBLE_DEVICES; what is "
-            "measured beside them is wrong",
-        )
-    for row in found.rows:
-        if row["compute_mode"] == "Prohibited":
-            return failed(
-                "busy",
-                f"GPU {row['index']} is in compute mode Prohibited",
-                f"nvidia-smi -i {row['index']} -c DEFAULT, as root",
-            )
-        used = number(row["memory.used"]) or 0
-        if used > _IDLE_MIB:
-            return failed(
-                "busy",
-                f"GPU {row['index']} has {used:.0f} MiB in use by a program that is "
-                "not shown (of another container or user)",
-                "have it ended (fuser -v /dev/nvidia* as root), or choose another "
-                "device with CUDA_VISIBLE_DEVICES",
-            )
-    return passed("busy", "nothing else uses the GPUs")
-
-
-def clocks(machine: Machine) -> Result:
-    """Clocks are not held down by heat, power or a fault."""
-    fields = ("index", "temperature.gpu", "clocks.sm", "clocks.max.sm", "power.draw")
-    found = gpus(machine, *fields, "clocks_event_reasons.active")
-    if found.trouble and not found.timed_out:  # Drivers before 535 call it otherwise.
-        found = gpus(machine, *fields, "clocks_throttle_reasons.active")
-    if found.trouble:
-        return failed("clocks", found.trouble, _driver_remedy(found))
-    capped = []
-    for row in found.rows:
-        text = list(row.values())[-1]
-        bits = int(text, 16) if text.startswith("0x") else 0
-        reasons = [name for bit, name in _SLOWED.items() if bits & bit]
-        if reasons:
-            return failed(
-                "clocks",
-                f"GPU {row['index']} is slowed down: {', '.join(reasons)}; "
-                f"{row['temperature.gpu']} °C, {row['clocks.sm']} of "
-                f"{row['clocks.max.sm']} MHz",
-                "look after cooling and power supply; measure again when it is gone "
-                "(nvidia-smi -q -d PERFORMANCE)",
-            )
-        if bits & _POWER_CAP:
-            capped.append(row["index"])
-    hottest = max((number(r["temperature.gpu"]) or 0 for r in found.rows), default=0)
-    said = f"not held down; at most {hottest:.0f} °C"
-    if capped:
-        said += f"; at the power limit now: GPU {', '.join(capped)}"
-    return passed("clocks", said, temperature_c=hottest)
-
-
 def links(machine: Machine) -> Result:
-    """How the GPUs are joined, and how fast NVLink is."""
-    found = gpus(machine, "index")
+    """The driver names the links between the GPUs, and NVLink's rate."""
+    found = query_gpus(machine, "index")
     if found.trouble:
         return failed("links", found.trouble, _driver_remedy(found))
     if len(found.rows) < 2:
-        return absent("links", "one GPU: there is nothing to be joined with")
+        return absent("links", "one GPU: no links")
     answer = tool(machine, "nvidia-smi", "topo", "-m")
     if answer.trouble:
         return failed(
             "links", answer.trouble, "see what nvidia-smi topo -m says by itself"
         )
     ways = link_kinds(answer.text)
-    speed = nvlink_gb_per_s(tool(machine, "nvidia-smi", "nvlink", "-s", "-i", "0").text)
-    listed = ", ".join(f"{kind} ({count} pairs)" for kind, count in ways.items())
     if not ways:
         return failed(
             "links",
             "nvidia-smi topo -m names no links",
             "update the driver; without it NCCL guesses",
         )
+    speed = nvlink_gb_per_s(machine)
+    listed = ", ".join(f"{kind} ({count} pairs)" for kind, count in ways.items())
     fast = f"; NVLink {speed:.0f} GB/s each way of a GPU" if speed else ""
     return passed("links", listed + fast, nvlink_gb_per_s=speed)
 
 
 def link_kinds(matrix: str) -> dict[str, int]:
-    """Kinds of links in what ``nvidia-smi topo -m`` prints, with counts of pairs."""
+    """Counts pairs of GPUs by link in the output of ``nvidia-smi topo -m``."""
     counts: dict[str, int] = {}
     # Heads and row names may be underlined by escape codes.
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
@@ -190,6 +143,7 @@ def link_kinds(matrix: str) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def nvlink_gb_per_s(status: str) -> float:
-    """What ``nvidia-smi nvlink -s`` sums up to for one GPU, in each direction."""
+def nvlink_gb_per_s(machine: Machine) -> float:
+    """Sums the rates of the first GPU's NVLinks, in each direction; 0 without any."""
+    status = tool(machine, "nvidia-smi", "nvlink", "-s", "-i", "0").text
     return sum(float(rate) for rate in _GBYTES.findall(status))

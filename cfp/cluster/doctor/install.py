@@ -7,9 +7,9 @@ import sys
 
 from cfp.cluster.doctor.ask import Answer, probe
 from cfp.cluster.doctor.machine import Machine
-from cfp.cluster.doctor.nvidia import GPU_PLUGIN
 from cfp.cluster.doctor.result import Result, absent, failed, passed
 from cfp.cluster.doctor.versions import (
+    GPU_PLUGIN,
     installed,
     names_like,
     parse,
@@ -43,12 +43,12 @@ def python(machine: Machine) -> Result:
 
 
 def packages(machine: Machine) -> Result:
-    """What cfp needs is installed, in versions that it works with."""
+    """The packages that cfp needs are installed, in versions that it works with."""
     wanted = [r for r in requirements(machine) if r.name not in ("jax", "jaxlib")]
     if not wanted:
         return failed(
             "packages",
-            "cfp's own metadata are missing, so that its needs are not known",
+            "cfp's own metadata are missing, and so is the list of packages it needs",
             "install cfp with pip, or run it from a clone",
         )
     missing, wrong = [], []

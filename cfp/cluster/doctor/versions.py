@@ -14,6 +14,8 @@ from cfp.cluster.doctor.machine import PACKAGE_ROOT, Machine
 _OPERATORS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[[^]]*\])?\s*([^;]*?)\s*(;.*)?")
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<|~=)\s*([0-9][0-9.]*)")
+# Names of JAX's plugins for GPUs.
+GPU_PLUGIN = r"jax-(cuda1[23]|rocm\w*)-(plugin|pjrt)"
 _EXTRA = re.compile(r"extra\s*==")
 
 
@@ -23,14 +25,14 @@ class Requirement:
 
     Attributes:
         name: of the package.
-        versions: which will do, as in ``>=0.10.2,<0.13``; empty for any.
+        versions: a range, as in ``>=0.10.2,<0.13``; empty for any.
     """
 
     name: str
     versions: str
 
     def allows(self, version: str) -> bool:
-        """Whether a version will do."""
+        """Returns True if a version will do."""
         found = release(version)
         for sign, text in _CLAUSE.findall(self.versions):
             wanted = release(text)
@@ -44,7 +46,7 @@ class Requirement:
 
 
 def installed(machine: Machine, name: str) -> str | None:
-    """The version of a package as its metadata have it; None if it is missing."""
+    """Returns the version in a package's metadata; None if it is missing."""
     places = list(machine.search_path)
     for found in metadata.distributions(name=name, path=places):
         return found.version
@@ -52,7 +54,7 @@ def installed(machine: Machine, name: str) -> str | None:
 
 
 def names_like(machine: Machine, pattern: str) -> dict[str, str]:
-    """Versions of all packages with a name that matches, by name."""
+    """Finds all packages with a name that matches; versions by name."""
     found: dict[str, str] = {}
     for each in metadata.distributions(path=list(machine.search_path)):
         name = re.sub(r"[-_.]+", "-", each.metadata["Name"] or "").lower()
@@ -62,7 +64,7 @@ def names_like(machine: Machine, pattern: str) -> dict[str, str]:
 
 
 def requirements(machine: Machine) -> list[Requirement]:
-    """What cfp needs: as its own pyproject.toml says, or what it was installed with."""
+    """Reads cfp's requirements, from its pyproject.toml or its installed metadata."""
     project = PACKAGE_ROOT / "pyproject.toml"
     lines: Iterable[str]
     if project.is_file():
@@ -82,13 +84,13 @@ def parse(line: str) -> Requirement:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: ``0.11.2.dev1`` gives (0, 11, 2)."""
+    """Returns the numbers of a version: ``0.11.2.dev1`` gives (0, 11, 2)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else (0,)
 
 
 def same_release(one: str, other: str) -> bool:
-    """Whether the first three numbers of two versions agree."""
+    """Returns True if the first three numbers of two versions agree."""
     return _padded(release(one))[:3] == _padded(release(other))[:3]
 
 

@@ -1,4 +1,4 @@
-"""How a probe hands back what it found."""
+"""Output of a probe: one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from cfp.cluster.doctor.ask import MARK, last_line
 
 
 def answer(find: Callable[[], Mapping[str, Any]]) -> None:
-    """Prints what a probe found, or why it found nothing.
+    """Prints the findings of a probe, or its error.
 
     Args:
-        find: what the probe does; its values can be written as JSON.
+        find: the probe; its values can be written as JSON.
     """
     try:
         found = dict(find())
     except Exception as error:
-        # Whatever breaks here is what the doctor wants to hear of: libraries raise
-        # errors that have no type in common.
+        # Libraries raise errors that have no type in common.
         text = last_line(str(error).split("\n\n")[0].split("\n")[0])
         found = {"trouble": f"{type(error).__name__}: {text}".rstrip(": ")}
     print(f"\n{MARK}{json.dumps(found)}", flush=True)

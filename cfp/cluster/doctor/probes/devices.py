@@ -8,7 +8,7 @@ from cfp.cluster.doctor.probes.answer import answer
 
 
 def find() -> dict[str, Any]:
-    """Their platform, kind and number."""
+    """Returns their platform, kind and number."""
     import jax
 
     found = jax.local_devices()

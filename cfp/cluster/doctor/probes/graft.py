@@ -13,7 +13,7 @@ _ROWS, _WIDTH, _INNER = 32, 64, 128
 
 
 def find() -> dict[str, Any]:
-    """How far the graft's result is from NumPy's, and how long compiling took."""
+    """Returns the difference from NumPy's result, and the compile time."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh

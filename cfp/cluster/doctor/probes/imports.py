@@ -1,4 +1,4 @@
-"""Whether JAX can be imported at all."""
+"""An import of JAX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cfp.cluster.doctor.probes.answer import answer
 
 
 def find() -> dict[str, str]:
-    """JAX's version, and the file that it comes from."""
+    """Returns JAX's version, and the file that it comes from."""
     import jax
 
     return {"version": jax.__version__, "file": jax.__file__}

@@ -1,4 +1,4 @@
-"""Whether jaxlib has the Shardy passes that cfp reads programs with."""
+"""Shardy's passes, with which cfp reads programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cfp.cluster.doctor.probes.answer import answer
 
 
 def find() -> dict[str, Any]:
-    """The pipelines that are missing; and whether the rules come out right."""
+    """Returns the pipelines that are missing, and the number of rules written."""
     import jax
     import jax.numpy as jnp
 

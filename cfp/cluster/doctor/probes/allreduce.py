@@ -1,4 +1,4 @@
-"""An all-reduce over all devices, as XLA does it: is the sum right, and how fast."""
+"""An all-reduce over all devices, compiled by XLA: its result and its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULT_MEGABYTES = 256
 
 
 def find() -> dict[str, Any]:
-    """The number of devices, whether the sum is right, and the median time."""
+    """Returns the number of devices, whether the sum is right, and the median time."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -5,6 +5,7 @@ The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,15 +20,17 @@ from cfp.analysis.analyze import Analysis
 from cfp.cluster.ray.steps import plan_step
 from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MeshError
 from cfp.passes.pipeline import Pins, analyze_step, decide
 from cfp.passes.profile import kernels_of, profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import known_rates
 from cfp.profiling.conversation import together
 from cfp.profiling.interrupts import heeded
+from cfp.profiling.store import store_path
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
@@ -235,11 +238,18 @@ def _find_plan(
 
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
 
+# What decides a plan; a saved one has decided.
+_DECIDES = {"memory_budget", "pins", "preset"}
+_OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
+# Names a plan's file for the steps of `parallelize` that are given none.
+PLAN_VARIABLE = "CFP_PLAN"
+
 
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
+    plan: str | Path | Plan | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -249,7 +259,9 @@ def parallelize(
 
     Args:
         fn: the step.
-        mesh: the devices.
+        mesh: the devices; with a plan by default the first of those that are there.
+        plan: a saved plan, or its file, that is used as it is: nothing is planned. By
+            default the file that the environment variable ``CFP_PLAN`` names, if any.
         quiet: whether planning shows nothing; by default its progress is on a terminal,
             and elsewhere a line now and then on standard error.
         options: as for :func:`plan`.
@@ -258,17 +270,22 @@ def parallelize(
         A callable like ``fn``; its ``plan`` is the plan that it runs under.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: there is no such option, or it would decide what a plan has decided.
     """
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:
         raise TypeError(
             f"cfp.parallelize has no option {', '.join(unknown)}. There are: mesh, "
-            f"quiet, {', '.join(_OPTIONS)}."
+            f"plan, quiet, {', '.join(_OPTIONS)}."
+        )
+    if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
+        raise TypeError(
+            f"cfp.parallelize has a plan, which {', '.join(decided)} would decide. "
+            "Leave out the one or the other."
         )
     if fn is None:
-        return lambda function: ParallelStep(function, mesh, quiet, options)
-    return ParallelStep(fn, mesh, quiet, options)
+        return lambda function: ParallelStep(function, mesh, quiet, options, plan)
+    return ParallelStep(fn, mesh, quiet, options, plan)
 
 
 class _Planned(NamedTuple):
@@ -290,11 +307,13 @@ class ParallelStep:
     def __init__(
         self,
         fn: Callable[..., Any],
-        mesh: Mesh,
+        mesh: Mesh | None,
         quiet: bool,
         options: Mapping[str, Any],
+        plan: str | Path | Plan | None = None,
     ) -> None:
         self._fn = fn
+        self._given = plan
         self._mesh = mesh
         self._quiet = quiet
         self._options = {**options}
@@ -340,10 +359,26 @@ class ParallelStep:
         self._latest = self._steps[key]
         return self._latest.compiled(*args, **kwargs)
 
+    def _saved(self) -> Plan | None:
+        """The plan that was given, or that the environment names; None if neither."""
+        given = self._given or os.environ.get(PLAN_VARIABLE) or None
+        return given if given is None or isinstance(given, Plan) else Plan.load(given)
+
     def _planned(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
     ) -> _Planned:
         """The plan for some arguments, and the step compiled under it."""
+        if (saved := self._saved()) is not None:
+            bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
+            bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
+            kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
+            bound = replace(bound, tuned=kept)
+            return _Planned(now, bound, bound.compile_bound())
+        if self._mesh is None:
+            raise MeshError(
+                "cfp.parallelize needs a mesh to plan for, or a plan: "
+                "mesh=jax.make_mesh((4,), ('x',)), or plan=\"plan.json\"."
+            )
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)

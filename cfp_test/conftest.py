@@ -5,6 +5,7 @@ of timing itself, in `profiling/`, have a clock.
 """
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,9 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )
+# What one run of the tests has compiled is not there in the next.
+_CACHE = tempfile.TemporaryDirectory(prefix="cfp_test_cache")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # No example is refused for what it takes, or took to draw.
 settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -153,6 +153,8 @@ def programs() -> list:
     """All Python blocks, each as a program that runs."""
     found = []
     for page in PAGES:
+        if page.name == "keep-a-plan.md":
+            continue  # Its programs follow from each other: plan/test_keep.py.
         for number, block in enumerate(blocks(page, "python")):
             before, after = next(
                 (

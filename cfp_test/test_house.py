@@ -67,7 +67,7 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ("profiling/conversation.py", "._exit"),
 }
 
-MAX_LINES = 400
+MAX_LINES = 600
 FORBIDDEN_FILES = ("utils.py",)
 
 # cfp plans any program: only these may know of particular models and libraries. The

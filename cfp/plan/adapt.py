@@ -1,4 +1,6 @@
-"""A plan for another program of the same segments: more layers, or another batch.
+"""A plan for another program of the same segments, or on other devices.
+
+More layers, another batch, and a mesh with axes of the same names and other sizes.
 
 The choices of each segment are carried over to segments that look like it: the same
 blocks, in the same order, by name (numbers aside) and by op, with the same sizes or
@@ -28,6 +30,7 @@ from cfp.plan.describe import ATTENTION, op_text, strategy_text
 from cfp.plan.drawn import block_figures
 from cfp.plan.figures import Figures
 from cfp.plan.parts import PlanRow, type_text
+from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
 from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
@@ -58,13 +61,14 @@ def adapt(
     donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
-    """The plan of one step, carried over to another of the same segments.
+    """The plan of one step, carried over to another, or to other devices.
 
     Args:
         plan: of the other step.
         fn: the step: more layers of the same kinds, or another batch size.
         args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s.
-        mesh: the devices, with the plan's axes; by default the plan's.
+        mesh: the devices, more or fewer of them, with axes of the plan's names; by
+            default the plan's.
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for
             :func:`cfp.plan`.
 
@@ -75,11 +79,10 @@ def adapt(
         PlanMismatch: a segment or an argument does not match; the message names it.
     """
     if mesh is not None:
-        plan = plan.on(mesh)
-    if plan.mesh is None:
-        raise PlanMismatch(
-            "This plan has no devices yet. Pass mesh, or use plan.on(mesh)."
-        )
+        mesh = planning_mesh(mesh)
+        check_axes(plan, mesh)
+    else:
+        mesh = plan.mesh or mesh_here(plan.mesh_axes, plan.environment)
     step = flatten_step(
         fn,
         args,
@@ -89,9 +92,28 @@ def adapt(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    program, lowering = trace(step, plan.mesh)
-    analysis = analyze(program, tuple(plan.mesh.shape.items()))
-    return carry_over(plan, analysis, step, lowering.out_tree, plan.mesh)
+    program, lowering = trace(step, mesh)
+    analysis = analyze(program, tuple(mesh.shape.items()))
+    return carry_over(plan, analysis, step, lowering.out_tree, mesh)
+
+
+def check_axes(plan: Plan, mesh: Mesh) -> None:
+    """Refuses a mesh with other axes than a plan's; their sizes may be others.
+
+    Raises:
+        PlanMismatch: an axis has another name, or there are more, or fewer.
+    """
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    planned = [name for name, _ in plan.mesh_axes]
+    if names != planned:
+        raise PlanMismatch(
+            compose(
+                "A plan is carried over along axes of the same names.",
+                expected=f"a mesh with the axes {', '.join(planned)}",
+                got=f"a mesh {dict(mesh.shape)}",
+                attempt="such a mesh with as many devices as there are, or plan again",
+            )
+        )
 
 
 def carry_over(
@@ -104,7 +126,7 @@ def carry_over(
         analysis: of the step on the mesh.
         step: the step.
         out_tree: the structure of its results.
-        mesh: the devices, with the plan's axes.
+        mesh: the devices, with axes of the plan's names.
 
     Raises:
         PlanMismatch: a segment or an argument does not match; the message names it.
@@ -366,6 +388,8 @@ def _predicted_ms(
     Segments count by what the plan says that they take. Where its step took something
     else than they do together, the new step's is taken to be as much of that.
     """
+    if analysis.frame.mesh != plan.mesh_axes:
+        return None
     old = {row.segment: row.segment_ms for row in plan.rows}
     new = [_segment_ms(analysis, pair) for pair in pairs]
     known = [ms for ms in old.values() if ms is not None]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch
+from cfp.errors import PlanMismatch, compose
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
@@ -79,6 +80,73 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         + more
         + "\nPass the arguments that were planned for, or plan again."
     )
+
+
+# What decides a plan, and nothing of one that is there.
+_DECIDES = ("memory_budget", "pins", "preset", "cache_dir", "settings", "choose")
+
+
+def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses keywords that belong to planning, or to nothing.
+
+    Args:
+        fn: the step, which may have arguments of these names.
+        kwargs: of the call.
+
+    Raises:
+        PlanMismatch: the step has no such argument.
+    """
+    try:
+        parameters = signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in kwargs:
+        if name in parameters:
+            continue
+        decides = name in _DECIDES
+        raise PlanMismatch(
+            compose(
+                f"{name} decides how a step is planned, and this plan is made."
+                if decides
+                else f"Neither the step nor plan.bind has an argument {name}.",
+                expected="arguments of the step, mesh, static_argnums, "
+                "static_argnames, donate_argnums or donate_argnames",
+                got=f"{name}=...",
+                attempt=f"leave {name} out, or cfp.plan(...), which plans again"
+                if decides
+                else f"one of {', '.join(parameters)}",
+            )
+        )
+
+
+def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
+    """Refuses a step that gives away what the plan keeps.
+
+    A plan donates less than it was asked for where no result takes the place.
+
+    Args:
+        planned: for each argument leaf whether the plan has the step overwrite it.
+        step: with what is asked for now; nothing, if that was not said.
+
+    Raises:
+        PlanMismatch: nothing of an argument is donated that should be, or the reverse.
+    """
+    if not any(step.donated):
+        return
+    roots = [name.partition("/")[0] for name in step.arg_names]
+    asked = {root for root, one in zip(roots, step.donated, strict=True) if one}
+    there = {root for root, one in zip(roots, planned, strict=True) if one}
+    if there - asked:
+        raise PlanMismatch(
+            compose(
+                "The plan donates other arguments than it is asked to.",
+                expected=f"donation of {', '.join(sorted(there))}, as it was planned",
+                got=", ".join(sorted(asked)),
+                attempt="leave donate_argnums out, since the plan knows, or plan again",
+            )
+        )
 
 
 def static_arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from cfp.plan.parts import path_text, specs_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
 from cfp.program.put import put
+from cfp.program.trace import planning_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,34 @@ class Arguments:
     def sharding(self, spec: Spec, dims: int) -> NamedSharding:
         """Of an array with some dims."""
         return NamedSharding(self.mesh, partition_spec(spec, dims))
+
+
+def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -> Mesh:
+    """A plan's mesh, of the first of the devices that are there.
+
+    Args:
+        axes: the plan's.
+        environment: what it was made for.
+
+    Raises:
+        PlanMismatch: there are too few devices, or they are of another platform.
+    """
+    count, devices = prod(size for _, size in axes), jax.devices()
+    platform = environment.get("platform", devices[0].platform)
+    if len(devices) < count or devices[0].platform != platform:
+        raise PlanMismatch(
+            compose(
+                "This plan has no devices yet, and those that are there are not those "
+                "that it is for.",
+                expected=f"{count} devices of platform {platform}",
+                got=f"{len(devices)} of platform {devices[0].platform}",
+                attempt="Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of "
+                "other devices; cfp adapt, for another number of them",
+            )
+        )
+    names = tuple(name for name, _ in axes)
+    shape = tuple(size for _, size in axes)
+    return planning_mesh(jax.make_mesh(shape, names, devices=devices[:count]))
 
 
 def made(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -25,17 +25,20 @@ from cfp.plan.parts import (
     PlanRow,
     arguments_to_json,
     check_arguments,
+    check_binding,
+    check_donated,
     constraints_to_json,
     replaced_to_json,
     static_arguments,
     type_text,
 )
-from cfp.plan.placing import Arguments, made, placed
+from cfp.plan.placing import Arguments, made, mesh_here, placed
 from cfp.plan.sites import Sites, sites_to_json
 from cfp.plan.text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
+from cfp.program.calling import sequence
 from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
@@ -146,27 +149,56 @@ class Plan:
         ]
         return without_fixed(tree_unflatten(self.out_tree, leaves))
 
-    def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    def bind(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        mesh: Mesh | None = None,
+        quiet: bool = True,
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
+        donate_argnames: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> Plan:
         """The plan with the pytrees of a step's arguments, as a loaded plan needs them.
+
+        Takes what :func:`cfp.plan` takes, so that either may stand in a program. Which
+        arguments are static, and which are donated, the plan knows.
 
         Args:
             fn: the step that was planned.
             args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s like those planned for.
+            mesh: the devices; by default the plan's, or the first of those that are
+                there.
+            quiet: of no effect: nothing is shown.
+            static_argnums, static_argnames, donate_argnums, donate_argnames: as the
+                plan was made; refused where they differ.
 
         Raises:
             PlanMismatch: the arguments are not those of the plan.
         """
-        static = static_arguments(self.static, self.step, args)
+        check_binding(fn, kwargs)
+        plan = self if mesh is None else self.on(mesh)
+        known = static_arguments(plan.static, plan.step, args)
+        given = bool(sequence(static_argnums, int) or sequence(static_argnames, str))
         step = flatten_step(
             fn,
             args,
             kwargs,
-            static_argnums=[key for key in static if isinstance(key, int)],
-            static_argnames=[key for key in static if isinstance(key, str)],
+            static_argnums=static_argnums
+            if given
+            else [key for key in known if isinstance(key, int)],
+            static_argnames=static_argnames
+            if given
+            else [key for key in known if isinstance(key, str)],
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
         )
-        check_arguments(self.arg_names, self.arg_types, step)
-        step = step.giving(self.donated)
-        return replace(self, step=step, out_tree=tree_structure(step.traced.out_info))
+        check_arguments(plan.arg_names, plan.arg_types, step)
+        check_donated(plan.donated, step)
+        step = step.giving(plan.donated)
+        return replace(plan, step=step, out_tree=tree_structure(step.traced.out_info))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -191,16 +223,15 @@ class Plan:
 
     def _on_mesh(self) -> Mesh:
         if self.mesh is None:
-            raise PlanMismatch(
-                "This plan has no devices yet. Use Plan.load(path, mesh=mesh), or "
-                "plan.on(mesh)."
-            )
+            return mesh_here(self.mesh_axes, self.environment)
         return self.mesh
 
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The step under this plan: compiled at the first call.
+
+        A plan that was loaded without a mesh takes the first of the devices.
 
         Under a configuration of JAX that changes what the step means it is traced
         again, and refused if another program comes of it.
@@ -359,7 +390,8 @@ class Plan:
 
         Args:
             path: the file.
-            mesh: the devices to run on; its axes must be those of the plan.
+            mesh: the devices to run on; its axes must be those of the plan. By default
+                the first of those that are there, where the plan is used.
             allowed_options: names of compiler options that the file may ask for beside
                 those that are known to be harmless. Some options write files, or
                 change results: name them only if you know where the plan comes from.

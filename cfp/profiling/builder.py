@@ -112,19 +112,25 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
+      executables_dir: executables of whole steps under plans; see
+        `cfp.runtime.kept`.
       place: where programs for the platform are compiled, if not here.
       always: compiler options of every build, whatever the platform.
     """
 
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
+    executables_dir: Path | None = None
     place: Place | None = None
     always: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
         """Directories next to a profile store."""
-        return cls(autotune_dir=store_path.parent / "autotune")
+        return cls(
+            autotune_dir=store_path.parent / "autotune",
+            executables_dir=store_path.parent / "executables",
+        )
 
     @property
     def learnt_dir(self) -> Path:

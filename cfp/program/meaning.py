@@ -36,6 +36,11 @@ def meaning() -> Hashable:
     return trace_context(), _others()(jax.config)
 
 
+def compiler_settings() -> tuple[tuple[str, Any], ...]:
+    """Settings, by name, that compiled programs depend on beside their modules."""
+    return tuple((n, getattr(jax.config, n)) for n in _ALSO if hasattr(jax.config, n))
+
+
 @lru_cache(maxsize=1)
 def _others() -> Callable[[Any], Any]:
     """Reads the other settings, those that this version of JAX has."""

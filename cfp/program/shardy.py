@@ -6,6 +6,7 @@ the same order after :func:`normalise`; plans rely on it to name ops by number.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -95,6 +96,15 @@ def without_locations(text: bytes, context: ir.Context) -> ir.Module:
         module = ir.Module.parse(text)
         passmanager.PassManager.parse(_STRIP).run(module.operation)
     return module
+
+
+def bare_bytecode(module: ir.Module) -> bytes:
+    """A module as bytecode, without locations."""
+    text, bare = io.BytesIO(), io.BytesIO()
+    module.operation.write_bytecode(text)
+    stripped = without_locations(text.getvalue(), module.context)
+    stripped.operation.write_bytecode(bare)
+    return bare.getvalue()
 
 
 def normalise(module: ir.Module) -> int:

@@ -81,6 +81,11 @@ class Lowering:
         return str(self.module.operation.get_asm(large_elements_limit=16))
 
     @property
+    def bare_text(self) -> bytes:
+        """The module as bytecode, without what says where it comes from."""
+        return shardy.bare_bytecode(self.module)
+
+    @property
     def calls_host(self) -> bool:
         """Whether it calls functions of the host while it runs."""
         functions = shardy.functions(self.module.operation)

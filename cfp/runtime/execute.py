@@ -25,6 +25,7 @@ from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
+from cfp.runtime.kept import Call, Executables
 from cfp.runtime.raced import Raced
 from cfp.runtime.replaced import resolved
 
@@ -42,7 +43,8 @@ class CompiledStep:
         narrow: of a step that was to compute in float32, what still computes in less.
         double: whether such a step computes in float64 throughout.
         alarm: has what functions of the host raise, if the step calls any.
-        raced: what runs, if a race has compiled it.
+        call: what runs, if it was compiled before: in a race, or by another process.
+        raced: whether that was in a race of this process.
     """
 
     step: FlatStep
@@ -53,7 +55,8 @@ class CompiledStep:
     narrow: tuple[str, ...] = ()
     double: bool = False
     alarm: Alarm | None = None
-    raced: Raced | None = None
+    call: Call | None = None
+    raced: bool = False
 
     @cached_property
     def dispatch(self) -> Dispatch:
@@ -87,7 +90,7 @@ class CompiledStep:
     def run(self, look: Look) -> Any:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
-        run = self.compiled if self.raced is None else self.raced
+        run = self.compiled if self.call is None else self.call
         try:
             results = run(*placed.leaves)
         except (RuntimeError, ValueError) as error:
@@ -144,7 +147,8 @@ def compile_step(
             products; arguments and results are float32, too.
         raced: what a race compiled: used if it is the same program, under the same
             shardings and options, and does all that the step does.
-        environment: has what the race's compiles tuned, so that the same kernels run.
+        environment: has what the race's compiles tuned, so that the same kernels run,
+            and the executables that earlier processes compiled.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
@@ -178,10 +182,13 @@ def compile_step(
             "versions of jax, jaxlib or cfp have changed. Other values of constants, "
             "such as a learning rate, are no obstacle. Plan again."
         )
-    if raced is not None and not wide and not lowering.calls_host:
-        if raced.does(step, program, ins, outs, constraints, options or {}):
-            where = (ins, outs, lowering.out_tree)
-            return CompiledStep(step, raced.compiled, *where, raced=raced)
+    plain = not wide and not lowering.calls_host
+    if not (
+        plain
+        and raced is not None
+        and raced.does(step, program, ins, outs, constraints, options or {})
+    ):
+        raced = None
     constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
         raise PlanMismatch(
@@ -201,11 +208,33 @@ def compile_step(
     environment = environment or BuildEnvironment()
     environment.prepare(platform)
     how = {**environment.options(platform), **(options or {})}
-    compiled, _ = compile_right(lowering.lowered, how)
+    kept = _executables(mesh, environment) if plain else None
+    key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
+    call = raced.call if raced else None
+    if kept is not None and call is None:
+        call = kept.get(key, mesh)
+    if call is None:
+        compiled, _ = compile_right(lowering.lowered, how)
+    else:
+        compiled = call.compiled
+    if kept is not None:
+        takes, gives = (
+            (call.takes, call.gives) if call else (range(len(ins)), range(len(outs)))
+        )
+        kept.put(key, compiled, [*takes], [*gives])
+    where = (ins, outs, lowering.out_tree)
+    if call is not None:
+        return CompiledStep(step, compiled, *where, call=call, raced=raced is not None)
     alarm = lowering.alarm if lowering.calls_host else None
-    return CompiledStep(
-        step, compiled, ins, outs, lowering.out_tree, narrow, double, alarm
-    )
+    return CompiledStep(step, compiled, *where, narrow, double, alarm)
+
+
+def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:
+    """Where executables for a mesh are kept; nowhere if several processes have it."""
+    alone = all(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    if environment.executables_dir is None or not alone or jax.process_count() > 1:
+        return None
+    return Executables(environment.executables_dir)
 
 
 def _check_even(

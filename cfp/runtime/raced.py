@@ -13,6 +13,7 @@ from cfp.profiling.builder import Built, Job
 from cfp.program.graft import Constraints, aval, partition_spec
 from cfp.program.graph import Program
 from cfp.program.step import FlatStep
+from cfp.runtime.kept import Call
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class Raced:
             and overwritten == {i for i, given in enumerate(step.donated) if given}
         )
 
-    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
-        """From all argument leaves to the result leaves."""
-        made = self.compiled(*map(leaves.__getitem__, self.takes))
-        return [*map(made.__getitem__, self.gives)]
+    @property
+    def call(self) -> Call:
+        """The program as a function of all argument leaves."""
+        return Call(self.compiled, self.takes, self.gives)
 
 
 def _types(leaves: Iterable[Any]) -> list[tuple[tuple[int, ...], Any]]:

@@ -94,8 +94,8 @@ def saved(how):
     }
 
 
-def adapted(plan, *args):
-    return cfp.adapt(plan, STEP_FN, *args, donate_argnums=0)
+def adapted(plan, *args, **more):
+    return cfp.adapt(plan, STEP_FN, *args, donate_argnums=0, **more)
 
 
 @pytest.mark.parametrize("size", [(5, 16), (3, 32)], ids=["layers", "batch"])
@@ -270,9 +270,31 @@ def test_a_plan_without_blocks_is_refused(saved):
         adapted(replace(saved["zero1"], rows=()), *arguments(5))
 
 
-def test_a_plan_on_no_devices_is_refused(saved):
+def test_a_plan_on_no_devices_takes_those_that_are_there(saved):
+    loaded = replace(saved["zero1"], mesh=None)
+    assert adapted(loaded, *arguments(5)).mesh == saved["zero1"].mesh
+    elsewhere = replace(loaded, environment={"platform": "gpu"})
     with pytest.raises(cfp.PlanMismatch, match="no devices yet"):
-        adapted(replace(saved["zero1"], mesh=None), *arguments(5))
+        adapted(elsewhere, *arguments(5))
+
+
+@pytest.mark.parametrize("name", ["zero1", "fully_sharded", "tensor_parallel"])
+def test_another_number_of_devices_takes_the_same_choices(saved, name):
+    """The same way to shard every argument, and of time nothing is said."""
+    four, two = saved[name], jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    found = adapted(four, *arguments(5), mesh=two)
+    again = adapted(four, *arguments(5))
+    assert found.mesh_axes == (("x", 2),)
+    assert found.arg_specs == again.arg_specs
+    assert found.output_specs == again.output_specs
+    assert found.constraints == again.constraints
+    assert found.predicted_ms is None
+
+
+def test_axes_of_other_names_are_refused(saved):
+    two = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with pytest.raises(cfp.PlanMismatch, match="axes of the same names"):
+        adapted(saved["zero1"], *arguments(5), mesh=two)
 
 
 def test_an_argument_that_was_pinned_is_not_forgotten(saved):

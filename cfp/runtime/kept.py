@@ -1,0 +1,150 @@
+"""Executables of steps under plans, kept on disk so that the next process runs at once.
+
+They stand beside what was measured, in a folder of the user's alone, under a digest of
+all that a compile depends on: the module with its constraints, the options, the
+devices, and the versions of JAX, XLA and the driver. What cannot be read is compiled
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh
+
+from cfp.profiling.key import environment_parts
+from cfp.profiling.private import make_private_folder, open_private
+from cfp.program.meaning import compiler_settings
+from cfp.program.step import FlatStep
+
+# Of all executables together; the least recently used go first. Guess.
+_MOST_BYTES = 4 * 2**30
+_SUFFIX = ".executable"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An executable that takes a step's argument leaves in an order of its own.
+
+    Attributes:
+        compiled: takes and returns flat arrays.
+        takes: positions of the argument leaves that it reads.
+        gives: for each result leaf its place in what the program returns.
+    """
+
+    compiled: jax.stages.Compiled
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        """Runs it on all argument leaves; returns all result leaves."""
+        made = self.compiled(*map(leaves.__getitem__, self.takes))
+        return [*map(made.__getitem__, self.gives)]
+
+
+@dataclass(frozen=True, slots=True)
+class Executables:
+    """A folder of executables for the devices of one process.
+
+    Attributes:
+        folder: made when something is kept.
+    """
+
+    folder: Path
+
+    def key(
+        self, text: bytes, mesh: Mesh, options: Mapping[str, str], step: FlatStep
+    ) -> str:
+        """A digest of all that compiling a module depends on.
+
+        Args:
+            text: the module; see `Lowering.bare_text`.
+            mesh: the devices.
+            options: of the compiler.
+            step: whose types say more than the module's.
+        """
+        devices = [*mesh.devices.flat]
+        # Types say more than the module's: keys, and numbers of no type of their own.
+        leaves = [*step.avals, *step.traced.jaxpr.out_avals]
+        rest = (
+            environment_parts(devices),
+            [device.id for device in devices],
+            sorted(options.items()),
+            [(str(leaf), leaf.weak_type) for leaf in leaves],
+            step.donated,
+            compiler_settings(),
+        )
+        return hashlib.sha256(text + repr(rest).encode()).hexdigest()
+
+    def get(self, key: str, mesh: Mesh) -> Call | None:
+        """The executable under a key, loaded on the devices; None if there is none."""
+        path = self._path(key)
+        if not _is_own(path):
+            return None
+        devices = [*mesh.devices.flat]
+        try:
+            program, takes, gives = pickle.loads(path.read_bytes())
+            compiled = deserialize_and_load(
+                *program, backend=devices[0].client, execution_devices=devices
+            )
+        except Exception:
+            # Damaged, or of a build of XLA that no version tells: readers raise
+            # anything. It is compiled again, and written over.
+            return None
+        with contextlib.suppress(OSError):  # It may have been removed meanwhile.
+            os.utime(path)
+        return Call(compiled, takes, gives)
+
+    def put(
+        self,
+        key: str,
+        compiled: jax.stages.Compiled,
+        takes: Sequence[int],
+        gives: Sequence[int],
+    ) -> None:
+        """Keeps an executable, where its platform can write it down."""
+        if _is_own(self._path(key)):
+            return
+        try:
+            data = pickle.dumps((serialize(compiled), tuple(takes), tuple(gives)))
+        except (ValueError, NotImplementedError, RuntimeError):
+            return  # Constants or effects that JAX does not write down.
+        try:
+            make_private_folder(self.folder)
+            part = self.folder / f"{key}.{os.getpid()}.part"
+            with open_private(part, "wb") as file:
+                file.write(data)
+            part.replace(self._path(key))
+            self._make_room()
+        except OSError:
+            return  # A full or read-only disk is no reason not to run the step.
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{_SUFFIX}"
+
+    def _make_room(self) -> None:
+        """Removes what was not used for longest, while all together is too large."""
+        found = [(p.stat(), p) for p in self.folder.glob(f"*{_SUFFIX}")]
+        total = sum(stat.st_size for stat, _ in found)
+        for stat, path in sorted(found, key=lambda pair: pair[0].st_mtime)[:-1]:
+            if total <= _MOST_BYTES:
+                break
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is there that nobody but this user can have written."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    return stat.st_uid == os.getuid() and not stat.st_mode & 0o022

@@ -1,0 +1,175 @@
+"""The guide to keeping a plan: each part in a process of its own, in one folder."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cfp
+from cfp_test.cli_runner import ROOT, environment
+from cfp_test.waiting import GUARD_SECONDS
+
+PAGE = (ROOT / "docs" / "keep-a-plan.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+# JAX compiles nothing; loading what was compiled is no compile.
+NO_COMPILE = """
+import jax
+def refuse(*_, **__):
+    raise AssertionError("compiled")
+jax.stages.Lowered.compile = refuse
+"""
+STEP = """
+import os, sys
+import jax, jax.numpy as jnp
+import cfp
+from train import make_state, make_train_step
+"""
+PARALLELIZED = """
+mesh = jax.make_mesh((4,), ("x",))
+step = cfp.parallelize(make_train_step(), mesh=mesh, donate_argnums=0, quiet=True)
+shapes = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+state, loss = step(shapes, jnp.ones((32, 64)))
+state, loss = step(state, jnp.ones((32, 64)))
+print(float(loss), float(state["up"].sum()), step.plan.search["race_cached"])
+"""
+
+
+def run(program, folder, **more):
+    flags = {
+        "XLA_FLAGS": FLAGS,
+        "JAX_PLATFORMS": "cpu",
+        "CFP_CACHE_DIR": str(folder / "cache"),
+        "PYTHONPATH": f"{ROOT}:{folder}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=environment(**flags, **more),
+        timeout=GUARD_SECONDS,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder after all parts of the guide have run there, one after another."""
+    path = tmp_path_factory.mktemp("kept")
+    first, *rest = BLOCKS
+    assert first.startswith("# train.py\n") and len(rest) == 6
+    (path / "train.py").write_text(first)
+    for block in rest:
+        run(block, path)
+    return path
+
+
+def test_every_part_of_the_guide_runs(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"plan.json", "checkpoint", "larger_batch.json", "two_devices.json"}
+
+
+def test_the_environment_names_a_plan(folder):
+    program = f"""{STEP}
+step = cfp.parallelize(make_train_step())
+step(make_state(jax.random.key(0)), jnp.ones((32, 64)))
+saved = cfp.Plan.load("plan.json")
+assert step.plan.arg_specs == saved.arg_specs and step.plan.search == saved.search
+"""
+    run(program, folder, CFP_PLAN="plan.json")
+
+
+def test_a_second_process_finds_plan_and_executable(folder):
+    """It compiles nothing, and its results are equal in every bit."""
+    first = run(STEP + PARALLELIZED, folder).split()
+    second = run(NO_COMPILE + STEP + PARALLELIZED, folder).split()
+    assert first[:2] == second[:2] and second[2] == "1.0"
+
+
+def test_a_damaged_executable_is_compiled_again(folder):
+    kept = folder / "cache" / "executables"
+    before = run(STEP + PARALLELIZED, folder).split()[:2]
+    for path in kept.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    assert run(STEP + PARALLELIZED, folder).split()[:2] == before
+
+
+def test_what_others_can_write_is_not_loaded(folder):
+    """An executable is code: one that others may have written is not run."""
+    run(STEP + PARALLELIZED, folder)
+    for path in (folder / "cache" / "executables").iterdir():
+        path.chmod(0o666)
+    with pytest.raises(AssertionError, match="compiled"):
+        run(NO_COMPILE + STEP + PARALLELIZED, folder)
+
+
+# ------------------------------------------------------------------ in this process
+
+
+def step_fn(state, x, scale=2.0):
+    return state + x.sum() * scale, x * state.sum()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loaded")
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    args = jnp.ones((8, 8)), jnp.ones((16, 4))
+    plan = cfp.plan(
+        step_fn,
+        *args,
+        mesh=mesh,
+        donate_argnums=0,
+        preset="fully_sharded",
+        cache_dir=path,
+        settings=cfp.PlannerSettings(race=False),
+    )
+    plan.save(path / "plan.json")
+    return cfp.Plan.load(path / "plan.json"), args
+
+
+def test_bind_takes_what_plan_takes(loaded):
+    plan, args = loaded
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[4:])
+    bound = plan.bind(step_fn, *args, mesh=mesh, donate_argnums=0, quiet=False)
+    assert bound.in_shardings[0].mesh.devices.flat[0] == jax.devices()[4]
+    assert bound.donated == plan.donated == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"memory_budget": "1GiB"}, "memory_budget decides how a step is planned"),
+        ({"donate": 0}, "Neither the step nor plan.bind has an argument donate"),
+        ({"donate_argnames": "x"}, "donates other arguments"),
+    ],
+    ids=["planning", "unknown", "donation"],
+)
+def test_bind_says_so_of_other_keywords(loaded, more, words):
+    plan, args = loaded
+    with pytest.raises(cfp.PlanMismatch, match=words):
+        plan.bind(step_fn, *args, **more)
+
+
+def test_a_loaded_plan_takes_the_first_devices(loaded):
+    plan, (state, x) = loaded
+    made, scaled = plan.apply(step_fn)(jnp.array(state), x)
+    assert {d.id for d in made.sharding.device_set} == {0, 1, 2, 3}
+    np.testing.assert_array_equal(made, state + x.sum() * 2)
+    np.testing.assert_array_equal(scaled, x * state.sum())
+    run = cfp.parallelize(step_fn, plan=plan, donate_argnums=0)
+    np.testing.assert_array_equal(run(jnp.array(state), x)[1], scaled)
+
+
+def test_a_plan_decides_alone(loaded):
+    with pytest.raises(TypeError, match="preset would decide"):
+        cfp.parallelize(step_fn, plan=loaded[0], preset="zero1")
+    with pytest.raises(cfp.MeshError, match="or a plan"):
+        cfp.parallelize(step_fn)(*loaded[1])

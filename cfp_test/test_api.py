@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -661,3 +663,13 @@ def test_types_of_less_than_a_byte(mesh, cache):
             run(step, *args)
     else:
         assert_same(run(step, *args).apply(step)(*args), step(*args))
+
+
+@pytest.mark.parametrize("before", ["pass", "cfp.attention; cfp.plan"])
+@pytest.mark.parametrize("name", ["cfp.attention.order", "cfp.plan.adapt"])
+def test_modules_are_found_behind_a_function_of_their_packages_name(name, before):
+    """Hidden packages: a function has the modules of the package that it hides."""
+    code = f"import cfp; {before}; import {name}; import {name} as other\n"
+    code += f"assert {name} is other, 'found twice'\n"
+    code += "assert callable(cfp.attention) and callable(cfp.plan)\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

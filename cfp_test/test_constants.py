@@ -94,7 +94,7 @@ def test_what_raced_runs_its_own_constants_only(planned, expected):
     same, other = (
         planned.compile(make_step(**one), make_state(), X) for one in (FIRST, SECOND)
     )
-    assert same.raced is not None and other.raced is None
+    assert same.raced and not other.raced
     np.testing.assert_allclose(losses(same), expected["first"], rtol=1e-4)
     np.testing.assert_allclose(losses(other), expected["second"], rtol=1e-4)
 

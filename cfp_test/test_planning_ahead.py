@@ -227,5 +227,5 @@ def test_other_devices_than_planned_for_have_one_clear_message(ahead, mesh):
 def test_another_step_has_one_clear_message(verified, ahead, mesh):
     _, analysis, flat = verified
     other = replace(ahead, fingerprint="0" * 64)
-    with pytest.raises(PlanMismatch, match="another step"):
+    with pytest.raises(PlanMismatch, match="not the one that was planned"):
         verify(other, analysis, flat, None, mesh=mesh)

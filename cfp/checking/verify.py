@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import device_memory, open_context
 from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
-from cfp.errors import CfpError, DeviceError, PlanMismatch, TargetError, compose
+from cfp.errors import CfpError, DeviceError, TargetError, compose
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
-from cfp.plan.parts import constraints_to_json
+from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
 from cfp.plan.words import basis_text
 from cfp.planner_settings import PlannerSettings
@@ -34,6 +34,7 @@ from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.outline import other_program
 from cfp.program.step import FlatStep
 from cfp.race.compile import Builder
 from cfp.race.programs import (
@@ -133,14 +134,9 @@ def verify(
     started = time.monotonic()
     program = analysis.frame.program
     if plan.fingerprint != program.fingerprint:
-        raise PlanMismatch(
-            compose(
-                "The plan is for another step, or other arguments.",
-                expected=f"a program with the fingerprint {plan.fingerprint[:12]}",
-                got=program.fingerprint[:12],
-                attempt="the target and the options that were planned, or cfp plan",
-            )
-        )
+        check_arguments(plan.arg_names, plan.arg_types, step)
+        here = dict(environment_parts(list(mesh.devices.flat)))
+        raise other_program(program, plan.outline, plan.environment, here)
     environment = environment_parts(list(mesh.devices.flat))
     rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))

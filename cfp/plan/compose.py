@@ -14,7 +14,9 @@ from cfp.plan.describe import plan_rows, uneven_arguments, whole_ops
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.key import configuration
 from cfp.program.graft import aval
+from cfp.program.outline import outline_of
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.raced import Raced
 from cfp.search.jobs import constraints_of
@@ -78,7 +80,8 @@ def compose_plan(
         uneven=uneven_arguments(layout),
         whole=whole_ops(layout),
         race=tuple(outcome.rows),
-        environment=environment,
+        environment={**configuration(), **environment},
+        outline=outline_of(program),
         search=search,
         rung=rung,
         predicted_bytes=size,

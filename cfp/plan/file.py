@@ -23,6 +23,7 @@ from cfp.plan.sites import sites_from_json
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
+from cfp.program.outline import outline_from_json
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
@@ -40,10 +41,11 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _FIELDS = frozenset(
     "format fingerprint mesh_axes arguments output_specs constraints recompute "
     "replaced winner predicted_ms measured_ms peak_bytes rung predicted_bytes rows "
-    "uneven whole silenced race options environment search static figures sites".split()
+    "uneven whole silenced race options environment search static figures outline "
+    "sites".split()
 )
 _OPTIONAL = frozenset(
-    {"uneven", "whole", "silenced", "rung", "predicted_bytes", "replaced"}
+    {"uneven", "whole", "silenced", "rung", "predicted_bytes", "replaced", "outline"}
 )
 RUNGS = ("estimated", "one device", "measured")
 # What `--json` prints beside a plan; it is not read.
@@ -126,6 +128,7 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
         },
         "static": _static(data["static"]),
         "figures": _read(figures_from_json, data["figures"], "figures"),
+        "outline": _read(outline_from_json, data.get("outline"), "outline"),
         "sites": _read(sites_from_json, data["sites"], "sites"),
     }
 

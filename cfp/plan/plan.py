@@ -42,6 +42,7 @@ from cfp.program.calling import sequence
 from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
+from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
@@ -78,6 +79,7 @@ class Plan:
         rung: what its numbers are from: "estimated", "one device" or "measured".
         figures: the numbers that it was chosen by, for a report; None if there are
             none.
+        outline: the operations of the planned program, to say where another differs.
         sites: where in the step the constraints stand, of a plan that was loaded.
         raced: the program that won, as the race compiled it; files have none.
         tuned: where the race kept what it tuned; files have none, and use what is kept
@@ -108,6 +110,7 @@ class Plan:
     rung: str = "measured"
     predicted_bytes: int | None = None
     figures: Figures | None = None
+    outline: Outline | None = field(default=None, compare=False, repr=False)
     sites: Sites | None = field(default=None, compare=False)
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
@@ -277,6 +280,7 @@ class Plan:
             self.constraints,
             self.options,
             raced=self.raced,
+            planned=(self.outline, self.environment),
             environment=self.tuned or BuildEnvironment.beside(store_path(None)),
         )
 
@@ -374,6 +378,7 @@ class Plan:
             "search": {k: v for k, v in self.search.items() if isfinite(v)},
             "static": self.static,
             "figures": self.figures and figures_to_json(self.figures),
+            "outline": self.outline and outline_to_json(self.outline),
             "sites": sites and sites_to_json(sites),
         }
         return json.dumps(data, indent=1)
@@ -426,6 +431,7 @@ class Plan:
         if axes != self.mesh_axes:
             raise PlanMismatch(
                 f"The plan is for a mesh {dict(self.mesh_axes)}, got {dict(axes)}. "
-                "Make that mesh, or plan again for this one."
+                "Make that mesh, carry the plan over with cfp.adapt(plan, step, *args, "
+                "mesh=mesh), or plan again."
             )
         return replace(self, mesh=mesh, raced=None)

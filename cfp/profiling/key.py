@@ -161,10 +161,7 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         "jaxlib_version": metadata.version("jaxlib"),
         "driver_version": devices[0].client.platform_version,
         "xla_flags": normalise_xla_flags(os.environ.get("XLA_FLAGS", "")),
-        "matmul_precision": _setting("jax_default_matmul_precision"),
-        "enable_x64": _setting("jax_enable_x64"),
-        "prng_impl": _setting("jax_default_prng_impl"),
-        "threefry_partitionable": _setting("jax_threefry_partitionable"),
+        **configuration(),
     }
     if topology := mocked_topology():
         # Such times are of the computation alone.
@@ -270,6 +267,16 @@ def _split(flags: str) -> list[str]:
     except ValueError:
         # Quotes that do not pair up: XLA will complain, not the key.
         return flags.split()
+
+
+def configuration() -> dict[str, str]:
+    """JAX's settings that programs follow from, as keys and plans name them."""
+    return {
+        "matmul_precision": _setting("jax_default_matmul_precision"),
+        "enable_x64": _setting("jax_enable_x64"),
+        "prng_impl": _setting("jax_default_prng_impl"),
+        "threefry_partitionable": _setting("jax_threefry_partitionable"),
+    }
 
 
 def _setting(name: str) -> str:

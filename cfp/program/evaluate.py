@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.mlir import ir
 
@@ -84,11 +83,7 @@ class Evaluator:
     def __init__(self, program: Program) -> None:
         """Parses the program's module, which is kept."""
         self._program = program
-        # Of the contexts that JAX makes, which know all dialects.
-        lowered = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
-        assert lowered is not None, "JAX lowers to StableHLO"
-        with lowered.context, ir.Location.unknown():
-            self._module = ir.Module.parse(program.text)
+        self._module = shardy.parsed(program.text)
         self._ops = shardy.program_ops(shardy.main_function(self._module))
 
     def run(

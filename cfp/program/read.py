@@ -291,6 +291,18 @@ def _source(location: ir.Location) -> str:
     return ""
 
 
+def source_of(program: Program, op: int) -> str:
+    """``path:line`` of the user's code that an op comes from, of any kind; or "".
+
+    A program names it for ops of some kinds only. What has none is of the line of the
+    last op before it that has one.
+    """
+    module = shardy.parsed(program.text)
+    found = shardy.program_ops(shardy.main_function(module))
+    sources = (_source(one.location) for one in reversed(found[: op + 1]))
+    return next(filter(None, sources), "")
+
+
 def _attributes(op: ir.Operation, index: int, blanks: _Blanks | None = None) -> str:
     # The ops of a loop or branch are read one by one.
     return "" if op.name in shardy.REGION_OPS else _text(op, index, {}, blanks)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import jax
 from jax.extend.mlir import ir, passmanager
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
@@ -96,6 +97,15 @@ def without_locations(text: bytes, context: ir.Context) -> ir.Module:
         module = ir.Module.parse(text)
         passmanager.PassManager.parse(_STRIP).run(module.operation)
     return module
+
+
+def parsed(text: bytes) -> ir.Module:
+    """A module from its text, in a context of its own."""
+    # Of the contexts that JAX makes, which know all dialects.
+    lowered = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
+    assert lowered is not None, "JAX lowers to StableHLO"
+    with lowered.context, ir.Location.unknown():
+        return ir.Module.parse(text)
 
 
 def bare_bytecode(module: ir.Module) -> bytes:

@@ -16,11 +16,13 @@ from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
+from cfp.profiling.key import environment_parts
 from cfp.program.callbacks import Alarm
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.misfit import misfit, uneven
+from cfp.program.outline import Outline, other_program
 from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
@@ -131,6 +133,7 @@ def compile_step(
     *,
     wide: bool = False,
     raced: Raced | None = None,
+    planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
 ) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
@@ -147,6 +150,8 @@ def compile_step(
             products; arguments and results are float32, too.
         raced: what a race compiled: used if it is the same program, under the same
             shardings and options, and does all that the step does.
+        planned: the operations of the program with that fingerprint, and what it was
+            made with, to say in what the step differs.
         environment: has what the race's compiles tuned, so that the same kernels run,
             and the executables that earlier processes compiled.
 
@@ -175,13 +180,9 @@ def compile_step(
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:
-        raise PlanMismatch(
-            "The step's program is not the one that was planned: the function's ops, "
-            "the shapes or dtypes of its arguments, how often its loops run, JAX's "
-            "configuration (enable_x64, default_matmul_precision, ...), or the "
-            "versions of jax, jaxlib or cfp have changed. Other values of constants, "
-            "such as a learning rate, are no obstacle. Plan again."
-        )
+        outline, environment_of_plan = planned
+        here = dict(environment_parts([*mesh.devices.flat]))
+        raise other_program(program, outline, environment_of_plan, here)
     plain = not wide and not lowering.calls_host
     if not (
         plain

@@ -1,0 +1,196 @@
+"""A program's operations in short, to say where another one differs from it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cfp.errors import PlanMismatch
+from cfp.printable import printable
+from cfp.program.graph import Op, Program
+from cfp.program.read import source_of
+
+# Of each operation: the number of its kind, and a digest of what it reads.
+_KIND_BYTES, _READS_BYTES = 3, 1
+_BYTES = _KIND_BYTES + _READS_BYTES
+_MOST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A program's operations, in order.
+
+    Attributes:
+        kinds: each kind once: name, types, and a digest of attributes behind a ``#``.
+        ops: for each operation its kind, and a digest of which operations it reads.
+    """
+
+    kinds: tuple[str, ...]
+    ops: tuple[tuple[int, int], ...]
+
+
+def outline_of(program: Program) -> Outline:
+    """A program's outline."""
+    kinds: dict[str, int] = {}
+    ops = tuple(
+        (kinds.setdefault(kind, len(kinds)), reads)
+        for kind, reads in _described(program)
+    )
+    return Outline(tuple(kinds), ops)
+
+
+def _described(program: Program) -> Iterator[tuple[str, int]]:
+    places = {value: i for i, value in enumerate(program.args)}
+    for op in program.ops:
+        reads = [_origin(program, op, v, places) for v in (*op.operands, *op.yields)]
+        attributes = zlib.crc32(op.structure.encode())
+        yield (
+            f"{_text(program, op)} #{attributes:08x}",
+            zlib.crc32(repr(reads).encode()) & 0xFF,
+        )
+
+
+def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
+    """A value as an operation reads it, wherever in a program that stands."""
+    if (producer := program.values[value].producer) >= 0:
+        return op.id - producer, value - program.ops[producer].results[0]
+    return "argument", places.get(value, -1)
+
+
+def _text(program: Program, op: Op) -> str:
+    """An operation's name and types: ``dot_general f32[8,4] f32[4,2] -> f32[8,2]``."""
+    reads = " ".join(str(program.values[v]) for v in op.operands)
+    made = " ".join(str(program.values[v]) for v in op.results)
+    return f"{op.kind} {reads} -> {made}"
+
+
+def first_difference(program: Program, planned: Outline) -> str:
+    """The first operation of a program that is not the one planned, in words."""
+    now = [*_described(program)]
+
+    def place(i: int) -> str:
+        where = source_of(program, i)
+        return f"operation {i + 1} of {len(now)}" + (f", at {where}" if where else "")
+
+    for i, (kind, reads) in enumerate(now):
+        if i >= len(planned.ops):
+            return f"{place(i)}: {_bare(kind)}, planned was nothing more"
+        number, planned_reads = planned.ops[i]
+        before = planned.kinds[number]
+        if before != kind:
+            same = _bare(before) == _bare(kind)
+            how = "with other attributes" if same else f"planned was {_bare(before)}"
+            return f"{place(i)}: {_bare(kind)}, {how}"
+        if planned_reads != reads:
+            return f"{place(i)}: {_bare(kind)}, which reads other values"
+    if len(planned.ops) > len(now):
+        more = planned.kinds[planned.ops[len(now)][0]]
+        return f"after {len(now)} operations: nothing more, planned was {_bare(more)}"
+    return "no operation; the order of results, or a function of a library"
+
+
+def _bare(kind: str) -> str:
+    return kind.rpartition(" #")[0]
+
+
+def outline_to_json(outline: Outline) -> dict[str, Any]:
+    """An outline as plain data."""
+    ops = b"".join(
+        kind.to_bytes(_KIND_BYTES, "big") + reads.to_bytes(_READS_BYTES, "big")
+        for kind, reads in outline.ops
+    )
+    packed = base64.b64encode(zlib.compress(ops, 9)).decode()
+    return {"kinds": list(outline.kinds), "ops": packed}
+
+
+def outline_from_json(data: Mapping[str, Any]) -> Outline:
+    """An outline from parsed JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: the data are damaged.
+    """
+    kinds = tuple(printable(_string(kind)) for kind in data["kinds"])
+    try:
+        packed = base64.b64decode(_string(data["ops"]), validate=True)
+        unpacker = zlib.decompressobj()
+        ops = unpacker.decompress(packed, _MOST_BYTES)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"operations that cannot be read: {error}") from error
+    if len(ops) % _BYTES or not unpacker.eof:
+        raise ValueError("operations that are cut off")
+    found = tuple(
+        (
+            int.from_bytes(ops[i : i + _KIND_BYTES], "big"),
+            int.from_bytes(ops[i + _KIND_BYTES : i + _BYTES], "big"),
+        )
+        for i in range(0, len(ops), _BYTES)
+    )
+    if any(kind >= len(kinds) for kind, _ in found):
+        raise ValueError(f"an operation of none of {len(kinds)} kinds")
+    return Outline(kinds, found)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}"[:200])
+    return value
+
+
+# What a program follows from beside the step, as plans say it, and as users do.
+_CAUSES = {
+    "platform": "platform",
+    "device_kind": "kind of devices",
+    "devices": "number of devices",
+    "jax_version": "version of jax",
+    "jaxlib_version": "version of jaxlib",
+    "enable_x64": "jax_enable_x64",
+    "matmul_precision": "jax_default_matmul_precision",
+    "prng_impl": "jax_default_prng_impl",
+    "threefry_partitionable": "jax_threefry_partitionable",
+}
+
+
+def other_program(
+    program: Program,
+    planned: Outline | None,
+    planned_for: Mapping[str, str],
+    here: Mapping[str, str],
+) -> PlanMismatch:
+    """The error that says in what a step's program differs from the one planned.
+
+    Args:
+        program: the step's.
+        planned: the operations of the one planned; None if the plan does not say.
+        planned_for: what that was made with: devices, versions, configuration.
+        here: the same of this process.
+    """
+    lines = [
+        f"  {name}: planned for {planned_for[part]}, here {here[part]}"
+        for part, name in _CAUSES.items()
+        if planned_for.get(part, here.get(part)) != here.get(part) and part in here
+    ]
+    if planned is not None:
+        lines.append(f"  first difference: {first_difference(program, planned)}")
+    else:
+        lines.append("  operations: the plan does not say which it was made for")
+    advice = "Plan again, or apply the plan to the step, with the arguments, the "
+    advice += "number of microbatches and the options, that it was made for."
+    if planned_for.get("platform", here.get("platform")) != here.get("platform"):
+        advice = (
+            "JAX lowers some operations, such as random numbers, in another way for "
+            "each platform: apply the plan on the platform that it is for."
+        )
+    return PlanMismatch(
+        "\n".join(
+            [
+                "The step's program is not the one that was planned. What differs:",
+                *lines,
+                "Other values of constants, such as a learning rate, are no obstacle. "
+                + advice,
+            ]
+        )
+    )

@@ -1,0 +1,193 @@
+"""A step that a plan does not fit: the message says in what, and where it begins."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+import cfp
+from cfp.program import shardy
+from cfp.program.outline import (
+    first_difference,
+    outline_from_json,
+    outline_of,
+    outline_to_json,
+)
+from cfp.program.step import flatten_step
+from cfp.program.trace import Lowering, planning_mesh, read_lowering, trace
+
+W, X = jnp.ones((8, 16)), jnp.ones((4, 8))
+
+
+def make_step(activation=jnp.tanh, sign=1.0, more=False, swapped=False):
+    def step(w, x):
+        h = activation(x @ w)
+        pair = w.sum(), h.sum()
+        pair = pair[::-1] if swapped else pair
+        loss = sign * (pair[0] - pair[1])
+        return w - 0.1, jnp.exp(loss) if more else loss
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def plan(mesh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("misfit")
+    made = cfp.plan(
+        make_step(),
+        W,
+        X,
+        mesh=mesh,
+        preset="data_parallel",
+        cache_dir=folder,
+        settings=cfp.PlannerSettings(race=False),
+    )
+    made.save(folder / "plan.json")
+    return cfp.Plan.load(folder / "plan.json", mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"activation": jnp.sin}, "sine f32[4,16] -> f32[4,16], planned was tanh"),
+        ({"swapped": True}, "which reads other values"),
+        ({"more": True}, "exponential f32[] -> f32[], planned was"),
+    ],
+    ids=["op", "wiring", "more"],
+)
+def test_the_first_operation_that_differs_is_shown(plan, change, words):
+    with pytest.raises(cfp.PlanMismatch) as refused:
+        plan.compile(make_step(**change), W, X)
+    text = str(refused.value)
+    assert words in text and "test_misfit.py:" in text
+    assert "planned for" not in text, "nothing else differs"
+
+
+def test_other_constants_are_no_difference(plan):
+    plan.compile(make_step(sign=-3.0), W, X)
+
+
+def test_the_configuration_is_named(plan):
+    with jax.default_matmul_precision("highest"):
+        with pytest.raises(cfp.PlanMismatch) as refused:
+            plan.compile(make_step(), W, X)
+    text = str(refused.value)
+    assert "jax_default_matmul_precision: planned for None, here highest" in text
+    assert "dot_general" in text and "with other attributes" in text
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("jax_version", "version of jax"),
+        ("device_kind", "kind of devices"),
+        ("platform", "platform"),
+    ],
+)
+def test_what_it_was_made_with_is_named(plan, part, name):
+    elsewhere = replace(plan, environment={**plan.environment, part: "another"})
+    with pytest.raises(cfp.PlanMismatch, match=f"{name}: planned for another, here"):
+        elsewhere.compile(make_step(jnp.sin), W, X)
+
+
+def test_another_number_of_devices_is_named(plan):
+    two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with pytest.raises(cfp.PlanMismatch, match=r"is for a mesh .* cfp.adapt"):
+        plan.on(two)
+
+
+def program_of(step, mesh):
+    return trace(flatten_step(step, (W, X)), mesh)[0]
+
+
+def test_outlines_survive_json(mesh):
+    outline = outline_of(program_of(make_step(), planning_mesh(mesh)))
+    assert outline_from_json(outline_to_json(outline)) == outline
+    assert len(outline.ops) == len(program_of(make_step(), planning_mesh(mesh)).ops)
+
+
+def test_what_is_shorter_says_what_is_missing(mesh):
+    where = planning_mesh(mesh)
+    longer = outline_of(program_of(make_step(), where))
+    longer = replace(longer, ops=(*longer.ops, longer.ops[-1]))
+    assert "planned was" in first_difference(program_of(make_step(), where), longer)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ops": "@@@@"},
+        {"ops": 3},
+        {"kinds": []},
+        {"ops": "eJw="},
+    ],
+)
+def test_damaged_outlines_are_refused(mesh, damage):
+    data = outline_to_json(outline_of(program_of(make_step(), planning_mesh(mesh))))
+    with pytest.raises((TypeError, ValueError)):
+        outline_from_json({**data, **damage})
+
+
+# ------------------------------------------------------- made elsewhere, for GPUs
+
+
+def dropped(w, key, x):
+    """Random numbers of three kinds, forward and backward."""
+
+    def loss_fn(w):
+        h = jnp.tanh(x @ w)
+        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
+        h = h + jax.random.normal(jax.random.fold_in(key, 1), h.shape)
+        return (h * jax.random.uniform(jax.random.split(key)[0], h.shape)).mean()
+
+    loss, grad = jax.value_and_grad(loss_fn)(w)
+    return w - grad, loss
+
+
+KEYS = {
+    "typed": lambda: jax.random.key(0),
+    "raw": lambda: jax.random.PRNGKey(0),
+    "rbg": lambda: jax.random.key(0, impl="rbg"),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_described_plan_is_of_the_program_that_gpus_run(mesh, tmp_path, kind):
+    """Lowered for CUDA, as JAX does on GPUs, for devices that are there.
+
+    On CPUs it is another program, where random numbers are drawn in a loop, and the
+    message says so.
+    """
+    args = W, KEYS[kind](), X
+    ahead = cfp.plan(dropped, *args, mesh=cfp.described("4xh200"), cache_dir=tmp_path)
+    step = flatten_step(dropped, args)
+    replicated = NamedSharding(planning_mesh(mesh), PartitionSpec())
+    run = jaxpr_as_fun(step.traced.jaxpr)
+    traced = jax.jit(
+        lambda *leaves: run(*leaves),
+        in_shardings=(replicated,) * len(step.avals),
+        out_shardings=replicated,
+        keep_unused=True,
+    ).trace(*step.avals)
+    found = {}
+    for platform in ("cpu", "cuda"):
+        lowered = traced.lower(lowering_platforms=(platform,))
+        module = lowered.compiler_ir("stablehlo")
+        erased = shardy.normalise(module)
+        leaves, tree = jax.tree.flatten(step.traced.out_info)
+        lowering = Lowering(lowered, module, tree, tuple(leaves), erased)
+        found[platform] = read_lowering(step, lowering).fingerprint
+    assert ahead.fingerprint == found["cuda"]
+    if found["cpu"] != found["cuda"]:
+        with pytest.raises(cfp.PlanMismatch, match="platform: planned for gpu, here"):
+            ahead.on(mesh).compile(dropped, *args)
+    else:
+        assert kind == "rbg", "threefry is a loop on CPUs"

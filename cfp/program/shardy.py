@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
+from cfp.program.relayout import relayout
+
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -120,6 +122,8 @@ def bare_bytecode(module: ir.Module) -> bytes:
 def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
+    Convolutions that XLA would split wrongly get another layout.
+
     Returns:
         The number of sharding constraints that were removed.
     """
@@ -138,6 +142,7 @@ def normalise(module: ir.Module) -> int:
                 _forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
+                relayout(op)
         for each in functions(module.operation):
             _separate_constants(each)
     return erased

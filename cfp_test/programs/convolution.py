@@ -145,3 +145,50 @@ def grouped_conv_step():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return train_step, (params, normal(2, 8, 12, 16))
+
+
+# Input, kernel and result; a transposed convolution has its input dilated.
+_PRIVATE = {
+    "line": ("NWC", "WIO", "NCW", {"window_strides": (2,)}),
+    "image": ("NCHW", "OIHW", "NHWC", {"rhs_dilation": (2, 2)}),
+    "transposed": ("CHWN", "HWIO", "NCHW", {"lhs_dilation": (2, 2)}),
+    "volume": ("NCDHW", "DHWIO", "CDHWN", {"window_strides": (1, 2, 1)}),
+}
+
+
+def per_example_gradients_step():
+    """Clips the gradients of each example, of convolutions in several layouts."""
+    params, inputs = {}, {}
+    for seed, (name, (taken, kernel, _, _)) in enumerate(_PRIVATE.items()):
+        inputs[name] = normal(seed, 8, *(4 if c == "C" else 5 for c in taken[1:]))
+        sizes = {"I": 4, "O": 8}
+        params[name] = normal(9 + seed, *(sizes.get(c, 3) for c in kernel))
+    # Examples come first, wherever a convolution has its batch.
+    inputs["transposed"] = normal(2, 8, 4, 5, 5)
+
+    def loss(p, example):
+        total = 0.0
+        for name, (taken, kernel, made, options) in _PRIVATE.items():
+            dims = len(taken) - 2
+            y = jax.lax.conv_general_dilated(
+                jnp.expand_dims(example[name], taken.index("N")),
+                p[name],
+                options.get("window_strides", (1,) * dims),
+                [(1, 1)] * dims,
+                lhs_dilation=options.get("lhs_dilation"),
+                rhs_dilation=options.get("rhs_dilation"),
+                dimension_numbers=(taken, kernel, made),
+            )
+            total += jnp.tanh(y).mean() + jnp.square(y).mean()
+        return total
+
+    def clip(grads):
+        norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: g / jnp.maximum(1.0, norm), grads)
+
+    def train_step(params, examples):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, examples)
+        mean = jax.tree.map(lambda g: g.mean(0), jax.vmap(clip)(grads))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
+
+    return train_step, (params, inputs)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.flow import passes
-from cfp.analysis.specs import even_spec, extend_spec
+from cfp.analysis.specs import even_spec, stored_spec
 from cfp.analysis.state import GroupSharding
-from cfp.analysis.storage import StorageGroup
+from cfp.analysis.storage import Storage, StorageGroup
 from cfp.analysis.strategies import (
     BlockSharding,
     FactorAxes,
@@ -29,19 +28,6 @@ from cfp.analysis.strategies import (
 )
 from cfp.program.graft import Constraints
 from cfp.program.graph import Op, Program
-
-
-class Storage(StrEnum):
-    """How a storage group is kept between steps.
-
-    USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
-    the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
-    before use (ZeRO-3, fully sharded data parallel).
-    """
-
-    USED = "used"
-    OPTIMIZER = "optimizer"
-    SHARDED = "sharded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +205,14 @@ class Layout:
         used = self.read_spec(main) or ((),) * len(group.shape)
         used = even_spec(used, group.shape, mesh)
         used = self.frame.pins.get(group.args[0], used)
-        wide = used
-        if mode is not Storage.USED:
-            wide = extend_spec(used, group.shape, mesh, group.whole_dims)
+        wide = stored_spec(group, mode, used, mesh, group.args[0] in self.frame.pins)
         for place, position in enumerate(group.args):
             is_parameter = place == 0 or position in group.read_args
             keep = is_parameter and mode is Storage.OPTIMIZER
             stored = used if keep else wide
             stored = self.frame.pins.get(position, stored)
             self.value_spec[program.args[position]] = stored
-        if mode is Storage.SHARDED:
+        if mode in (Storage.SHARDED, Storage.LARGEST):
             # Casts and slices a sharded parameter before it is gathered, not after.
             for op_id, axes in sharding.read_axes(wide).items():
                 if op_id in self.axes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
@@ -17,10 +18,36 @@ from cfp.analysis.pairing import pair_outputs
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
-__all__ = ["StorageGroup", "find_storage", "pair_outputs"]
+__all__ = [
+    "USUAL_STORAGE",
+    "Storage",
+    "StorageGroup",
+    "find_storage",
+    "pair_outputs",
+]
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
 _LOOKUPS = frozenset({"gather", "scatter"})
+
+
+class Storage(StrEnum):
+    """How a storage group is kept between steps.
+
+    USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
+    the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
+    before use (ZeRO-3, fully sharded data parallel). LARGEST: matrices sharded along
+    their largest dims, however their blocks use them, as people shard them by hand;
+    the rest as used.
+    """
+
+    USED = "used"
+    OPTIMIZER = "optimizer"
+    SHARDED = "sharded"
+    LARGEST = "largest"
+
+
+# What is tried of every strategy; parts of whole choices may be stored otherwise.
+USUAL_STORAGE = (Storage.USED, Storage.OPTIMIZER, Storage.SHARDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.presets import presets as all_presets
+from cfp.presets.propagated import named_choices
 from cfp.profiling.marks import Limits
 from cfp.report import passes
 from cfp.report.console import literal_console
@@ -311,7 +311,7 @@ def presets(
     pins = values.parse_pins(pin)
     with o.only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
-        by_name = all_presets(session.analysis.frame)
+        by_name = named_choices(session.analysis.frame)
         found = passes.presets_data(session.analysis, by_name)
         if as_json:
             print_json(json.dumps(found, indent=1))

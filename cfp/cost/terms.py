@@ -15,7 +15,7 @@ from math import prod
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.layout import Frame, Storage
-from cfp.analysis.specs import even_spec, extend_spec, spec_ways
+from cfp.analysis.specs import even_spec, spec_ways, stored_spec
 from cfp.analysis.strategies import (
     FactorAxes,
     Spec,
@@ -165,7 +165,7 @@ class Terms:
             main = program.args[group.args[0]]
             wants, used, wide = self.state_specs(index, terms, mode)
             size = program.values[main].size_bytes
-            if mode is Storage.SHARDED:
+            if mode in (Storage.SHARDED, Storage.LARGEST):
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
                     moves += self.transition_ms(read, wide, (), want)
@@ -190,10 +190,11 @@ class Terms:
         used = wants[0] if wants else ((),) * len(group.shape)
         used = even_spec(used, group.shape, frame.mesh)
         used = frame.pins.get(group.args[0], used)
-        if mode is Storage.USED:
-            return wants, used, used
-        wide = extend_spec(used, group.shape, frame.mesh, group.whole_dims)
-        return wants, used, wide
+        return (
+            wants,
+            used,
+            stored_spec(group, mode, used, frame.mesh, group.args[0] in frame.pins),
+        )
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """How many times smaller a parameter is once it is cast, before its use."""

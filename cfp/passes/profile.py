@@ -11,7 +11,7 @@ from cfp.context import PlanContext
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
-from cfp.presets.presets import presets
+from cfp.presets.propagated import named_choices
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
@@ -61,7 +61,7 @@ def look_up(
     """
     settings, alone = context.settings, context.agreement.alone
     estimates = estimate_kinds(analysis, rates)
-    every = leading_presets(analysis, estimates, presets(analysis.frame))
+    every = leading_presets(analysis, estimates, named_choices(analysis.frame))
     # What saves memory is worth measuring however long it takes, if need be, and so are
     # all where one could not be built or run; which depends on times, too, that several
     # processes may know differently.
@@ -169,7 +169,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         # What lies between processes may be anything, and is found out in seconds.
         rates = measured_rates(context)
     estimates = estimate_kinds(analysis, rates)
-    named = leading_presets(analysis, estimates, presets(analysis.frame))
+    named = leading_presets(analysis, estimates, named_choices(analysis.frame))
     found = estimate_options(
         estimates,
         named,

@@ -12,9 +12,10 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import CfpError
 from cfp.presets.presets import PRESETS, presets
+from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.race.candidates import (
     leanest_of,
-    level_name,
+    named_candidates,
     planned_around,
     rematerialized,
 )
@@ -40,7 +41,10 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
-    explored, named = profiles.found, dict(profiles.presets)
+    explored = profiles.found
+    known = profiles.presets.items()
+    presets_there = {name: c for name, c in known if name not in PROPAGATED}
+    named = {**presets_there}
     decided_by = context.decided_by(profiles.interrupted)
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
@@ -57,6 +61,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     problem, tight, plans = problems[0], explored.tight, context.rules.plans
     if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
+    named |= {name: c for name, c in known if name in PROPAGATED}
     # Where the compiler may yet save some memory, more may fit; it will say so.
     hoped = scale_memory(problem, context.least_memory_share(profiles.interrupted))
     # Of each problem, with its memory as predicted or scaled, how many of the best.
@@ -86,16 +91,12 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     first, *others = found
     around = {}
     if context.stand_in is not None:
-        known = {*found, *named.values()}
-        around = planned_around(analysis, problem, profiles.presets)
-        around = {name: c for name, c in around.items() if c not in known}
+        choices = {*found, *named.values()}
+        around = planned_around(analysis, problem, presets_there)
+        around = {name: c for name, c in around.items() if c not in choices}
     candidates = [
         Candidate("planned", first),
-        *(
-            Candidate(level_name(name, level), choice, level=level, is_preset=True)
-            for level in context.rules.levels
-            for name, choice in named.items()
-        ),
+        *named_candidates(named, context.rules.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
         *(Candidate(name, choice) for name, choice in around.items()),
     ]
@@ -127,7 +128,7 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
     Raises:
         CfpError: there is no such preset for the program.
     """
-    known = presets(analysis.frame)
+    known = named_choices(analysis.frame)
     if name not in known:
         raise CfpError(
             f"There is no preset {name!r} for this program. There are: "

@@ -22,6 +22,7 @@ STORAGE_WORDS = {
     "used": "as used",
     "optimizer": "optimizer sharded",
     "sharded": "sharded",
+    "largest": "sharded along their largest dims",
 }
 
 # What a short text has room for.

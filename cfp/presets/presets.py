@@ -61,14 +61,14 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
     axes = zip(frame.mesh, roles, strict=True)
     columns = [axis_walk(frame, role, size) for (_, size), role in axes]
     strategies = tuple(
-        _compatible(frame, block, tuple(column[block.index] for column in columns))
+        compatible(frame, block, tuple(column[block.index] for column in columns))
         for block in frame.blocks
     )
     return Choice(strategies, (storage,) * len(frame.groups))
 
 
-def _compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
-    """Drops the later of two axes that do not split a factor together."""
+def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
+    """A strategy without the later of two axes that do not split a factor together."""
     rule = frame.program.ops[block.anchor].rule
     assert rule is not None
     split: dict[int, int] = {}

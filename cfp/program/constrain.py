@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.graph import Program, Spec
@@ -69,21 +69,23 @@ def constrain(
     if len(ops) != len(program.ops):
         raise AssertionError("the module does not have the program's ops")
     with module.context, ir.Location.unknown():
-        inserter = _Inserter(module, function, ops, program, mesh)
+        inserter = Inserter(module, function, ops, program, mesh)
         inserter.insert(constraints)
         rematerialize(function, ops, constraints.rematerialized)
         where = (module, ops, program, mesh, inserter.mesh_name)
         return replace_ops(*where, constraints.replaced)
 
 
-class _Inserter:
+class Inserter:
+    """Inserts constraints into a module that has a program's ops."""
+
     def __init__(
         self,
         module: ir.Module,
         function: ir.Operation,
         ops: list[ir.Operation],
         program: Program,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
     ) -> None:
         self._program = program
         self._ops = ops
@@ -105,6 +107,7 @@ class _Inserter:
         return found
 
     def insert(self, constraints: Constraints) -> None:
+        """Constrains values where they are made, and uses that differ from that."""
         # Reading the uses first keeps them on the values as they were.
         slots = {use: self._slot(*use) for use in constraints.uses}
         for value_id, spec in constraints.values.items():
@@ -145,9 +148,10 @@ class _Inserter:
         else:
             point = ir.InsertionPoint.after(owner)
         with point:
-            return sdy.ShardingConstraintOp(value, self._attribute(spec), loc=location)
+            return sdy.ShardingConstraintOp(value, self.attribute(spec), loc=location)
 
-    def _attribute(self, spec: Spec) -> ir.Attribute:
+    def attribute(self, spec: Spec) -> ir.Attribute:
+        """A spec as Shardy writes it."""
         if spec not in self._attributes:
             dims = ", ".join(
                 "{" + ", ".join(f'"{name}"' for name in names) + "}" for names in spec
@@ -165,7 +169,7 @@ def _location(value: ir.Value) -> ir.Location:
     return owner.operation.location
 
 
-def _mesh_symbol(module: ir.Module, mesh: Mesh) -> str:
+def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
     """The name of the module's mesh with these axes; adds it where there is none."""
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     wanted = f"<[{axes}]>"

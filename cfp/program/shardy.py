@@ -19,8 +19,9 @@ from cfp.program.relayout import relayout
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
 RULE = "sdy.sharding_rule"
-PIPELINES = (_INLINE, _STRIP, _RULES)
+PIPELINES = (_INLINE, _STRIP, _RULES, PROPAGATION)
 
 # Regions of these ops are programs of their own; regions of all other ops (reduce,
 # scatter, sort, ...) hold scalar code that belongs to the op.

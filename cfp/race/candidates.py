@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
+from cfp.presets.propagated import BY_HAND, FROM_ARGUMENTS
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve
@@ -19,6 +20,35 @@ def level_name(name: str, level: ConstraintLevel) -> str:
     """What a choice is called under a constraint level."""
     whole = level is ConstraintLevel.EVERYTHING
     return name if whole else f"{name}, {level} constrained"
+
+
+# How much the compiler is constrained to presets; and to propagation's choices, which is
+# asked again for what it was asked before. Constrained to all values these are points of
+# the search like any other.
+_PRESET_LEVELS = (ConstraintLevel.EVERYTHING, ConstraintLevel.ARGUMENTS)
+_PROPAGATED_LEVELS = {
+    BY_HAND: ConstraintLevel.ACTIVATIONS,
+    FROM_ARGUMENTS: ConstraintLevel.ARGUMENTS,
+}
+
+
+def named_candidates(
+    named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
+) -> list[Candidate]:
+    """Presets and what propagation makes, each at the levels that make sense for it.
+
+    Args:
+        named: choices by name; what is rematerialized says so behind a comma.
+        levels: those that may race.
+    """
+    found = []
+    for level in levels:
+        for name, choice in named.items():
+            own = _PROPAGATED_LEVELS.get(name.partition(",")[0])
+            if level in (_PRESET_LEVELS if own is None else (own,)):
+                title, is_preset = level_name(name, level), own is None
+                found.append(Candidate(title, choice, None, level, {}, is_preset))
+    return found
 
 
 def with_options(

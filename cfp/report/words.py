@@ -8,7 +8,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.plan.describe import kernel_text, strategy_text
 from cfp.plan.text import STORAGE_WORDS, merged_name
-from cfp.presets.presets import presets
+from cfp.presets.propagated import named_choices
 from cfp.printable import distinct_ends
 from cfp.search.problem import Option
 
@@ -23,7 +23,7 @@ def option_names(
     That of the first preset whose part it is, or else its number: ``#7``. What is
     rematerialized has the name of what is not, and says so.
     """
-    by_name = presets(analysis.frame)
+    by_name = named_choices(analysis.frame)
     found = []
     for kind, index in enumerate(analysis.representatives):
         names: dict[tuple, str] = {}

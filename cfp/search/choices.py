@@ -15,11 +15,13 @@ import numpy as np
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.presets.presets import PRESETS
+from cfp.presets.propagated import PROPAGATED
 from cfp.profiling.collectives import Rates
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem, Solved
@@ -100,7 +102,7 @@ def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoi
     for (a, b), matrix in estimate.edge_ms.items():
         before.setdefault(b, []).append((a, matrix))
     found = []
-    for storage in Storage if estimate.segment.groups else (Storage.USED,):
+    for storage in USUAL_STORAGE if estimate.segment.groups else (Storage.USED,):
         costs, picks = np.zeros(1), np.zeros((1, 0), int)
         for place, options in enumerate(estimate.node_ms[storage]):
             grown = costs[:, None] + options[None, :]
@@ -146,7 +148,7 @@ def first_candidates(
             count = max(len(found), min(per_kind, count))
         ranked = ranked_candidates(estimate, count)
         leaders = {c.storage: c for c in reversed(ranked)}
-        leading = [leaders[mode] for mode in Storage if mode in leaders]
+        leading = [leaders[mode] for mode in USUAL_STORAGE if mode in leaders]
         for candidate in (*leading, *ranked):
             if len(found) >= count:
                 break
@@ -195,8 +197,9 @@ def leading_presets(
     # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
-    mixed = sorted(presets.keys() - set(PRESETS), key=total_ms.__getitem__)
-    leading = {*PRESETS, *mixed[:MIXED_PRESETS]}
+    always = {*PRESETS, *PROPAGATED}
+    mixed = sorted(presets.keys() - always, key=total_ms.__getitem__)
+    leading = {*always, *mixed[:MIXED_PRESETS]}
     return {
         name: choice
         for name, choice in presets.items()

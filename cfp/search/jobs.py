@@ -21,6 +21,7 @@ from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
+from cfp.presets.propagated import activations
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
@@ -91,7 +92,9 @@ def _constrain(
     values = constrained.values
     uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
     if level is not ConstraintLevel.EVERYTHING:
-        values, uses = {}, {}
+        is_bare = level is ConstraintLevel.ARGUMENTS
+        shared = () if is_bare else activations(frame)
+        values, uses = {v: spec for v, spec in values.items() if v in shared}, {}
     return Constraints(
         values,
         uses,

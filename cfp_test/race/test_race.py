@@ -12,7 +12,8 @@ from cfp import api
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
-from cfp.presets.presets import PRESETS, presets
+from cfp.presets.presets import PRESETS
+from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
@@ -237,7 +238,7 @@ def test_what_cannot_fit_however_rematerialized_is_not_measured(plan, monkeypatc
     swollen = {"data_parallel"}
 
     def swell(costs, choice):
-        named = presets(costs.analysis.frame)
+        named = named_choices(costs.analysis.frame)
         is_large = any(named.get(name) == choice for name in swollen)
         return 2**31 if is_large else least(costs, choice)
 
@@ -252,7 +253,7 @@ def test_what_cannot_fit_however_rematerialized_is_not_measured(plan, monkeypatc
     row, count = asked()
     assert row.note == TOO_LARGE and row.predicted_ms is None
     # Where none can fit, all are measured: an error is to say what would do.
-    swollen.update(PRESETS)
+    swollen.update(PRESETS, PROPAGATED)
     row, every = asked()
     assert row.note == "" and every > count
 

@@ -16,6 +16,7 @@ from typing import Any
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Storage, lay_out
 from cfp.analysis.specs import stored_spec
+from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import NONE, AxisChoice, Spec, Strategy, axis_choices
 from cfp.presets.presets import compatible, preset, presets
 from cfp.program.propagate import propagate
@@ -96,10 +97,22 @@ def _propagated(frame: Frame) -> Mapping[str, Choice]:
             compatible(frame, block, _read_back(frame, block, specs))
             for block in frame.blocks
         )
-        choice = Choice(strategies, (Storage.LARGEST,) * len(frame.groups))
+        choice = _stored_usually(frame, strategies)
         if choice not in found.values():
             found[name] = choice
     return found
+
+
+def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
+    """A choice with matrices along their largest dims, in a usual way if it is one."""
+    modes = (Storage.LARGEST, *USUAL_STORAGE)
+    ways = [Choice(strategies, (mode,) * len(frame.groups)) for mode in modes]
+    layouts = [lay_out(frame, way) for way in ways]
+    positions = range(len(frame.program.args))
+    largest, *usual = [[*map(layout.arg_spec, positions)] for layout in layouts]
+    pairs = zip(ways[1:], usual, strict=True)
+    alike = [way for way, specs in pairs if specs == largest]
+    return [*alike, ways[0]][0]
 
 
 def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strategy:

@@ -66,8 +66,9 @@ def propagate(
                 index = ir.IntegerAttr(op.attributes[_NUMBER]).value
                 each = sdy.TensorShardingPerValueAttr(op.attributes[_SHARDING])
                 shardings = map(_spec, each.shardings)
+                # A call of the host without results has a sharding all the same.
                 results = program.ops[index].results
-                found.update(zip(results, shardings, strict=True))
+                found.update(zip(results, shardings, strict=False))
         return {**found, **values}
 
 

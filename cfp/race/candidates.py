@@ -22,9 +22,9 @@ def level_name(name: str, level: ConstraintLevel) -> str:
     return name if whole else f"{name}, {level} constrained"
 
 
-# How much the compiler is constrained to presets; and to propagation's choices, which is
-# asked again for what it was asked before. Constrained to all values these are points of
-# the search like any other.
+# How much the compiler is constrained to presets; and to propagation's choices, of
+# which it is asked again what it was asked before. With all values constrained these
+# are points of the search like any other.
 _PRESET_LEVELS = (ConstraintLevel.EVERYTHING, ConstraintLevel.ARGUMENTS)
 _PROPAGATED_LEVELS = {
     BY_HAND: ConstraintLevel.ACTIVATIONS,

@@ -84,12 +84,13 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     none, nothing = measured(0.0)
     assert (none, nothing) == ([], set())
     one, two = measured(1.0)
-    assert len(one) == 1 and len(two) == 2
+    assert len(one) == 1 and {kind for kind, _ in two} == {0, 1}
     rounds, every = measured(float("inf"))
     assert rounds[0] == one[0] and len(rounds) > 2
     # The fastest of each kind come first.
     numbers = [int(label.split()[1]) for labels in rounds for label in labels]
     assert numbers == sorted(numbers) and numbers[-1] == 3
-    assert two < every and len(every) == len(numbers)
+    # Of two ways to shard that are one program both are known.
+    assert two < every and len(every) >= len(numbers)
     # What is known counts, however late it is.
     assert measured(0.0) == ([], every)

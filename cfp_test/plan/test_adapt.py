@@ -305,7 +305,12 @@ def test_an_argument_that_was_pinned_is_not_forgotten(saved):
     found = adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
     assert found.arg_specs[found.arg_names.index("params/head")] == specs[head]
     specs[head] = ((), ("x",))
-    with pytest.raises(cfp.PlanMismatch, match="params/head would be sharded other"):
+    found = adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
+    assert found.arg_specs[found.arg_names.index("params/head")] == specs[head]
+    specs = list(plan.arg_specs)
+    down = plan.arg_names.index("params/layers/0/down")
+    specs[down] = ((), ("x",))  # Neither the first dim nor the largest.
+    with pytest.raises(cfp.PlanMismatch, match="0/down would be sharded other"):
         adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
 
 

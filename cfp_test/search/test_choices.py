@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
+from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.models import registry
@@ -31,7 +32,7 @@ def small(request):
     return estimated(*PROGRAMS["mlp"]()[:2], request.param)
 
 
-@pytest.mark.parametrize("mode", list(Storage))
+@pytest.mark.parametrize("mode", USUAL_STORAGE)
 def test_beam_search_finds_the_cheapest(small, mode, monkeypatch):
     _, estimates = small
     for estimate in estimates:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cfp.analysis.layout import Storage
+from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.errors import DeviceError
@@ -156,7 +157,7 @@ class Devices:
                 [
                     self._option(kind, SegmentChoice(picks, mode, remat=again))
                     for picks in every
-                    for mode in Storage
+                    for mode in USUAL_STORAGE
                     for again in remat
                 ]
             )
@@ -184,7 +185,7 @@ def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(
     monkeypatch.setattr("cfp.search.choices.BEAM_WIDTH", 4096)
     for kind, estimate in enumerate(estimates):
         every = ranked_candidates(estimate, 1)
-        assert {c.storage for c in every} == {*Storage}
+        assert {c.storage for c in every} == {*USUAL_STORAGE}
         mine = [w.candidate for w in found.wanted if w.kind == kind]
         best = min(devices.time_ms(kind, c) for c in mine)
         assert best <= TRUTH * min(c.estimate_ms for c in every) * 1.01 + 1e-9

@@ -20,7 +20,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.cluster.ray.steps import plan_step
 from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError
+from cfp.errors import CfpError, MeshError, nearest
 from cfp.passes.pipeline import Pins, analyze_step, decide
 from cfp.passes.profile import kernels_of, profile
 from cfp.passes.search import preset_solution, search
@@ -32,6 +32,7 @@ from cfp.profiling.conversation import together
 from cfp.profiling.interrupts import heeded
 from cfp.profiling.store import store_path
 from cfp.program.callbacks import host_calls
+from cfp.program.calling import check_keywords
 from cfp.program.meaning import meaning
 from cfp.program.step import FlatStep, flatten_step
 from cfp.report.figures import with_figures
@@ -115,6 +116,7 @@ def plan(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
             "cfp.described(...) to plan for devices that are not here."
         )
+    check_keywords(fn, kwargs, ["mesh", "quiet", *_OPTIONS])
     step = flatten_step(
         fn,
         args,
@@ -274,9 +276,10 @@ def parallelize(
     """
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:
+        known = ["mesh", "plan", "quiet", *_OPTIONS]
         raise TypeError(
-            f"cfp.parallelize has no option {', '.join(unknown)}. There are: mesh, "
-            f"plan, quiet, {', '.join(_OPTIONS)}."
+            f"cfp.parallelize has no option {', '.join(unknown)}; "
+            f"{nearest(unknown[0], known)}There are: {', '.join(known)}."
         )
     if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
         raise TypeError(

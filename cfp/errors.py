@@ -7,7 +7,8 @@ value (a `ProfileRecord` with a status); it becomes one of these at the edge.
 
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,24 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
       The message, one line for each.
     """
     return f"{summary}\n  expected: {expected}\n  got: {got}\n  try: {attempt}"
+
+
+def nearest(
+    name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> str:
+    """What was probably meant by a name: ``did you mean 'fully_sharded'? ``, or ``""``.
+
+    Args:
+      name: that there is not.
+      known: the names that there are.
+      aliases: what else these are called.
+    """
+    known = [*known]
+    plain = name.lower().replace("-", "_")
+    other = (aliases or {}).get(plain)
+    found = [other] if other in known else []
+    found = found or get_close_matches(plain, known, 1, 0.5)
+    return f"did you mean {found[0]!r}? " if found else ""
 
 
 def place_of(error: BaseException) -> str:

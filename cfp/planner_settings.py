@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
+from typing import Any
 
 from cfp.attention.kernels import KERNELS
-from cfp.errors import CfpError
+from cfp.errors import CfpError, nearest
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
@@ -87,6 +88,20 @@ class PlannerSettings:
     progress: Callable[[Progress | str], None] | None = None
     ray: str | None = None
     place: Place | None = None
+
+    def __new__(cls, **given: Any) -> PlannerSettings:
+        """Refuses names that there are not, with the nearest that there is.
+
+        Raises:
+            CfpError: there is such a name.
+        """
+        known = [one.name for one in fields(cls)]
+        for name in given.keys() - {*known}:
+            raise CfpError(
+                f"PlannerSettings has no {name}; {nearest(name, known)}"
+                f"There are: {', '.join(known)}."
+            )
+        return object.__new__(cls)
 
     def __post_init__(self):
         for name, least, what in (

@@ -344,5 +344,8 @@ def _no_plan(errors: Sequence[tuple[str, CfpError]]) -> CfpError:
     """The error where every variant failed: the only one's, or all of them."""
     if len(errors) == 1:
         return errors[0][1]
-    lines = [f"{name}: {error}" for name, error in errors]
+    names: dict[str, list[str]] = {}
+    for name, error in errors:
+        names.setdefault(str(error), []).append(name)
+    lines = [f"{', '.join(found)}: {text}" for text, found in names.items()]
     return CfpError("\n".join(["None of the variants can be planned.", *lines]))

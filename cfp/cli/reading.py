@@ -106,6 +106,8 @@ def export(
         Path | None,
         typer.Option(
             "--python",
+            "--output",
+            "-o",
             metavar="FILE",
             help="Write a Python module that runs the step with plain JAX.",
         ),

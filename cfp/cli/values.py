@@ -64,6 +64,11 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     """
     if path is None or is_follower():
         return
+    if str(path).startswith("-"):
+        raise CfpError(
+            f"{option} expects a file, got {path}, which looks like an option. A file "
+            f"of that name is ./{path}."
+        )
     folder = path.parent
     if path.is_dir() or not folder.is_dir():
         problem = "is a folder" if path.is_dir() else f"{folder} is no folder"

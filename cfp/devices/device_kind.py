@@ -171,6 +171,15 @@ def kind(name: str) -> DeviceKind:
     return kind_from(tomllib.loads(text), file, f"{file}.toml")
 
 
+@cache
+def memory_of(device_kind: str) -> int | None:
+    """Memory of a device, by JAX's name of its kind; None if that is not shipped."""
+    for name in {*kinds().values()}:
+        if kind(name).device_kind == device_kind:
+            return int(kind(name).numbers["memory_gib"].value * 2**30)
+    return None
+
+
 def kind_from(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     """A kind of device from parsed TOML.
 

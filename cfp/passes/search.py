@@ -10,8 +10,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
-from cfp.errors import CfpError
-from cfp.presets.presets import PRESETS, presets
+from cfp.errors import CfpError, nearest
+from cfp.presets.presets import ALIASES, PRESETS, presets
 from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.race.candidates import (
     leanest_of,
@@ -131,8 +131,8 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
     known = named_choices(analysis.frame)
     if name not in known:
         raise CfpError(
-            f"There is no preset {name!r} for this program. There are: "
-            f"{', '.join(known)}."
+            f"There is no preset {name!r} for this program; "
+            f"{nearest(name, known, ALIASES)}There are: {', '.join(known)}."
         )
     return Solution([Candidate(name, known[name])])
 

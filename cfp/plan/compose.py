@@ -10,7 +10,12 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.devices.described import DescribedMesh
-from cfp.plan.describe import plan_rows, uneven_arguments, whole_ops
+from cfp.plan.describe import (
+    plan_rows,
+    undonated_bytes,
+    uneven_arguments,
+    whole_ops,
+)
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
@@ -49,6 +54,8 @@ def compose_plan(
     search: dict[str, Any] = dict(outcome.counts)
     if program.erased_constraints:
         search["constraints_left_out"] = program.erased_constraints
+    if undonated := undonated_bytes(layout):
+        search["undonated_bytes"] = undonated
     estimated = "strategies_estimated" in search
     described = mesh if isinstance(mesh, DescribedMesh) else None
     rung = "measured" if timed or not estimated else "estimated"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
-from cfp.analysis.specs import even_spec
+from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.transitions import transition
 from cfp.patterns.build import split
 from cfp.plan.parts import PlanRow
+from cfp.presets.batch import data_arguments
 from cfp.program.graph import Op, Program
 from cfp.search.problem import Problem
 from cfp.units import format_bytes
@@ -91,7 +92,45 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
             found.append(
                 f"{program.arg_names[position]} ({shape[lost[0]]} over {over})"
             )
-    return tuple(found)
+    return (*found, *_uneven_batch(layout, {name.split(" (")[0] for name in found}))
+
+
+def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
+    """Arguments of a batch that no axis divides, so that no strategy shards them.
+
+    Args:
+        layout: of the plan.
+        named: those that are named anyway.
+    """
+    program, sizes = layout.frame.program, layout.frame.mesh
+    over = ",".join(f"{name}={size}" for name, size in sizes)
+    for position, rank in data_arguments(layout.frame).items():
+        shape = program.values[program.args[position]].shape
+        name = program.arg_names[position]
+        divided = any(shape[0] % size == 0 for _, size in sizes)
+        if rank or divided or name in named or any(layout.arg_spec(position)):
+            continue
+        yield f"{name} ({shape[0]} over {over})"
+
+
+def undonated_bytes(layout: Layout) -> int:
+    """Bytes on a device of arguments that are there twice, since they are not donated.
+
+    Of such an argument the step makes the next one: its state. What is handed back as
+    it is counts, too.
+    """
+    frame = layout.frame
+    program = frame.program
+    kept = [
+        position
+        for position in frame.group_of_arg
+        if frame.paired[position] is not None and program.alias[position] is None
+    ]
+    return sum(
+        program.values[program.args[p]].size_bytes
+        // spec_ways(layout.arg_spec(p), frame.mesh)
+        for p in kept
+    )
 
 
 def whole_ops(layout: Layout) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
+from cfp.devices.device_kind import memory_of
 from cfp.plan.parts import PlanRow
 from cfp.printable import columns, distinct_ends, merged_name, span_text
 from cfp.race.programs import RaceRow
@@ -25,6 +26,8 @@ STORAGE_WORDS = {
     "largest": "sharded along their largest dims",
 }
 
+# Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
+_USUAL_SHARE = 0.70, 0.76
 # What a short text has room for.
 _MOST_REPEATS = 4
 _MOST_NAMES = 4
@@ -160,6 +163,12 @@ def remarks(plan: Plan) -> list[str]:
             f"a tie: {ties:.0f} other{'s were' if ties > 1 else ' was'} as fast within "
             "the spread of their samples; the simplest of them is the plan"
         )
+    if undonated := plan.search.get("undonated_bytes", 0):
+        found.append(
+            "the state is there twice: donate it (donate_argnums, --donate), and "
+            f"{format_bytes(undonated)} of each device are free"
+        )
+    found += _budget_remarks(plan)
     if plan.uneven:
         found.append(
             f"whole, since the mesh does not divide it: {_few(plan.uneven, ', ')}"
@@ -176,6 +185,20 @@ def remarks(plan: Plan) -> list[str]:
         what = f"{count:.0f} of the step's own sharding constraints"
         found.append(f"left out: {what}, since the plan decides")
     return found
+
+
+def _budget_remarks(plan: Plan) -> list[str]:
+    """How much of a device's memory a plan may use."""
+    budget = plan.figures.budget_bytes if plan.figures else None
+    if budget is None:
+        return []
+    text = f"a plan may use {format_bytes(budget)}"
+    whole = memory_of(plan.environment.get("device_kind", ""))
+    if whole is None or budget > whole:
+        return [f"{text} of each device"]
+    by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
+    why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+    return [f"{text} of the {format_bytes(whole)} of each device{why * by_default}"]
 
 
 def _attention_remarks(plan: Plan) -> list[str]:

@@ -23,6 +23,28 @@ PRESETS = {
     "expert_parallel": ("expert", Storage.USED),
 }
 
+# What others call them.
+ALIASES = {
+    "ddp": "data_parallel",
+    "dp": "data_parallel",
+    "data": "data_parallel",
+    "replicated": "data_parallel",
+    "zero_1": "zero1",
+    "zero2": "zero1",
+    "zero_2": "zero1",
+    "fsdp": "fully_sharded",
+    "fsdp2": "fully_sharded",
+    "zero3": "fully_sharded",
+    "zero_3": "fully_sharded",
+    "hsdp": "fully_sharded",
+    "tp": "tensor_parallel",
+    "megatron": "tensor_parallel",
+    "model_parallel": "tensor_parallel",
+    "sp": "tensor_sequence_parallel",
+    "sequence_parallel": "tensor_sequence_parallel",
+    "ep": "expert_parallel",
+}
+
 
 def presets(frame: Frame) -> dict[str, Choice]:
     """Every preset that makes sense for a program on its mesh, by name.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cfp.errors import StepNotTraceable
+from cfp.errors import StepNotTraceable, nearest
 
 
 def check_names(
@@ -27,6 +27,33 @@ def check_names(
         raise StepNotTraceable(
             f"{option} names {unknown}, but the step's arguments are "
             f"{list(parameters)}."
+        )
+
+
+def check_keywords(
+    fn: Callable[..., Any], kwargs: Mapping[str, Any], options: Sequence[str]
+) -> None:
+    """Refuses keywords that neither the step has nor planning.
+
+    Args:
+        fn: the step.
+        kwargs: of the call, without the options.
+        options: of planning.
+
+    Raises:
+        StepNotTraceable: there is one.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in kwargs.keys() - parameters.keys():
+        raise StepNotTraceable(
+            f"Neither the step nor cfp.plan has an argument {name!r}; "
+            f"{nearest(name, [*options, *parameters])}The step's are "
+            f"{', '.join(parameters)}; those of cfp.plan {', '.join(options)}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,6 +37,8 @@ from cfp.program.given import may_be_given
 _NO_NUMBERS = "OSUMm"
 # What a step knows of itself once it is traced, whoever gives memory away.
 _TRACED = ("flat_fn", "traced")
+# A leaf as JAX names it, which sees a function of flat leaves.
+_LEAF = re.compile(r"\bleaves\[(\d+)\]")
 # How many of the leaves that have changed a message names.
 _MOST_NAMED = 4
 
@@ -204,7 +207,8 @@ class FlatStep:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
-                f"{type(error).__name__}: {error}{place_of(error)}\n"
+                f"{type(error).__name__}: {self.with_paths(str(error))}"
+                f"{place_of(error)}\n"
                 "The step must be a function that jax.jit accepts; arguments that are "
                 "not arrays belong in static_argnums or static_argnames, also where "
                 "the step is wrapped in jax.jit, which keeps its own to itself."
@@ -215,6 +219,11 @@ class FlatStep:
         if lost := self._lost():
             raise StepNotTraceable(in_place.lost_changes_text(name, lost))
         return traced
+
+    def with_paths(self, text: str) -> str:
+        """JAX's text with the paths of arguments in place of ``leaves[28]``."""
+        paths = dict(enumerate(self.arg_names))
+        return _LEAF.sub(lambda found: paths.get(int(found[1]), found[0]), text)
 
     @property
     def gives_unasked(self) -> bool:

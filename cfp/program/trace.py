@@ -142,7 +142,7 @@ def lower_step(
         )
         raise StepNotTraceable(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
-            f"{type(error).__name__}: {error}\n{advice}"
+            f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"

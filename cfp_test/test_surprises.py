@@ -1,0 +1,177 @@
+"""What a user may not expect is said: in the plan, or in an error that helps."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.errors import nearest
+from cfp.plan.text import remarks
+from cfp_test.cli_runner import run_batch
+
+MB = 2**20
+
+
+def train_step(w, x):
+    def loss_fn(w):
+        return ((jnp.tanh(x @ w["up"]) @ w["down"] - x) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(w)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads), loss
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+W = {"up": shape(512, 2048), "down": shape(2048, 512)}
+
+
+def planned(folder, rows=32, text="4xh100", fn=train_step, args=None, **more):
+    args = args or (W, shape(rows, 512))
+    mesh = cfp.described(text)
+    return cfp.plan(fn, *args, mesh=mesh, cache_dir=folder, **more)
+
+
+def remark(plan, words):
+    return [one for one in remarks(plan) if words in one]
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def test_the_share_of_memory_is_said(tmp_path):
+    [text] = remark(planned(tmp_path), "a plan may use")
+    assert "60.00 GiB of the 80.00 GiB of each device" in text
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in text
+    [text] = remark(planned(tmp_path, memory_budget="20GiB"), "a plan may use")
+    # Of what was asked for 128 MiB are the allocator's.
+    assert "19.88 GiB of the 80.00 GiB" in text and "JAX" not in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "mib"), [("data_parallel", 8), ("fully_sharded", 2)]
+)
+def test_donation_that_was_forgotten_is_said(tmp_path, preset, mib):
+    """Two matrices of 4 MiB, on each device whole, or a quarter of them."""
+    forgotten = planned(tmp_path, preset=preset)
+    [text] = remark(forgotten, "the state is there twice")
+    assert f"{mib}.00 MiB of each device are free" in text
+    assert forgotten.search["undonated_bytes"] == mib * MB
+    assert not remark(planned(tmp_path, preset=preset, donate_argnums=0), "twice")
+
+
+def test_a_step_that_makes_no_state_has_nothing_to_donate(tmp_path):
+    plan = planned(tmp_path, fn=lambda w, x: (x @ w["up"]).sum())
+    assert not remark(plan, "twice")
+
+
+# ------------------------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize("preset", [None, "fully_sharded", "tensor_parallel"])
+def test_a_batch_that_does_not_divide_is_named(tmp_path, preset):
+    [text] = remark(planned(tmp_path, rows=30, preset=preset), "does not divide")
+    assert "x (30 over x=4)" in text
+    assert not remark(planned(tmp_path, rows=32, preset=preset), "does not divide")
+
+
+# ------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("fsdp", "fully_sharded"),
+        ("FSDP", "fully_sharded"),
+        ("zero3", "fully_sharded"),
+        ("zero-3", "fully_sharded"),
+        ("ddp", "data_parallel"),
+        ("tp", "tensor_parallel"),
+        ("tensor_paralel", "tensor_parallel"),
+    ],
+)
+def test_presets_are_known_by_what_others_call_them(tmp_path, name, meant):
+    with pytest.raises(cfp.CfpError, match=f"did you mean '{meant}'"):
+        planned(tmp_path, preset=name)
+
+
+def test_nothing_is_meant_by_a_name_like_none(tmp_path):
+    assert nearest("qqqq", ["data_parallel"]) == ""
+    assert nearest("ep", ["data_parallel"], {"ep": "expert_parallel"}) == ""
+    with pytest.raises(cfp.CfpError, match=r"program; There are: data_parallel"):
+        planned(tmp_path, preset="qqqq")
+
+
+def test_settings_that_there_are_not_are_refused_with_the_nearest():
+    with pytest.raises(cfp.CfpError, match=r"has no perkind; did you mean 'per_kind'"):
+        cfp.PlannerSettings(perkind=3)  # pyright: ignore[reportCallIssue]
+
+
+def test_options_that_there_are_not_are_refused_with_the_nearest(tmp_path):
+    with pytest.raises(cfp.CfpError, match=r"'memory_buget'; did you mean 'memory_b"):
+        planned(tmp_path, memory_buget="20GiB")
+    with pytest.raises(TypeError, match=r"donate_argnum; did you mean 'donate_argnu"):
+        cfp.parallelize(train_step, donate_argnum=0)
+
+
+# ------------------------------------------------------------------- a step's own error
+
+
+def test_arguments_are_named_by_path(tmp_path):
+    def step(w, x):
+        return w["up"] if w["down"].sum() > 0 else w["up"] + x.sum()
+
+    with pytest.raises(cfp.StepNotTraceable) as refused:
+        planned(tmp_path, fn=step)
+    text = str(refused.value)
+    assert "leaves[" not in text and "w/down" in text
+    assert text.count("ConcretizationTypeError") + text.count("Bool") <= 2
+    assert "test_surprises.py" in text
+
+
+def test_an_error_of_all_variants_is_said_once(tmp_path):
+    def step(w, x):
+        raise ValueError("of my own")
+
+    variants = [
+        cfp.Variant(
+            name=name,
+            fn=step,
+            args=(W, shape(32, 512)),
+            mesh=cfp.described("4xh100"),
+        )
+        for name in ("one", "two", "three")
+    ]
+    with pytest.raises(cfp.CfpError) as refused:
+        cfp.plan_fastest(variants, cache_dir=tmp_path)
+    text = str(refused.value)
+    assert text.count("ValueError: of my own") == 1 and "one, two, three: " in text
+    assert text.count("test_surprises.py") == 1
+
+
+# ----------------------------------------------------------------------------- options
+
+
+def test_an_option_is_no_file_name(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    cfp.plan(
+        train_step,
+        W,
+        shape(32, 512),
+        mesh=mesh,
+        preset="zero1",
+        settings=cfp.PlannerSettings(race=False),
+        cache_dir=tmp_path,
+    ).save(tmp_path / "plan.json")
+    wrong, short = run_batch(
+        [
+            ["export", "plan.json", "--python", "-o", "x.py"],
+            ["export", "plan.json", "-o", "x.py"],
+        ],
+        tmp_path,
+    )
+    assert wrong.code == 2 and "expects a file, got -o" in wrong.err
+    assert not (tmp_path / "-o").exists()
+    assert short.code == 0, short.err
+    compile((tmp_path / "x.py").read_text(), "x.py", "exec")

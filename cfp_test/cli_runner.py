@@ -18,7 +18,7 @@ from cfp_test.waiting import GUARD_SECONDS
 ROOT = Path(__file__).parent.parent
 COLUMNS = "200"  # how wide the commands print
 
-_MEASURING = ("bench", "plan", "profile", "run", "search", "tradeoff", "verify")
+_MEASURING = ("bench", "plan", "profile", "run", "search", "verify")
 _BATCH = """
 import json, sys
 from typer.testing import CliRunner

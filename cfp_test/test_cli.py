@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -68,9 +69,17 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
         "can run only once",
     ),
-    (["profile", "export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
-    (["profile", "import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
-    (["profile", "import", "damaged.json"], "Nothing was merged from damaged.json"),
+    (["profile", "--export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
+    (["profile", "--import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
+    (["profile", "--import", "damaged.json"], "Nothing was merged from damaged.json"),
+    (["plan", TOY, "--adapt", "p.json", "--mesh", "x=4"], "--mesh does not go with"),
+    (["plan", TOY, "--tradeoff", "--presets"], "--tradeoff does not go with --presets"),
+    (["plan", TOY, "--plot", "curve.png"], "--plot goes with --tradeoff"),
+    (["profile", "--curves", "toy.py:step"], "TARGET does not go with --curves"),
+    (["profile", "--link", "450", TOY], "--link goes with --curves"),
+    (["profile"], "Name a step to profile"),
+    (["show", "p.json", "--explain", "--diff", "q.json"], "--diff does not go with"),
+    (["show", "p.json", "--block", "up"], "--block goes with --explain"),
     (["plan"], "Missing argument"),
     (["plan", TOY, "--devices", "four"], "--devices"),
 ]
@@ -102,16 +111,27 @@ def test_mistakes_end_in_one_message(outcomes, number):
 @pytest.mark.smoke
 def test_version_and_help(folder):
     lines = [["--version"], ["--help"]]
-    commands = ["plan", "analyze", "profile", "search", "run", "presets", "show"]
-    commands += ["tradeoff"]
-    commands += ["profile export", "profile import"]
-    lines += [[*command.split(), "--help"] for command in commands]
+    commands = ["plan", "analyze", "profile", "search", "run", "show"]
+    lines += [[command, "--help"] for command in commands]
     version, overview, *details = run_batch(lines, folder)
     assert version.out == f"cfp {__version__}\n"
     for command, text in zip(commands, details, strict=True):
         assert command in overview.out
         assert text.code == 0
         assert f"Example: cfp {command}" in text.out
+
+
+def test_there_are_twelve_commands_and_ten_options_come_first(folder):
+    overview, details = run_batch([["--help"], ["plan", "--help"]], folder)
+    commands = overview.out.split("Commands:\n")[1]
+    assert re.findall(r"^  ([a-z]+) ", commands, re.M) == [
+        *("plan", "run", "show", "verify", "inspect", "export"),
+        *("analyze", "profile", "search", "bench", "doctor", "operators"),
+    ]
+    first = details.out.split("\nOptions:\n")[1].split("\n\n")[0]
+    assert len(re.findall(r"^  -", first, re.M)) == 10 + 1  # and --help
+    headings = re.findall(r"^([A-Z][a-z, ]+):$", details.out, re.M)
+    assert headings[:2] == ["Arguments", "Options"] and len(headings) == 7
 
 
 @pytest.mark.explained("There are too few devices")
@@ -126,8 +146,8 @@ def test_looking_at_a_program_takes_no_measurements(folder):
     lines = [
         ["analyze", TOY, *ON_CPU, "--workdir", "look"],
         ["analyze", f"{TOYS}:talkative", *ON_CPU, "--json"],
-        ["presets", TOY, *ON_CPU],
-        ["presets", TOY, *ON_CPU, "--json"],
+        ["plan", TOY, *ON_CPU, "--presets"],
+        ["plan", TOY, *ON_CPU, "--presets", "--json"],
     ]
     analysed, analysed_json, listed, listed_json = run_batch(lines, folder)
     assert "2 blocks, 1 segments" in analysed.out
@@ -225,7 +245,7 @@ def test_a_plan_is_explained(planned, folder):
 
 
 def test_time_is_traded_for_memory(planned, folder):
-    wanted = ["tradeoff", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
+    wanted = ["plan", TOY, "--tradeoff", *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
     wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
     shown, as_json, bad = run_batch(
         [wanted, [*wanted, "--json"], [*wanted, "--plot", "curve.abc"]], folder
@@ -243,7 +263,7 @@ def test_time_is_traded_for_memory(planned, folder):
     assert "Cannot draw curve.abc" in bad.err
 
 
-DRAWING = (("tradeoff", TOY), ("profile", "curves"))
+DRAWING = (("plan", TOY, "--tradeoff"), ("profile", "--curves"))
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +311,8 @@ def test_measurements_travel_and_misses_are_explained(planned, folder):
         [*wanted, *pins, *ours],
         [*wanted, *ours, "--json"],
         [*wanted, *pins, *theirs],
-        ["profile", "export", "records.jsonl", *ours],
-        ["profile", "import", "records.jsonl", "records.jsonl", *theirs],
+        ["profile", "--export", "records.jsonl", *ours],
+        ["profile", *(2 * ["--import", "records.jsonl"]), *theirs],
         [*wanted, *pins, *theirs],
         [*wanted, *pins, "--mesh", "x=2,y=2", *theirs],
     ]

@@ -26,12 +26,12 @@ def done(tmp_path_factory):
     (folder / "step.hlo").write_text(OLD)
     (folder / "notes.txt").write_text("no program")
     lines = {
-        "report": "report hostile.json -o report.html",
-        "nowhere": "report hostile.json -o no/report.html",
-        "explain": "explain deep.json",
-        "block": "explain deep.json --block layer_95 --json",
-        "unknown": "explain deep.json --block attention",
-        "diff": "diff deep.json hostile.json",
+        "report": "show hostile.json --html report.html",
+        "nowhere": "show hostile.json --html no/report.html",
+        "explain": "show deep.json --explain",
+        "block": "show deep.json --explain --block layer_95 --json",
+        "unknown": "show deep.json --explain --block attention",
+        "diff": "show deep.json --diff hostile.json",
         "inspect": "inspect step.hlo --json",
         "notes": "inspect notes.txt",
         "export": "export deep.json --python sharded.py",
@@ -87,7 +87,7 @@ class Asked(CfpError):
     "words",
     [
         "verify deep.json toy.py:toy",
-        "adapt deep.json toy.py:toy",
+        "plan toy.py:toy --adapt deep.json",
         "run toy.py:toy --plan deep.json",
         "inspect toy.py:toy --plan deep.json",
     ],

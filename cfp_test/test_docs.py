@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cfp.cli.records import COMMANDS
 from cfp.models.registry import find
 from cfp_test.cli_runner import ROOT, environment, run_batch
 from cfp_test.waiting import GUARD_SECONDS
@@ -42,11 +41,7 @@ def of_command(words: list[str]) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
-    found = [of_command(line[1:]) for line in words if line[:1] == ["cfp"]]
-    return [
-        [" ".join(line[:2]), *line[2:]] if " ".join(line[:2]) in COMMANDS else line
-        for line in found
-    ]
+    return [of_command(line[1:]) for line in words if line[:1] == ["cfp"]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -10,16 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import (
-    adapting,
-    bench,
-    planning,
-    reading,
-    records,
-    running,
-    tradeoff,
-    verifying,
-)
+from cfp.cli import bench, finding, planning, reading, running, verifying
+from cfp.cli.commands import Command
 from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor.command import main as doctor
@@ -27,20 +19,13 @@ from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 
 class Commands(TyperGroup):
-    """Commands of one word, or of two where the second is not a target."""
+    """All commands; ``--traceback`` counts wherever it stands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses words; ``--traceback`` counts wherever it stands."""
+        """Parses words."""
         if "--traceback" in args:
             args = ["--traceback", *(word for word in args if word != "--traceback")]
         return super().parse_args(ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command that some words begin with."""
-        name = " ".join(args[:2])
-        if name in records.COMMANDS:
-            args = [name, *args[2:]]
-        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -54,33 +39,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None if not sys.stdout.isatty() else "rich",
 )
-for _name, _function in planning.COMMANDS.items():
-    app.command(_name, context_settings=PASS_ON)(_function)
-for _name, _function in records.COMMANDS.items():
-    app.command(_name)(_function)
-app.command("tradeoff", context_settings=PASS_ON)(tradeoff.tradeoff)
-app.command("run", context_settings=PASS_ON)(running.run)
-app.command("show")(running.show)
-app.command("adapt", context_settings=PASS_ON)(adapting.adapt)
-app.command("verify", context_settings=PASS_ON)(verifying.verify)
-app.command("explain")(reading.explain)
-app.command("diff")(reading.diff)
-app.command("report")(reading.report)
-app.command("export", context_settings=PASS_ON)(reading.export)
-app.command("inspect", context_settings=PASS_ON)(reading.inspect)
-app.command("bench", context_settings=PASS_ON)(bench.bench)
+_COMMANDS = {
+    "plan": finding.plan,
+    "run": running.run,
+    "show": reading.show,
+    "verify": verifying.verify,
+    "inspect": reading.inspect,
+    "export": reading.export,
+    "analyze": planning.analyze,
+    "profile": planning.profile,
+    "search": planning.search,
+    "bench": bench.bench,
+}
+for _name, _function in _COMMANDS.items():
+    _settings = None if _name == "show" else PASS_ON
+    app.command(_name, cls=Command, context_settings=_settings)(_function)
 
 
 @app.command("doctor", context_settings={**PASS_ON, "help_option_names": []})
 def _doctor(context: typer.Context) -> None:
-    """Say what works on this machine, and what to do about the rest."""
+    """Check this machine for planning, with a remedy for each failure."""
     # Seldom reached: `python -m cfp doctor` does not wait for what this room imports.
     raise typer.Exit(doctor(context.args))
 
 
 @app.command("operators", context_settings={**PASS_ON, "help_option_names": []})
 def _operators(context: typer.Context) -> None:
-    """Check and time the implementations of the operators that models are made of."""
+    """Check and time implementations of the operators of models."""
     from cfp.operators.command import main as operators
 
     raise typer.Exit(operators(context.args))
@@ -109,20 +94,20 @@ def _common(
         bool,
         typer.Option(
             "--traceback",
-            help="Where a command fails, print the whole traceback, too. It may stand "
-            "anywhere in the command.",
+            help="Print the whole traceback of an error, too. It may stand anywhere in "
+            "the command.",
         ),
     ] = False,
     coordinator: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Run as one of several processes, on all of their devices: where "
-            "process 0 is reached. Give the command to every process.",
+            help="Run as one of several processes, on all of their devices: address "
+            "of process 0. Give the command to every process.",
         ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(metavar="N", help="How many processes there are.")
+        int | None, typer.Option(metavar="N", help="Number of processes.")
     ] = None,
     process_id: Annotated[
         int | None,

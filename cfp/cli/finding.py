@@ -1,10 +1,8 @@
-"""`cfp plan`: all passes at once, for a step or the fastest of its variants."""
+"""`cfp plan`: all passes, for a step or the fastest of its variants; its modes."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from cfp.cli import modes, values
 from cfp.cli import options as o
-from cfp.cli import values
-from cfp.cli.output import save, show, suggest
+from cfp.cli.commands import is_given, refuse_others
+from cfp.cli.output import only_json, plan_json, save, show, suggest
 from cfp.cli.variants import (
     MeshShapes,
     Microbatches,
@@ -26,7 +25,6 @@ from cfp.cli.variants import (
 from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
 from cfp.cluster.ray.steps import alone
 from cfp.errors import CfpError
-from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
@@ -53,43 +51,49 @@ _Ray = Annotated[
         help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
         "Programs are compiled on its CPUs where the platform allows, and run on the "
         "node with the devices; measurements come back to --workdir.",
+        rich_help_panel=o.MEASURING,
     ),
 ]
 
 
-@o.measuring
+@o.command
 def plan(
     ctx: typer.Context,
     target: o.TargetText,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     described: o.For = None,
-    compiled: o.Compile = False,
-    mesh_shapes: MeshShapes = None,
-    microbatches: Microbatches = None,
     platform: o.Platform = None,
     memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    output: Output = None,
-    as_json: o.Json = False,
+    time_budget: o.TimeBudget = None,
     preset: o.Preset = None,
     pin: o.Pins = None,
-    per_kind: o.PerKind = _PER_KIND,
-    others: o.Others = _OTHERS,
+    donate: o.Donate = None,
+    output: Output = None,
+    presets: modes.Presets = False,
+    tradeoff: modes.TradeOff = False,
+    points: modes.Points = 20,
+    plot: modes.Plot = None,
+    adapt: modes.Adapt = None,
+    mesh_shapes: MeshShapes = None,
+    microbatches: Microbatches = None,
+    static: o.Static = None,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
-    time_budget: o.TimeBudget = None,
+    per_kind: o.PerKind = _PER_KIND,
+    others: o.Others = _OTHERS,
     quick: o.Quick = False,
+    measure: o.Measure = False,
     no_race: o.NoRace = False,
     whole_race: o.WholeRace = False,
-    measure: o.Measure = False,
+    compiled: o.Compile = False,
+    ray: _Ray = None,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
     build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
-    donate: o.Donate = None,
-    static: o.Static = None,
+    workdir: o.Workdir = None,
+    as_json: o.Json = False,
     quiet: o.Quiet = False,
-    ray: _Ray = None,
 ) -> None:
     """Plan how to shard a step: analyze, profile, search, race.
 
@@ -98,11 +102,22 @@ def plan(
     For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8. With one
     GPU of the kind its own computation is timed; without, choices are by estimates.
     """
+    for mode, takes in modes.TAKES.items():
+        if is_given(ctx, mode):
+            refuse_others(ctx, mode, takes)
+            if mode == "tradeoff":
+                o.supervise(ctx, workdir)
+            modes.RUN[mode](ctx)
+            return
+    for option in ("points", "plot"):
+        if is_given(ctx, option):
+            raise CfpError(f"--{option} goes with --tradeoff.")
+    o.supervise(ctx, workdir)
     given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
     parse_bytes(memory_budget)
     values.parse_pins(pin)
     values.check_writable(output)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         found = find(given) if ray is None else find_on_ray(given)
         several = bool(mesh_shapes or microbatches)
         save(found.plan, output, say=not as_json)
@@ -120,11 +135,11 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the command was given, as `typer.Context` has it, and as data.
+    """The command's parameters as data, under the names of `typer.Context`.
 
     Attributes:
         params: its options.
-        args: what belongs to the target.
+        args: the target's own options.
         obj: the command's supervision.
     """
 
@@ -134,16 +149,16 @@ class Given:
 
     @property
     def context(self) -> typer.Context:
-        """For what reads these three alone."""
+        """The same as a context, for functions that read these three alone."""
         return cast(typer.Context, self)
 
 
 def find(given: Given, place: Place | None = None) -> Fastest:
-    """All passes, on the devices of this process.
+    """Runs all passes on the devices of this process.
 
     Args:
-        given: what is to be planned.
-        place: where programs are compiled, and records kept besides, if not only here.
+        given: the command's parameters.
+        place: another place to compile programs and keep records, if any.
     """
     options = given.params
     with Display(options["quiet"]) as display:
@@ -169,10 +184,10 @@ def find(given: Given, place: Place | None = None) -> Fastest:
 
 
 def find_on_ray(given: Given) -> Fastest:
-    """All passes, on the devices of a node of a Ray cluster."""
+    """Runs all passes on the devices of a node of a Ray cluster."""
     options = given.params
     if options["described"] is not None:
-        raise CfpError("--ray does not go with --for: what is described never runs.")
+        raise CfpError("--ray does not go with --for: described devices never run.")
     shapes, _ = shapes_of(options)
     return plan_on_ray(
         partial(_find_there, given, os.getcwd()),
@@ -191,8 +206,3 @@ def _find_there(given: Given, folder: str, place: Place, workdir: Path) -> Faste
         replace(one, plan=one.plan and alone(one.plan)) for one in found.outcomes
     )
     return replace(found, plan=alone(found.plan), outcomes=outcomes)
-
-
-def plan_json(plan: Plan, more: Mapping[str, Any]) -> str:
-    """A plan, which can be loaded from it, with more entries."""
-    return json.dumps({**json.loads(plan.to_json()), **more}, indent=1)

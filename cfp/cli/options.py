@@ -1,14 +1,12 @@
-"""The options that commands share, and what is done with them first."""
+"""The options that commands share, and the wrappers of all commands."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +15,6 @@ import typer
 
 from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
-from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.interrupts import interrupted_text
@@ -27,16 +24,21 @@ from cfp.profiling.store import store_path
 from cfp.report.explain_plan import wrapped
 from cfp.settings import ConstraintLevel
 
-TargetText = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="A model with its options following (gpt --layers 4), file.py:function, "
-        "or package.module:function; a function takes no arguments, but for "
-        "microbatches, and returns (train_step, args).",
-        show_default=False,
-    ),
-]
+# Headings of a command's help; options under none are the first.
+VARIANTS = "Meshes, batches and arguments"
+KERNELS = "Kernels"
+MEASURING = "Measuring and racing"
+OUTPUT = "Output and folders"
+
+_TARGET: Any = typer.Argument(
+    metavar="TARGET",
+    help="A model with its options following (gpt --layers 4), file.py:function, "
+    "or package.module:function; a function takes no arguments, but for "
+    "microbatches, and returns (train_step, args).",
+    show_default=False,
+)
+TargetText = Annotated[str, _TARGET]
+OptionalTarget = Annotated[str | None, _TARGET]
 Devices = Annotated[
     int | None,
     typer.Option(
@@ -64,6 +66,7 @@ Compile = Annotated[
         help="With --for, and without a GPU: compile the best by estimates for the "
         "described devices, and choose by the compiled programs. Takes JAX's CUDA "
         "plugin, and minutes.",
+        rich_help_panel=MEASURING,
     ),
 ]
 Platform = Annotated[
@@ -89,12 +92,21 @@ Workdir = Annotated[
         metavar="DIR",
         help="Folder for profiles.sqlite and debug folders; the user's cache, and no "
         "debug folders, if not given.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document, and nothing else.")
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON document, and nothing else.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(
@@ -116,7 +128,7 @@ def _positions(text: str) -> tuple[int, ...]:
 
 
 def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
-    """All positions of an option that may be given more than once."""
+    """Joins the positions of an option that may be given more than once."""
     return [number for numbers in given for number in numbers] if given else None
 
 
@@ -138,6 +150,7 @@ Static = Annotated[
         "several: 0,1.",
         parser=_positions,
         callback=_together,
+        rich_help_panel=VARIANTS,
     ),
 ]
 Budget = Annotated[
@@ -152,6 +165,7 @@ PerKind = Annotated[
         metavar="N",
         help="Strategies to measure for each kind of segment, at most.",
         min=1,
+        rich_help_panel=MEASURING,
     ),
 ]
 Attention = Annotated[
@@ -161,6 +175,7 @@ Attention = Annotated[
         help="What may compute the step's attentions, such as cudnn,chunked, the "
         "preferred first. By default none: they are left as they are written.",
         show_default=False,
+        rich_help_panel=KERNELS,
     ),
 ]
 CrossEntropy = Annotated[
@@ -171,6 +186,7 @@ CrossEntropy = Annotated[
         "computed, so that logits are never held whole, such as 8. By default they are "
         "left as they are written.",
         show_default=False,
+        rich_help_panel=KERNELS,
     ),
 ]
 Others = Annotated[
@@ -180,6 +196,7 @@ Others = Annotated[
         help="How many strategies of each kind of segment to measure beside the "
         "presets' parts, the best by estimate.",
         min=0,
+        rich_help_panel=MEASURING,
     ),
 ]
 TimeBudget = Annotated[
@@ -195,7 +212,8 @@ TimeBudget = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Take a preset instead of searching; see cfp presets."
+        metavar="NAME",
+        help="Take a preset instead of searching; --presets of cfp plan lists them.",
     ),
 ]
 NoRace = Annotated[
@@ -204,6 +222,7 @@ NoRace = Annotated[
         "--no-race",
         help="Trust the prediction; time no whole program. With --memory-budget the "
         "plan is compiled, to see whether it fits.",
+        rich_help_panel=MEASURING,
     ),
 ]
 
@@ -213,6 +232,7 @@ WholeRace = Annotated[
         "--whole-race",
         help="Race whole programs, also of a step that repeats its layers often: by "
         "default a few of the repeats, and the winner whole.",
+        rich_help_panel=MEASURING,
     ),
 ]
 Quick = Annotated[
@@ -221,6 +241,7 @@ Quick = Annotated[
         "--quick",
         help="Measure less: segments by themselves only, and one constraint level "
         "for each plan.",
+        rich_help_panel=MEASURING,
     ),
 ]
 
@@ -231,34 +252,40 @@ Measure = Annotated[
         help="Measure what each strategy costs also on virtual CPU devices. By default "
         "choices are made by estimates there, since such times say nothing about "
         "GPUs, and the plan and two presets race.",
+        rich_help_panel=MEASURING,
     ),
 ]
 RetryFailures = Annotated[
     bool,
-    typer.Option("--retry-failures", help="Measure again what failed before."),
+    typer.Option(
+        "--retry-failures",
+        help="Measure again what failed before.",
+        rich_help_panel=MEASURING,
+    ),
 ]
 RunTimeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="How long something may run, besides 20 times what is expected of it, "
-        "until it counts as hung.",
+        help="Kill a measurement after SECONDS plus 20 times its estimate.",
         min=1,
+        rich_help_panel=MEASURING,
     ),
 ]
 BuildTimeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="How long something may compile until it counts as hung.",
+        help="Kill a compilation after SECONDS.",
         min=1,
+        rich_help_panel=MEASURING,
     ),
 ]
 
 # Set where the command line has --traceback.
 TRACEBACK = "CFP_TRACEBACK"
 
-# Exit code of what the user interrupted, as in shells.
+# Exit code of a command that the user interrupted, as in shells.
 INTERRUPTED = 130
 
 # Options that a command does not know are the model's.
@@ -266,7 +293,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors end in one message, and an exit code."""
+    """Wraps a command so that its errors end in one message, and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -288,7 +315,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def measuring(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that measures: it goes on where a process that measures dies."""
+    """Wraps a command that measures, so that it outlives its measuring process."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -303,7 +330,7 @@ def supervise(
     workdir: Path | None,
     more_done: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Goes on in a child process; see :meth:`Supervision.enter`."""
+    """Continues in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
 
@@ -317,13 +344,13 @@ def settings(
     measure: bool = True,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> PlannerSettings:
-    """How much to measure; the rest from a command's options.
+    """Makes planner settings from a command's options.
 
     Args:
         ctx: of the command.
         per_kind, race, progress: see :class:`PlannerSettings`.
         quick: measure less.
-        measure: whether strategies are measured on every platform.
+        measure: measure strategies on every platform.
     """
     given = ctx.params if ctx is not None else {}
     made = PlannerSettings(
@@ -354,22 +381,3 @@ def settings(
     return replace(
         made, in_context=False, plans=1, constraint_levels=(ConstraintLevel.EVERYTHING,)
     )
-
-
-@contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Keeps stdout for one document: what else is printed goes to stderr."""
-    stdout = sys.stdout
-
-    def print_json(text: str) -> None:
-        if not is_follower():
-            print(text, file=stdout)
-
-    with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
-        yield print_json
-
-
-def leave_printing_to_process_0() -> None:
-    """Has a process that is not the first of several print nothing but errors."""
-    if is_follower():
-        sys.stdout = io.StringIO()

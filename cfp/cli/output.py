@@ -1,10 +1,14 @@
-"""How commands hand over what they found: on the console, or in a file."""
+"""Output of commands: on the console, as JSON, or in a file."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import RenderableType
@@ -17,7 +21,7 @@ from cfp.report.passes import console_and_border
 
 
 def show(view: Callable[[box.Box], RenderableType]) -> None:
-    """Prints what a view draws with the lines that the console has."""
+    """Prints a view with the lines that the console can draw."""
     console, border = console_and_border(literal_console())
     console.print(view(border))
 
@@ -33,10 +37,10 @@ def print_error(message: str) -> None:
 
 
 def save(made: Plan, output: Path | None, *, say: bool) -> None:
-    """Saves a plan, if it is to be saved.
+    """Saves a plan, if a file was named.
 
     Raises:
-        CfpError: it cannot be.
+        CfpError: the file cannot be written.
     """
     if output is None or is_follower():
         return
@@ -48,8 +52,13 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
         print(f"Saved {output}")
 
 
+def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
+    """Writes a plan as JSON that `Plan.load` reads, with more entries."""
+    return json.dumps({**json.loads(plan.to_json()), **(more or {})}, indent=1)
+
+
 def suggest(made: Plan, output: Path | None) -> None:
-    """Says how to keep a plan that was not saved, and what comes next."""
+    """Prints how to save a plan that was not saved, and the next command."""
     if output is not None:
         return
     if "described" in made.environment:
@@ -57,3 +66,22 @@ def suggest(made: Plan, output: Path | None) -> None:
     else:
         then = "then run it with cfp run --plan plan.json"
     print(f"Save a plan with -o plan.json; {then}")
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Keeps stdout for one document: all other output goes to stderr."""
+    stdout = sys.stdout
+
+    def print_json(text: str) -> None:
+        if not is_follower():
+            print(text, file=stdout)
+
+    with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
+        yield print_json
+
+
+def leave_printing_to_process_0() -> None:
+    """Silences all processes but the first of several, except for errors."""
+    if is_follower():
+        sys.stdout = io.StringIO()

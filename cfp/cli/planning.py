@@ -1,4 +1,4 @@
-"""The passes one at a time, as commands."""
+"""The commands of single passes: analyze, profile, search."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
-from cfp.cli import values
-from cfp.cli.finding import Output, plan, plan_json
-from cfp.cli.output import save, show, suggest
+from cfp.cli import records, values
+from cfp.cli.commands import is_given, refuse_others
+from cfp.cli.finding import Output
+from cfp.cli.output import only_json, plan_json, save, show, suggest
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.context import PlanContext, open_context
 from cfp.errors import CfpError
@@ -24,7 +25,6 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.propagated import named_choices
 from cfp.profiling.marks import Limits
 from cfp.report import passes
 from cfp.report.console import literal_console
@@ -47,16 +47,16 @@ _Why = Annotated[
     bool,
     typer.Option(
         "--why",
-        help="Measure nothing; say what would be measured, and how the nearest stored "
-        "measurement differs.",
+        help="Measure nothing; list the missing measurements, and how the nearest "
+        "stored one differs.",
     ),
 ]
 _Explain = Annotated[
     bool,
     typer.Option(
         "--explain",
-        help="Say why this plan: for each kind of segment what other choices would "
-        "cost, and what memory has to do with it.",
+        help="Explain the plan: for each kind of segment the cost of other choices, "
+        "and the price of memory.",
     ),
 ]
 
@@ -79,7 +79,7 @@ def analyze(
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
     pins = values.parse_pins(pin)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         folder = dump_session(session, workdir)
         if as_json:
@@ -91,41 +91,65 @@ def analyze(
             print(f"Details: {folder}")
 
 
-@o.measuring
+@o.command
 def profile(
     ctx: typer.Context,
-    target: o.TargetText,
+    target: o.OptionalTarget = None,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     platform: o.Platform = None,
     memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    as_json: o.Json = False,
+    time_budget: o.TimeBudget = None,
     pin: o.Pins = None,
-    per_kind: o.PerKind = _PER_KIND,
-    others: o.Others = _OTHERS,
+    donate: o.Donate = None,
+    why: _Why = False,
+    export: records.Export = None,
+    imported: records.Import = None,
+    curves: records.Curves = False,
+    plot: records.Plot = None,
+    link: records.Link = None,
+    describe: records.Describe = None,
+    static: o.Static = None,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
-    time_budget: o.TimeBudget = None,
+    per_kind: o.PerKind = _PER_KIND,
+    others: o.Others = _OTHERS,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
     build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
-    why: _Why = False,
-    donate: o.Donate = None,
-    static: o.Static = None,
+    workdir: o.Workdir = None,
+    as_json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Measure the strategies of every kind of segment, and store them.
 
-    cfp profile export FILE and cfp profile import FILE carry what is stored from one
-    machine to another.
+    Or, without a TARGET: carry stored measurements between machines (--export,
+    --import), or measure the links of a mesh (--curves).
 
     Example: cfp profile gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
+
+    Example: cfp profile --curves --mesh x=4 --plot curves.png --link 450
     """
+    for mode, takes in records.TAKES.items():
+        if is_given(ctx, mode):
+            refuse_others(ctx, mode, takes)
+            if mode == "curves":
+                o.supervise(ctx, workdir)
+            records.RUN[mode](ctx)
+            return
+    for option in ("plot", "link", "describe"):
+        if is_given(ctx, option):
+            raise CfpError(f"--{option} goes with --curves.")
+    if target is None:
+        raise CfpError(
+            "Name a step to profile: cfp profile TARGET; or give --export, --import or "
+            "--curves."
+        )
+    o.supervise(ctx, workdir)
     budget = parse_bytes(memory_budget)
     pins = values.parse_pins(pin)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)
             settings = o.settings(
@@ -183,14 +207,14 @@ def search(
     static: o.Static = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Find the fastest plan from what cfp profile stored, then race it.
+    """Find the fastest plan from the measurements of cfp profile, then race it.
 
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
     pins = values.parse_pins(pin)
     values.check_writable(output)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)
             settings = o.settings(
@@ -202,7 +226,7 @@ def search(
             )
             found = search_stored(session, workdir, budget, settings)
             if explain_why:
-                display.tell("Asking what other choices would cost")
+                display.tell("Computing the cost of other choices")
             why = explain_choice(session, found) if explain_why else None
         made = found.plan
         save(made, output, say=not as_json)
@@ -227,8 +251,8 @@ class Searched:
 
     Attributes:
         plan: the plan.
-        choice: what it chose for every block and parameter.
-        problem: what was searched.
+        choice: its choice for every block and parameter.
+        problem: the problem of the search.
     """
 
     plan: Plan
@@ -242,10 +266,10 @@ def search_stored(
     budget_bytes: int | None,
     settings: PlannerSettings,
 ) -> Searched:
-    """Searches what is stored; only the race uses the devices.
+    """Searches stored measurements; only the race uses the devices.
 
     Raises:
-        CfpError: not all of it has been measured.
+        CfpError: some measurements are missing.
     """
     analysis = session.analysis
     stored_only = replace(settings, measure=False)
@@ -268,7 +292,7 @@ def search_stored(
 
 
 def explain_choice(session: Session, found: Searched) -> Explanation:
-    """Why a plan: of what the search says, if part of the plan was not measured."""
+    """Explains a plan by the other choices of its search."""
     picks = picks_of(session.analysis, found.problem, found.choice)
     return explain(found.problem, picks)
 
@@ -290,39 +314,3 @@ def _profile_first(problem: str) -> CfpError:
         "mesh, --quick, --per-kind, --pin and --workdir; or cfp plan, which does all "
         "(on virtual CPU devices with --measure)."
     )
-
-
-@o.command
-def presets(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.Platform = None,
-    as_json: o.Json = False,
-    pin: o.Pins = None,
-    donate: o.Donate = None,
-    static: o.Static = None,
-) -> None:
-    """List the presets for a step: data parallel, fully sharded, ...
-
-    Example: cfp presets gpt --layers 4 --platform cpu --devices 4
-    """
-    pins = values.parse_pins(pin)
-    with o.only_json(as_json) as print_json:
-        session = analyse(*target_of(ctx), pins)
-        by_name = named_choices(session.analysis.frame)
-        found = passes.presets_data(session.analysis, by_name)
-        if as_json:
-            print_json(json.dumps(found, indent=1))
-            return
-        show(lambda b: passes.presets_view(found, b))
-
-
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "plan": plan,
-    "analyze": analyze,
-    "profile": profile,
-    "search": search,
-    "presets": presets,
-}

@@ -1,4 +1,4 @@
-"""The commands that read plans and compiled programs: explain, diff, inspect."""
+"""The commands that read plans and compiled programs: show, export, inspect."""
 
 from __future__ import annotations
 
@@ -12,82 +12,103 @@ import typer
 from cfp import api
 from cfp.cli import options as o
 from cfp.cli import values
+from cfp.cli.commands import is_given, refuse_others
 from cfp.cli.logical import flax_text, maxtext_text, names_of
+from cfp.cli.output import only_json
 from cfp.cli.session import open_target
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.logical import logical_rules
 from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.profiling.hlo_sites import collective_sites
+from cfp.report.console import literal_console
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.sites import sites_data, sites_text
+from cfp.report.tables import print_plan
 from cfp.targets import Target, resolve
 
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
 ]
 
+# Options of `cfp show` that go with each mode, by parameter.
+_SHOW_TAKES = {
+    "explain": ("path", "block", "as_json"),
+    "diff": ("path", "as_json"),
+    "html": ("path",),
+}
+
 
 @o.command
-def explain(
+def show(
+    ctx: typer.Context,
     path: PlanFile,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Explain the choice for each block, and the cost of the runner-up.",
+        ),
+    ] = False,
     block: Annotated[
         str | None,
         typer.Option(
-            "--block",
             metavar="NAME",
-            help="Only blocks with this in their names, in upper or lower case; * "
-            "stands for anything.",
+            help="With --explain: only blocks with this in their names, in upper or "
+            "lower case; * stands for anything.",
+        ),
+    ] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER",
+            help="List the differences of another plan from this one: times, memory, "
+            "arguments, blocks, collectives.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the plan as one page of HTML: no network, no scripts.",
         ),
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Say what a plan does to each block, why, and what the runner-up would cost.
+    """Show a saved plan: as a table, explained, against another one, or as HTML.
 
-    Example: cfp explain plan.json --block layer_0
+    Example: cfp show plan.json --explain --block layer_0
+
+    Example: cfp show before.json --diff after.json
+
+    Example: cfp show plan.json --html plan.html
     """
+    for mode, takes in _SHOW_TAKES.items():
+        if is_given(ctx, mode):
+            refuse_others(ctx, mode, takes)
+    if block is not None and not explain:
+        raise CfpError("--block goes with --explain.")
+    values.check_writable(html, "--html")
     plan = Plan.load(path)
-    if as_json:
-        print(json.dumps(explain_data(plan, block), indent=1))
+    if html is not None:
+        plan.report(html)
+        print(f"Saved {html}")
+    elif diff is not None:
+        other = Plan.load(diff)
+        if as_json:
+            print(json.dumps(diff_data(plan, other), indent=1))
+        else:
+            print(diff_text(plan, other, (str(path), str(diff))), end="")
+    elif explain:
+        if as_json:
+            print(json.dumps(explain_data(plan, block), indent=1))
+        else:
+            print(explain_text(plan, block), end="")
+    elif as_json:
+        print(plan.to_json())
     else:
-        print(explain_text(plan, block), end="")
-
-
-@o.command
-def diff(
-    first: PlanFile,
-    second: PlanFile,
-    as_json: o.Json = False,
-) -> None:
-    """Say in what two plans differ: times, memory, arguments, blocks, collectives.
-
-    Example: cfp diff before.json after.json
-    """
-    plans = Plan.load(first), Plan.load(second)
-    if as_json:
-        print(json.dumps(diff_data(*plans), indent=1))
-    else:
-        print(diff_text(*plans, (str(first), str(second))), end="")
-
-
-@o.command
-def report(
-    path: PlanFile,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write the page of HTML."
-        ),
-    ],
-) -> None:
-    """Write a plan as one page of HTML to look at: no network, no scripts.
-
-    Example: cfp report plan.json -o report.html
-    """
-    values.check_writable(output)
-    Plan.load(path).report(output)
-    print(f"Saved {output}")
+        print_plan(plan, literal_console())
 
 
 @o.command
@@ -98,7 +119,7 @@ def export(
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="The step, with its options following, of which the rules' names are.",
+            help="The step, with its options following: rules take its logical names.",
             show_default=False,
         ),
     ] = None,
@@ -144,7 +165,7 @@ def export(
     options = {"--python": python, "--flax-logical": flax, "--maxtext-rules": maxtext}
     wanted = {option: file for option, file in options.items() if file is not None}
     if not wanted:
-        raise CfpError(f"Say what to write: {', '.join(options)}.")
+        raise CfpError(f"Name a file to write, with {', '.join(options)}.")
     for option, file in wanted.items():
         values.check_writable(file, option)
     plan = Plan.load(path)
@@ -153,7 +174,7 @@ def export(
     if flax is not None or maxtext is not None:
         if target is None:
             raise CfpError(
-                "A plan does not say what its dims are called. Name its step, whose "
+                "A plan has no logical names of dims. Name its step, whose "
                 "parameters have logical names: cfp export plan.json TARGET ..."
             )
         found = resolve(target, ctx.args, static=static or ())
@@ -198,7 +219,7 @@ def inspect(
     """
     if plan is not None and preset is not None:
         raise CfpError("Give --plan plan.json or --preset NAME, not both.")
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         if Path(target).suffix in (".txt", ".hlo"):
             text = _read(Path(target))
         else:
@@ -250,14 +271,14 @@ def _read(path: Path) -> str:
 
 def _plainly(target: Target) -> str:
     step = target.flatten()
-    # Over flat leaves: modules may hold what jax.jit takes for no array.
+    # Over flat leaves: modules may hold values that jax.jit takes for no array.
     given = tuple(place for place, donated in enumerate(step.donated) if donated)
     jitted = jax.jit(step.flat_fn, donate_argnums=given)
     try:
         leaves = step.flatten(target.args, {})
         return jitted.lower(*leaves).compile().as_text() or ""
     except Exception as error:
-        # Whatever the user's code raises while it is traced is the user's to mend.
+        # The user's code may raise anything while it is traced.
         raise StepNotTraceable(
             f"JAX could not compile the step: {type(error).__name__}: {error}"
         ) from error

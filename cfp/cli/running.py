@@ -1,4 +1,4 @@
-"""The commands that use a plan: run it, and show it."""
+"""`cfp run`: a step under a plan, run and checked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from cfp import api, platform
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli import options as o
+from cfp.cli.output import only_json
 from cfp.cli.session import open_target
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
@@ -22,7 +23,6 @@ from cfp.report.explain_plan import wrapped
 from cfp.report.fitted import Fitted
 from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
-from cfp.report.tables import print_plan
 from cfp.targets import Target
 from cfp.units import parse_bytes
 
@@ -38,7 +38,7 @@ def run(
         Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
     ] = None,
     preset: o.Preset = None,
-    steps: Annotated[int, typer.Option(help="How many steps to run.", min=1)] = 10,
+    steps: Annotated[int, typer.Option(help="Number of steps to run.", min=1)] = 10,
     check: Annotated[
         bool,
         typer.Option(
@@ -54,7 +54,7 @@ def run(
             "for steps in float64, and 1e-2 with kernels that take less than float32."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Where random arguments start from.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random arguments.")] = 0,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
     platform_name: o.PlansPlatform = None,
@@ -76,17 +76,15 @@ def run(
     Example: cfp run gpt --layers 2 --hidden 128 --plan plan.json --check
     """
     if plan is not None and preset is not None:
-        raise CfpError(
-            "Give --plan plan.json or --preset NAME (see cfp presets), not both."
-        )
+        raise CfpError("Give --plan plan.json or --preset NAME, not both.")
     if plan is not None and memory_budget is not None:
         raise CfpError(
             "--memory-budget is for a new plan, and --plan names a finished one. Leave "
-            "out one of them; cfp show plan.json says what a plan needs."
+            "out one of them; cfp show plan.json prints a plan's memory."
         )
     budget = parse_bytes(memory_budget)
     axes = platform.parse_mesh(devices, mesh)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         saved = Plan.load(plan) if plan is not None else None
         with Display(quiet) as display:
             found, devices_mesh = open_target(
@@ -148,7 +146,7 @@ def _new_plan(
 
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
-    """A trial as plain data."""
+    """Makes plain data of a trial."""
     largest = trial.largest
     return {
         "plan": plan.winner,
@@ -195,7 +193,7 @@ def _metric_names(trial: Trial) -> list[str]:
 
 
 def check_text(trial: Trial) -> str:
-    """The outcome of a check in words."""
+    """Formats the outcome of a check."""
     largest = trial.largest
     if largest is None:
         return "Check: the step returns nothing to compare."
@@ -236,21 +234,3 @@ def check_text(trial: Trial) -> str:
             f"compared: {names}" + (f" and {more} more" if more > 0 else "")
         )
     return f"Check passed: {text}"
-
-
-@o.command
-def show(
-    path: Annotated[
-        Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
-    ],
-    as_json: o.Json = False,
-) -> None:
-    """Show a saved plan as a table.
-
-    Example: cfp show plan.json
-    """
-    plan = Plan.load(path)
-    if as_json:
-        print(plan.to_json())
-    else:
-        print_plan(plan, literal_console())

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
-from cfp.cli.options import leave_printing_to_process_0
+from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.passes.pipeline import Pins, analyze_step
 from cfp.plan.plan import Plan

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cfp import platform
 from cfp.cli import options as o
+from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
@@ -33,15 +34,17 @@ MeshShapes = Annotated[
         help="A mesh to plan for, such as x=2,y=4. May be given more than once: the "
         "fastest of the shapes is kept. all: every shape of the devices with up to "
         "three axes.",
+        rich_help_panel=o.VARIANTS,
     ),
 ]
 Microbatches = Annotated[
     str | None,
     typer.Option(
         metavar="N,N",
-        help="In how many parts the batch goes through the step, one after another, "
-        "such as 1,2,4: the fastest is kept. For models, and functions that take an "
-        "argument microbatches.",
+        help="Number of parts in which the batch goes through the step, such as 1,2,4: "
+        "the fastest is kept. For models, and functions that take an argument "
+        "microbatches.",
+        rich_help_panel=o.VARIANTS,
     ),
 ]
 
@@ -66,7 +69,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
         platform.select("cpu" if cluster else given["platform"], shapes[0])
     else:  # Before a target asks for a device.
         mock.play_one_of(cluster.count)
-    o.leave_printing_to_process_0()
+    leave_printing_to_process_0()
     # The targets first: to say that they do not exist takes no device.
     targets = [
         resolve(

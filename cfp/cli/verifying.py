@@ -15,7 +15,7 @@ from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
 from cfp.cli import values
 from cfp.cli.finding import Output
-from cfp.cli.output import save
+from cfp.cli.output import only_json, save
 from cfp.cli.session import analyse, open_target
 from cfp.plan.plan import Plan
 from cfp.report.explain_plan import wrapped
@@ -54,7 +54,7 @@ def verify(
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """
     values.check_writable(output)
-    with o.only_json(as_json) as print_json:
+    with only_json(as_json) as print_json:
         plan = Plan.load(path)
         with Display(quiet) as display:
             found, mesh = open_target(

@@ -301,7 +301,7 @@ def _curves(data: Mapping[str, Any], where: str) -> Mapping[str, Curve]:
                     expected=f"for each of {', '.join(COLLECTIVES)} two points or "
                     "more, [bytes, milliseconds], both above 0",
                     got=f"{key} = {given!r}"[:200],
-                    attempt="cfp profile curves --export FILE on devices of the kind",
+                    attempt="cfp profile --curves --describe FILE on such devices",
                 )
             )
         found[key] = rising((int(size), float(ms)) for size, ms in points)

@@ -122,7 +122,7 @@ class Plan:
         return short_text(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the small form of the page of ``cfp report``."""
+        """What a notebook shows: the small form of the page of ``cfp show --html``."""
         return small_html(self)
 
     # -- shardings -----------------------------------------------------------

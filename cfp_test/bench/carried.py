@@ -62,7 +62,7 @@ def without_launches(
 
 
 def rates_from_page(page: Mapping) -> Rates:
-    """Rates as ``cfp profile curves --json`` writes them.
+    """Rates as ``cfp profile --curves --json`` writes them.
 
     Args:
         page: the parsed JSON.

@@ -317,7 +317,7 @@ def test_an_argument_that_was_pinned_is_not_forgotten(saved):
 def test_the_command_line(saved, how, tmp_path):
     (tmp_path / "toy.py").write_text(STEP)
     saved["zero1"].save(tmp_path / "plan.json")
-    words = "adapt plan.json toy.py:deep --donate 0 -o deep.json"
+    words = "plan toy.py:deep --donate 0 --adapt plan.json -o deep.json"
     text, data = run_batch([words.split(), [*words.split(), "--json"]], tmp_path)
     assert text.code == data.code == 0, (text.err, data.err)
     assert "Carried over" in " ".join(text.out.split())

@@ -60,7 +60,7 @@ def test_import_says_what_it_keeps_apart(case, tmp_path, where):
         profile(case.program, case.mesh, jobs, store, timing=QUICK)
         store.export(tmp_path / "file")
     [done] = run_batch(
-        [["profile", "import", "file", "--workdir", "w"]],
+        [["profile", "--import", "file", "--workdir", "w"]],
         tmp_path,
         JAX_PLATFORMS="cpu",
     )

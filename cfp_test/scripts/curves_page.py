@@ -1,4 +1,4 @@
-"""Makes a page and a plot of what `cfp profile curves --json` measured.
+"""Makes a page and a plot of what `cfp profile --curves --json` measured.
 
 python cfp_test/scripts/curves_page.py NAME=FILE.json [NAME=FILE.json ...]
     --page docs/results/NAME.md --plot docs/pictures/NAME.png --link 450
@@ -15,7 +15,7 @@ from cfp.report.curves import curve_points, plot_curves
 
 
 def rates_of(data: Mapping[str, Any]) -> Rates:
-    """The rates that `cfp profile curves --json` wrote."""
+    """The rates that `cfp profile --curves --json` wrote."""
     curves: dict = {}
     for point in data["collectives"]:
         key = point["kind"], tuple(point["axes"])

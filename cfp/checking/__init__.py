@@ -1,1 +1,1 @@
-"""Whether what runs under a plan computes the same, and as fast."""
+"""Checks of results and step times under a plan, against one device."""

@@ -81,7 +81,7 @@ class Sizes:
     most: float
 
     def alike(self) -> bool:
-        """Whether a plan makes the leaf about as large as one device does."""
+        """Returns True if a plan makes the leaf about as large as one device does."""
         low, high = self.least / SIZE_MARGIN, self.most * SIZE_MARGIN
         return low <= self.found <= high
 
@@ -109,7 +109,7 @@ class Comparison:
     margin: float = ROUNDING_MARGIN
 
     def allowed(self, path: str, tolerance: float) -> float:
-        """How far off a leaf may be, which is less than a leaf of zeros is.
+        """Returns the allowed error of a leaf, less than that of a leaf of zeros.
 
         Args:
             path: of the leaf.
@@ -246,7 +246,7 @@ class Check:
         return jax.tree.map(here, fixed(tree))
 
     def _nudged(self, expected: Any, seed: int) -> _Alone:
-        """What one device makes of arguments in the neighbourhood."""
+        """Returns the results of one device for arguments in the neighbourhood."""
         near = partial(nudge, seed=seed, least=self._bit)
         moved = self._alone(*self._each(near))
         return norms(moved), compare(moved, expected)

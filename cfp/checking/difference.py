@@ -1,4 +1,4 @@
-"""How far two results of a step are apart, leaf by leaf, computed where they are.
+"""Distances of two results of a step, leaf by leaf, computed on their devices.
 
 Results of whole models are tens of gigabytes: they stay on the devices, and one number
 of each leaf comes back.
@@ -18,7 +18,7 @@ from cfp.program.fixed import fixed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a result is from one device's: relative L2 of one leaf."""
+    """Distance of a result from one device's: relative L2 of one leaf."""
 
     path: str
     relative_l2: float

@@ -55,7 +55,7 @@ _NAME = "the plan"
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How a plan did on its devices.
+    """The times of a plan and its rivals on its devices.
 
     Attributes:
         plan: that was verified.
@@ -80,7 +80,7 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing that was timed is faster than the plan."""
+        """True if nothing that was timed is faster than the plan."""
         return self.best.winner == self.plan.winner
 
 
@@ -223,7 +223,7 @@ def _rivals(
 def _is_same(
     rival: Candidate, program: RaceProgram, job: Job, analysis: Analysis
 ) -> bool:
-    """Whether a candidate is the plan under another name, however constrained."""
+    """Returns True if a candidate is the plan under another name."""
     if _arguments(program.job) != _arguments(job):
         return False
     levels = [replace(rival, level=level) for level in ConstraintLevel]
@@ -236,7 +236,7 @@ def _arguments(job: Job) -> tuple:
 
 
 def _described(plan: Plan) -> DescribedMesh | None:
-    """What the plan was made for, if that can be said again."""
+    """Returns the described devices that the plan was made for; None if unknown."""
     text = plan.environment.get("described", "")
     if text.endswith(".toml"):
         return None  # A plan's file must not say which other files are read.
@@ -274,7 +274,7 @@ def _program(plan: Plan, analysis: Analysis, environment: Parts) -> RaceProgram:
 
 
 def verified_data(found: Verified) -> Mapping[str, Any]:
-    """What was found, as plain data."""
+    """Makes plain data of a verification."""
     return {
         "plan": found.plan.winner,
         "rung": found.plan.rung,
@@ -301,7 +301,7 @@ def _row(row: RaceResult) -> dict[str, Any]:
 
 
 def verified_text(found: Verified) -> Sequence[str]:
-    """What was found, in a few lines."""
+    """Formats a verification in a few lines."""
     plan, off = found.plan, found.off
     lines = []
     if found.measured_ms is None:

@@ -173,7 +173,7 @@ class _Parent:
         )
 
     def may_go_on(self) -> bool:
-        """Whether the child died of something that is known by now, or soon will."""
+        """Returns True if the child died of a known cause, and another may start."""
         if not self._names():
             return False  # It has tidied up: an end like any other.
         stopped = self._stop is not None

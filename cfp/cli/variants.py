@@ -50,7 +50,7 @@ Microbatches = Annotated[
 
 
 def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
-    """What a command is to plan: one variant, unless it was given options for more.
+    """Finds a command's targets: one variant, unless options ask for more.
 
     Returns:
         A target, whose static and donated arguments are those of all variants; and the
@@ -108,7 +108,7 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
 
 
 def _cluster(given: dict[str, Any]) -> Cluster | None:
-    """What --for describes, if it was given."""
+    """Reads --for, if it was given."""
     text = given.get("described")
     if text is None:
         if given.get("compiled"):
@@ -130,7 +130,7 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 
 def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
-    """Whether a GPU of this machine is to play one of a cluster's."""
+    """Returns True if a GPU of this machine plays one of a cluster's."""
     rung_0 = given.get("no_race") or given.get("compiled")
     return cluster.count > 1 and not rung_0 and mock.can_play(cluster.kind.device_kind)
 

@@ -1,1 +1,1 @@
-"""Where builds and runs happen: machines, their schedulers, and what works on them."""
+"""Checks of machines, and planning on a Ray cluster."""

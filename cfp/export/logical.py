@@ -106,7 +106,7 @@ def logical_rules(plan: Plan, names: Mapping[str, Sequence[str | None]]) -> Rule
 
 
 def applied(rules: Rules, names: Sequence[str | None]) -> tuple[Axes, ...]:
-    """What rules make of a tensor with dims of these names."""
+    """Derives the sharding that rules give a tensor with dims of these names."""
     spec: list[Axes] = [() for _ in names]
     used: set[str] = set()
     for name, axes in rules:

@@ -1,4 +1,4 @@
-"""What an exported module does with its tables: this text becomes a part of it.
+"""Functions that an exported module contains, beside its tables.
 
 It imports nothing but JAX, and reads the tables that stand before it in the module.
 """
@@ -330,7 +330,7 @@ def type_text(aval: Any) -> str:
 
 
 def digest(keys: Sequence[tuple[str, str]]) -> str:
-    """What tells one list of equations from another."""
+    """Returns a key by which lists of equations are compared."""
     text = "\n".join(f"{primitive} {kind}" for primitive, kind in keys)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -124,7 +124,7 @@ SEED_CONFIGS: tuple[tuple[MoEModelConfig, int], ...] = (
 
 
 class Routing(NamedTuple):
-    """Where tokens go and what comes back.
+    """Dispatch tensors: the places of tokens, and weights of results.
 
     Attributes:
       dispatch: [groups, group, experts, capacity] of 0 and 1: the seat of each token.

@@ -92,7 +92,7 @@ def check_heads(hidden: int, heads: int) -> None:
 
 
 def _fits(value: Any, wanted: type) -> bool:
-    """Whether a value is of the type wanted; an int will do for a float."""
+    """Returns True if a value has the right type; an int will do for a float."""
     if isinstance(value, bool):  # A subclass of int, but not meant as a number.
         return wanted is bool
     return isinstance(value, (int, float) if wanted is float else wanted)

@@ -49,7 +49,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What a training step needs to know beside its model."""
+    """The parts of a training step that depend on the model."""
 
     batch: int = option(16, "sequences in a batch")
     microbatches: int = option(
@@ -109,7 +109,7 @@ def make_train_step(
     def loss_fn(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """What a part of the batch adds to loss and entropy; the batch, without one."""
+        """Returns the addends of a part of the batch to loss and entropy."""
         logits, penalty = network.apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:

@@ -39,7 +39,7 @@ class Ahead:
 
     @property
     def in_groups(self) -> bool:
-        """Whether anything is compiled before it is taken."""
+        """True if anything is compiled ahead."""
         return self._pool is not None
 
     def start(self, key: Hashable, function: Callable[..., Any], *args: Any) -> None:

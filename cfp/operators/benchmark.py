@@ -40,7 +40,7 @@ GROUP = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What one pass, forward or forward and backward, took.
+    """Times of one pass, forward or forward and backward.
 
     Attributes:
         samples_ms: every sample.
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What tells rows apart."""
+        """Returns the key of a row."""
         return self.operator, self.implementation, self.shape, self.dtype
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
         forward_only: without the backward pass.

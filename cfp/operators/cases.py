@@ -150,7 +150,7 @@ def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
 
 
 def _words(argument: Argument, shape: Shape) -> int:
-    """How many random words an argument of integers is made of."""
+    """Returns the number of random words in an argument of integers."""
     if argument.kind == "groups":
         return shape.dims[argument.below]
     return prod(sizes(argument, shape))

@@ -65,7 +65,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How the median of one pass changed.
+    """Change of the median of one pass.
 
     Attributes:
         name: of operator, implementation, shape, type and pass.
@@ -78,12 +78,12 @@ class Change:
 
     @property
     def share(self) -> float:
-        """How much longer it takes, as a part of before."""
+        """Slowdown, as a share of the time before."""
         return self.now_ms / self.before_ms - 1.0
 
 
 def changes(before: Sequence[Row], now: Sequence[Row]) -> list[Change]:
-    """What both have measured, the most slowed first."""
+    """Pairs the rows that both have measured, the most slowed first."""
     known = {row.key: row for row in before}
     found = [
         Change(

@@ -1,4 +1,4 @@
-"""What operators run on: the device, and versions of what they come from."""
+"""The device that operators run on, and versions of their libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arguments of an operator are parameters of a layer, and how these begin.
+"""Parameters of layers among an operator's arguments, and their initializers.
 
 `cfp.operators.linen` and `cfp.operators.nnx` have a layer for each operator.
 """

@@ -72,7 +72,7 @@ def _layer_norm_tokamax(
 def tokamaxes(
     call, backends: tuple[str, ...], triton: str = "jax_triton"
 ) -> tuple[Implementation, ...]:
-    """What tokamax offers of an operator.
+    """The functions of tokamax for an operator.
 
     Args:
         call: takes the operator's arguments, and `backend`.

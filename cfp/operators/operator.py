@@ -1,4 +1,4 @@
-"""What an operator is: its arguments, its oracle, and all implementations of it.
+"""Operators: their arguments, oracles, and implementations.
 
 An operator is called like a function. It checks its arguments against the named dims
 that it declares, takes the first implementation that is available and takes them, or

@@ -1,4 +1,4 @@
-"""Whether an implementation computes what it should: outputs and gradients.
+"""Comparison of an implementation with its oracle: outputs and gradients.
 
 The oracle is the plain formula in float32, of the same arguments. What is compared are
 relative differences: of norms, and of the largest element, which finds a single wrong
@@ -30,7 +30,7 @@ Program = Callable[..., dict[str, jax.Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """How far an implementation is from the oracle.
+    """Distance of an implementation from the oracle.
 
     Attributes:
         errors: relative differences of norms, by "output" and names of arguments.
@@ -57,7 +57,7 @@ class Check:
         return max(self.errors.values())
 
     def text(self) -> str:
-        """What is wrong, in words; empty if nothing is."""
+        """The differences in words; empty if there are none."""
         return ", ".join(
             f"{name} is off by {self.errors[name]:.2g} of its norm and "
             f"{self.largest[name]:.2g} of its largest element (limits {self.limit:.2g} "
@@ -67,7 +67,7 @@ class Check:
 
 
 def is_float(argument: Argument) -> bool:
-    """Whether an argument has a gradient."""
+    """Returns True if an argument has a gradient."""
     return argument.kind == "float"
 
 

@@ -1,4 +1,4 @@
-"""What is available on this machine, and why the rest is not."""
+"""Availability of libraries and devices on this machine, with reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cfp.operators.operator import Reason
 
 
 def import_reason(name: str) -> Reason:
-    """Why a module cannot be imported."""
+    """Returns the reason why a module cannot be imported."""
     top = name.partition(".")[0]
     if find_spec(top) is None:
         return f"{top} is not installed"
@@ -33,7 +33,7 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def gpu_reason(least_capability: float = 0.0) -> Reason:
-    """Why there is no NVIDIA GPU of some compute capability."""
+    """Returns the reason why there is no NVIDIA GPU of some compute capability."""
     device = jax.devices()[0]
     if device.platform != "gpu" or not device.device_kind.startswith(
         ("NVIDIA", "Tesla", "Quadro", "GeForce")
@@ -47,18 +47,18 @@ def gpu_reason(least_capability: float = 0.0) -> Reason:
 
 @cache
 def pallas_reason(module: str) -> Reason:
-    """Why a kernel of `jax.experimental.pallas.ops.gpu` cannot be used."""
+    """Returns the reason why a kernel of `jax.experimental.pallas.ops.gpu` is refused."""
     return gpu_reason(8.0) or import_reason(f"{KERNELS}.{module}")
 
 
 def cudnn_reason() -> Reason:
-    """Why cuDNN's attention cannot be used."""
+    """Returns the reason why cuDNN's attention cannot be used."""
     return gpu_reason(8.0)
 
 
 @cache
 def tokamax_reason(backend: str, needs: str = "") -> Reason:
-    """Why tokamax with one of its implementations cannot be used.
+    """Returns the reason why tokamax with one of its implementations cannot be used.
 
     Args:
         backend: its name for it.

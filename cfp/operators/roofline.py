@@ -1,4 +1,4 @@
-"""How fast a device could be at most: contractions at its peak, each byte moved once.
+"""Lower bounds of time: contractions at the device's peak, each byte moved once.
 
 The bytes are those of the arguments, the cotangent and the results: what an operator
 cannot avoid. Contractions count as they are, so causal attention half; a backward pass
@@ -22,7 +22,7 @@ from cfp.operators.oracle import is_float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What a device is specified for.
+    """Specified rates of a device.
 
     Attributes:
         name: of the kind of device.

@@ -1,4 +1,4 @@
-"""What was measured: a row for each shape, a column for each implementation."""
+"""Tables of measurements: a row for each shape, a column for each implementation."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def timeline_drawing(
 
 
 def is_far(moments: Sequence[Moment], budget_bytes: int) -> bool:
-    """Whether a budget lies far above all that is used."""
+    """Returns True if a budget lies far above all memory that is used."""
     return budget_bytes > _FAR * max(moment.total_bytes for moment in moments)
 
 

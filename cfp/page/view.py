@@ -1,4 +1,4 @@
-"""What the page of a plan shows, worked out: the template only places it."""
+"""View model of a plan's page; the template only places its values."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
                 expected=f"{count} devices of platform {platform}",
                 got=f"{len(devices)} of platform {devices[0].platform}",
                 attempt="Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of "
-                "other devices; cfp adapt, for another number of them",
+                "other devices; cfp plan --adapt, for another number of them",
             )
         )
     names = tuple(name for name, _ in axes)

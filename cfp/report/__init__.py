@@ -1,1 +1,1 @@
-"""What a person sees of plans: tables and pictures."""
+"""Tables, texts and pictures of plans."""

@@ -1,4 +1,4 @@
-"""How fast the devices of a mesh talk to each other: a table and a plot."""
+"""Rates of a mesh's collectives: a table and a plot."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ _Sent = dict[str, tuple[int, float | None]]
 
 
 def _collectives_of_both(first: Plan, second: Plan) -> tuple[dict, dict]:
-    """What both plans send; nothing, where one of them does not say."""
+    """Lists the collectives of both plans; empty if one of them does not list any."""
     if first.figures is None or second.figures is None:
         return {}, {}
     one, two = _collectives(first), _collectives(second)

@@ -1,4 +1,4 @@
-"""Why a plan does what it does to each block, as lines of text.
+"""Explanation of a plan, block by block, as lines of text.
 
 Everything stands in the plan itself, so that a saved plan explains itself.
 """
@@ -44,7 +44,7 @@ _WORDS_WIDTH = 300
 
 
 def explain_text(plan: Plan, block: str | None = None) -> str:
-    """Why the plan, or one of its blocks, as wide as `columns` says.
+    """Explains the plan, or one of its blocks, as wide as `columns` says.
 
     Args:
         plan: the plan.
@@ -162,7 +162,7 @@ def attention_lines(plan: Plan) -> Iterator[str]:
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
-    """What memory has to do with the plan."""
+    """Describes memory and the budget."""
     if plan.figures is None or "adapted" in plan.search:
         return
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
@@ -237,7 +237,7 @@ def _figures_of(plan: Plan, block: int) -> BlockFigures | None:
 
 
 def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
-    """Why a segment takes its strategy, and what the runner-up would cost."""
+    """Explains a segment's strategy, with the cost of the runner-up."""
     figures = plan.figures
     if "adapted" in plan.search:
         yield "  why: carried over from the plan of another program"

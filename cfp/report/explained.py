@@ -1,4 +1,4 @@
-"""Why a plan: what else there was, and what it would have cost."""
+"""Explanation of a search: other choices, and their costs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _left_out(item: KindExplanation) -> Iterator[str]:
 
 
 def memory_lines(found: Explanation) -> Iterator[str]:
-    """Whether memory binds, and what more or less of it would do."""
+    """Describes the effect of the memory budget, and of more or less of it."""
     memory, best = found.memory, found.best
     step = format_bytes(memory.step_bytes)
     peak = format_bytes(memory.peak_bytes)

@@ -115,7 +115,7 @@ def _kernels(
 
 
 def _unused(able: Sequence[str]) -> str:
-    """Why an attention is as it is written that some kernels can compute."""
+    """Returns the reason why an attention stays that some kernels can compute."""
     if not able:
         return _NONE_CAN
     return f"{' or '.join(able)} might compute it, and the plan has no kernel there"

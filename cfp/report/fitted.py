@@ -50,7 +50,7 @@ class Fitted:
 
 
 def column_widths(columns: Sequence[Column], width: int) -> list[int]:
-    """How wide each column is to be; nothing, if they cannot stand side by side."""
+    """Computes the width of each column; empty, if they cannot stand side by side."""
     cells = [_texts(column) for column in columns]
     wanted = [max(map(_longest_line, texts)) for texts in cells]
     found = [

@@ -1,4 +1,4 @@
-"""What each pass found, as tables and as plain data."""
+"""Results of each pass, as tables and as plain data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def strategy_numbers(
 
 
 def search_space(analysis: Analysis, segment: Segment) -> list[int]:
-    """How many strategies each block of a segment has."""
+    """Counts the strategies of each block of a segment."""
     frame = analysis.frame
     return [
         len(block_strategies(frame.program, frame.blocks[b], frame.mesh))
@@ -102,7 +102,7 @@ def analysis_view(
 
 
 def summary_lines(summary: Summary) -> Iterator[str]:
-    """How much of a program can be sharded, and what cannot."""
+    """Counts the parts of a program that can be sharded, and the others."""
     flops = summary.split_share(summary.contractions)
     state = summary.split_share(summary.state)
     yield (

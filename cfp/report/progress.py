@@ -1,4 +1,4 @@
-"""What a person sees while something is measured: one live line on the terminal.
+"""Progress of measurements: one live line on the terminal.
 
 Where there is no terminal, as in the log of a batch job, plain lines now and then.
 """
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class PlainLines:
-    """When a line is due where lines stay, and what it says.
+    """Schedule and text of progress where lines stay.
 
     Attributes:
         silent_seconds: nothing that is over by then says anything.
@@ -113,7 +113,7 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal to show a live line on."""
+        """True if there is a terminal to show a live line on."""
         return self._live is not None
 
     def tell(self, event: Progress | str) -> None:
@@ -201,7 +201,7 @@ def progress_text(event: Progress, clock: bool = True) -> str:
 
 
 def seconds_left(event: Progress) -> float | None:
-    """How long the rest will take, if it goes on as so far; None if unknown."""
+    """Estimates the remaining time; None if unknown."""
     measured = event.done - event.cached
     rest = event.total - event.done
     if measured < 2 or rest == 0:

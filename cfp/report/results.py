@@ -33,7 +33,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a page shows of a saved plan, whatever its format.
+    """Values of a saved plan that a page shows, for any format of file.
 
     Attributes:
         mesh_axes: names and sizes.
@@ -113,7 +113,7 @@ def page(title: str, command: str, date: str, plans: Mapping[str, Saved]) -> str
 
 
 def section(name: str, plan: Saved) -> list[str]:
-    """What a page shows of one plan: lines of Markdown."""
+    """Formats one plan as lines of Markdown."""
     head = [f"## {name}", "", *_environment(plan), ""]
     return [*head, *_race(plan), "", *_blocks(plan), "", _effort(plan), ""]
 

@@ -71,7 +71,7 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
 
 
 def _collectives(twins: Sequence[PlanRow]) -> str:
-    """What most twins call for, and what the others do: the first of a stack, say.
+    """Finds the call of most twins, and the exceptions: the first of a stack, say.
 
     Small differences in size are those of tensors that belong to no block for sure.
     """

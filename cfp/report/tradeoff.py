@@ -72,7 +72,7 @@ def best_within(found: TradeOff, budget_bytes: int | None) -> Solved | None:
 
 
 def rematerialized(problem: Problem, point: Solved) -> int:
-    """How many segments rematerialize their forward pass."""
+    """Counts the segments that rematerialize their forward pass."""
     return sum(
         problem.options[kind][pick].candidate.remat
         for kind, pick in zip(problem.kinds, point.picks, strict=True)
@@ -87,7 +87,7 @@ def _taken(problem: Problem, point: Solved) -> Taken:
 
 
 def _changes(names: list[list[str]], before: Taken | None, taken: Taken) -> str:
-    """What each kind takes, where it is not what the line above does."""
+    """Lists the strategy of each kind, where it differs from the line above."""
     parts = [
         f"{kind}: {_mixture(names[kind], counts)}"
         for kind, counts in enumerate(taken)
@@ -120,7 +120,7 @@ def _notes(
 def _meanings(
     analysis: Analysis, problem: Problem, found: TradeOff, names: list[list[str]]
 ) -> Iterator[str]:
-    """Which choices the names are that are no preset's."""
+    """Lists the choices whose names are no preset's."""
     used = {
         pair
         for point in found.points

@@ -33,7 +33,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misses:
-    """What the profile pass would measure.
+    """Measurements that the profile pass would make.
 
     Attributes:
         misses: in the order in which it would.

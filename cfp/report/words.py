@@ -43,7 +43,7 @@ def option_names(
 
 
 def kind_title(analysis: Analysis, kind: int) -> str:
-    """Which segments are of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
+    """Names the segments of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
     segments = [s for s in analysis.segments if s.kind == kind]
     blocks = analysis.frame.blocks
     text = f"Segment {segments[0].index}"

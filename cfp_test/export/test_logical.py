@@ -222,5 +222,5 @@ def test_the_command_line(plans, tmp_path):
     assert written.code == 0, written.err
     assert ("mlp", "x") in tables((tmp_path / "rules.py").read_text())["RULES"]
     assert "logical_axis_rules" in (tmp_path / "rules.yml").read_text()
-    assert "does not say what its dims are called" in bare.err
-    assert "Say what to write" in nothing.err
+    assert "no logical names of dims" in bare.err
+    assert "Name a file to write" in nothing.err

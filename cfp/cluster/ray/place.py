@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a builder could not compile something; errors may not travel."""
+    """The reason why a builder could not compile something; errors may not travel."""
 
     kind: str
     message: str

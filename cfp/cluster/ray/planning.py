@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerNeeds:
-    """What the host of a runner must have.
+    """Resources that the host of a runner must have.
 
     Attributes:
         gpus: devices of its mesh; 0 for virtual CPU devices; None for all of a node.
@@ -44,7 +44,7 @@ class RunnerNeeds:
     def of(
         cls, platform: str | None, axes: Sequence[tuple[str, int]] | None
     ) -> RunnerNeeds:
-        """What a mesh needs.
+        """Derives the resources that a mesh needs.
 
         Args:
             platform: "cpu", "cuda", or None: GPUs, if the cluster has any.
@@ -54,7 +54,7 @@ class RunnerNeeds:
         return cls(gpus=0 if platform == "cpu" else count, optional=platform is None)
 
     def within(self, nodes: Iterable[Mapping[str, Any]]) -> RunnerNeeds:
-        """What is needed of some nodes, as Ray lists them."""
+        """Settles open needs by a cluster's nodes, as Ray lists them."""
         most = max((int(n["Resources"].get("GPU", 0)) for n in nodes), default=0)
         if self.gpus is None or (self.optional and not most):
             return RunnerNeeds(gpus=most)

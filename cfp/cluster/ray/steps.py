@@ -21,7 +21,7 @@ from cfp.profiling.store import store_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What :func:`cfp.plan` was called with, as data.
+    """The arguments of :func:`cfp.plan`, as data.
 
     Attributes:
         fn: the step.

@@ -93,7 +93,7 @@ def inject(
 
 
 class Inside:
-    """What `injection` gives.
+    """The context of `injection`.
 
     Attributes:
         report: what was replaced so far, and what was not.

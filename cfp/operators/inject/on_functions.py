@@ -61,7 +61,7 @@ class FunctionPolicy(Policy):
         return lambda parameters, *args: self.replace(*args)
 
     def replace(self, *args: jax.Array) -> Any:
-        """What is called in the function's place, with the same arrays.
+        """Returns the function that is called in its place, with the same arrays.
 
         Raises:
             Refused: not these arguments, with the reason.

@@ -27,7 +27,7 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 def interceptor(
     policies: Sequence[Policy], report: Report
 ) -> Callable[[Callable[..., Any], tuple, dict, Any], Any]:
-    """What `flax.linen.intercept_methods` takes.
+    """The interceptor for `flax.linen.intercept_methods`.
 
     Args:
         policies: in the order in which they are asked.

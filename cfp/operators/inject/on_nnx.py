@@ -59,7 +59,7 @@ class Injected(nnx.Module):
 
 
 class _Adapter:
-    """What a replaced part is called through; it keeps no arrays.
+    """Stand-in for a replaced part, without arrays of its own.
 
     Of the part only its plain attributes stay, such as its configuration.
     """

@@ -61,7 +61,7 @@ class FlaxLayerNorm(_Norm):
     operators = ("layer_norm",)
 
     def match(self, part: Any) -> bool:
-        """Whether it is one of them."""
+        """Returns True for a part of this kind."""
         return type(part) in (nn.LayerNorm, nnx.LayerNorm)
 
     def build(self, part: Any) -> Replacement:
@@ -87,7 +87,7 @@ class FlaxRMSNorm(_Norm):
     operators = ("rms_norm",)
 
     def match(self, part: Any) -> bool:
-        """Whether it is one of them."""
+        """Returns True for a part of this kind."""
         return type(part) in (nn.RMSNorm, nnx.RMSNorm)
 
     def build(self, part: Any) -> Replacement:
@@ -118,7 +118,7 @@ def _dense(
 
 
 def _is_transposed(parameters: Parameters, hidden: int) -> bool:
-    """Whether kernels are [out, in], as in HF's GPT-2 in linen; one that widens tells.
+    """Returns True if kernels are [out, in], as in HF's GPT-2 in linen.
 
     Raises:
         Refused: it is square, and does not tell.
@@ -134,7 +134,7 @@ def _kind(part: Any) -> str:
 
 
 def _is_set(value: Any) -> bool:
-    """Whether an option of a call is given, and is not off."""
+    """Returns True if an option of a call is given, and is not off."""
     return value is not None and value is not False
 
 

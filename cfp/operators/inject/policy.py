@@ -1,4 +1,4 @@
-"""What says which parts of a model are replaced by operators, and how.
+"""Policies: the parts of a model to replace by operators.
 
 A part is a module of flax (linen or NNX) or a jitted function with a name. For each the
 first policy that matches makes the replacement.
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the user chose for a whole injection.
+    """Options of a whole injection.
 
     Attributes:
         implementations: names by operator; the first that takes the arguments for the
@@ -50,7 +50,7 @@ class Choices:
 
 
 class Policy(ABC):
-    """How one kind of part is replaced.
+    """The replacement of one kind of part.
 
     A policy is made once for an injection. It must not keep arrays: a replacement gets
     its parameters when it is called.
@@ -68,12 +68,12 @@ class Policy(ABC):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return type(self).__name__
 
     @abstractmethod
     def match(self, part: Any) -> bool:
-        """Whether it replaces parts like this one."""
+        """Returns True if the policy replaces parts like this one."""
 
     @abstractmethod
     def build(self, part: Any) -> Replacement:
@@ -94,7 +94,7 @@ class Policy(ABC):
     def adapt(
         self, part: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """What the replacement is called with, from what the part was called with.
+        """Translates a part's arguments to those of its replacement.
 
         Raises:
             Refused: not this call, with the reason.

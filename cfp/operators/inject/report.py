@@ -1,4 +1,4 @@
-"""What was replaced, what was not, and why."""
+"""Report of an injection: parts replaced, parts left, and reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Part:
 
     @property
     def replaced(self) -> bool:
-        """Whether it was."""
+        """True if the part was replaced."""
         return bool(self.operators)
 
 

@@ -1,4 +1,4 @@
-"""Whether an injection is worth it: the step's time and memory, before and after."""
+"""Benefit of an injection: the step's time and memory, before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What a step takes before and after.
+    """Time and memory of a step, before and after.
 
     Attributes:
         before_ms, after_ms: medians.
@@ -32,19 +32,19 @@ class Worth:
 
     @property
     def faster(self) -> bool:
-        """Whether the step is faster by one percent or more."""
+        """True if the step is faster by one percent or more."""
         return self.after_ms <= (1 - _LEAST_SHARE) * self.before_ms
 
     @property
     def smaller(self) -> bool:
-        """Whether it needs less memory by one percent or more."""
+        """True if it needs less memory by one percent or more."""
         if self.before_bytes is None or self.after_bytes is None:
             return False
         return self.after_bytes <= (1 - _LEAST_SHARE) * self.before_bytes
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether one is better; which matters more is for the user to say."""
+        """True if time or memory is better."""
         return self.faster or self.smaller
 
     def text(self) -> str:

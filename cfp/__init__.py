@@ -111,6 +111,9 @@ class _Hidden(ModuleType):
     ``import cfp.attention.order`` is followed by ``cfp.attention.order`` as usual.
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # Ray's pickler knows plain modules.
+
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         function = sys.modules["cfp"].__dict__.get(self.__name__.rpartition(".")[2])

@@ -673,3 +673,6 @@ def test_modules_are_found_behind_a_function_of_their_packages_name(name, before
     code += f"assert {name} is other, 'found twice'\n"
     code += "assert callable(cfp.attention) and callable(cfp.plan)\n"
     subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import cfp.plan.adapt, pickle, sys; hidden = sys.modules['cfp.plan']\n"
+    code += "assert pickle.loads(pickle.dumps(hidden)) is hidden\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,7 +47,7 @@ def gpu_reason(least_capability: float = 0.0) -> Reason:
 
 @cache
 def pallas_reason(module: str) -> Reason:
-    """Returns the reason why a kernel of `jax.experimental.pallas.ops.gpu` is refused."""
+    """Returns the reason why a kernel of Pallas is refused on this machine."""
     return gpu_reason(8.0) or import_reason(f"{KERNELS}.{module}")
 
 

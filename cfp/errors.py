@@ -36,7 +36,7 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
 def nearest(
     name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """What was probably meant by a name: ``did you mean 'fully_sharded'? ``, or ``""``.
+    """Suggests the nearest names: ``did you mean 'fully_sharded'? ``, or ``""``.
 
     Args:
       name: that there is not.
@@ -52,7 +52,7 @@ def nearest(
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception left the user's code: a line, or nothing if it did not.
+    """Finds the line of the user's code that an exception left; empty if none.
 
     The innermost frame that is neither of an installed package nor of cfp.
     """

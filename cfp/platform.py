@@ -1,4 +1,4 @@
-"""Which devices a command runs on, settled before JAX looks for any.
+"""Devices of a command, chosen before JAX looks for any.
 
 JAX reads what is set here when its first device is asked for, and never again: so a
 command calls `select` first, and `make_mesh` after.
@@ -142,7 +142,7 @@ def _select(platform: str, axes: Axes | None) -> None:
 
 
 def _share(count: int) -> int:
-    """How many of some virtual devices this process has, if there are several."""
+    """Counts this process's share of virtual devices, among several processes."""
     member = Membership.of(None, None, None, os.environ)
     if member is None:
         return count
@@ -204,7 +204,7 @@ def make_mesh(axes: Axes | None) -> Mesh:
 
 
 def _by_process(devices: Sequence[Any]) -> str:
-    """How many of some devices each process has; "" if there is one process."""
+    """Lists the numbers of devices of all processes; "" if there is one process."""
     counts = Counter(device.process_index for device in devices)
     if len(counts) == 1:
         return ""
@@ -213,7 +213,7 @@ def _by_process(devices: Sequence[Any]) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU; asks nothing of JAX."""
+    """Returns True if this machine shows an NVIDIA GPU; asks nothing of JAX."""
     return (
         os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi") is not None
     )

@@ -16,7 +16,7 @@ LEAST_COLUMNS = 60
 
 
 def columns() -> int:
-    """How wide text may be: $COLUMNS, or else the terminal, or else 100 columns."""
+    """Returns the width of text: $COLUMNS, the terminal's, or 100 columns."""
     return max(shutil.get_terminal_size((USUAL_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
@@ -52,7 +52,7 @@ def merged_alike(names: Sequence[str]) -> list[str]:
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:
-    """Of each path as much of its end as tells it from the others.
+    """Shortens paths to the ends that distinguish them.
 
     ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``; paths that are
     equal are numbered.

@@ -85,7 +85,7 @@ WHOLE_TRIES = 3
 
 
 class ConstraintLevel(StrEnum):
-    """How much of a plan's shardings the compiler is constrained to.
+    """Share of a plan's shardings to which the compiler is constrained.
 
     With constraints on every value, XLA does what the plan says. With those of
     arguments and results alone, its own propagation fills in the rest, and may fuse and
@@ -114,7 +114,7 @@ KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformDefaults:
-    """What platforms differ in.
+    """Settings that differ between platforms.
 
     Of a plan's context it is what holds on the platform, but for what was asked for.
 
@@ -193,5 +193,5 @@ _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 
 
 def defaults_of(platform: str) -> PlatformDefaults:
-    """What holds on a platform, by JAX's name for it."""
+    """Returns the settings of a platform, by JAX's name for it."""
     return _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))

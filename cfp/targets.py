@@ -1,4 +1,4 @@
-"""What a command works on: a model of the zoo, or a function of the user's.
+"""Targets of commands: a model of the zoo, or a function of the user's.
 
 A target is written as a model's name with its options following, or as
 ``file.py:function`` or ``package.module:function``. A user's function returns
@@ -365,7 +365,7 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a function may be called with by name; nothing, if it does not say."""
+    """Lists the names of a function's arguments; empty if it does not say."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

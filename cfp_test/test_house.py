@@ -391,6 +391,56 @@ def test_model_word_rule(text, words):
     assert model_word_breaches({"models/a.py": text + "\n"}) == []
 
 
+# ----------------------------------------------------------- (f) docstrings' openings
+
+# Rooms whose docstrings open with a verb or a noun phrase. Add a room as it becomes
+# clean; in the end all of ROOMS are here.
+CLEAN = (
+    *("errors", "units", "printable", "settings", "presets", "devices", "cost"),
+    *("export", "page", "models", "targets", "platform", "checking", "report"),
+    *("cluster", "operators", "cli", "demo", "__main__"),
+)
+# Question words hide what a function returns, and what a class is.
+QUESTION_WORDS = ("What", "Whether", "Which", "Of", "How", "Where", "Who", "Why")
+
+
+def opening_breaches(files: dict[str, str]) -> list[str]:
+    """Finds docstrings that open with a question word."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    breaches = []
+    for file, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            words = (ast.get_docstring(node) if isinstance(node, kinds) else "") or ""
+            first = re.match(r"\w*", words)
+            if first is not None and first[0] in QUESTION_WORDS:
+                line = getattr(node, "lineno", 1)
+                breaches.append(f"cfp/{file}:{line}: {words.splitlines()[0]}")
+    return breaches
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    clean = {f: text for f, text in sources().items() if room_of(f) in CLEAN}
+    assert opening_breaches(clean) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "breach"),
+    [
+        ('"""What a module is."""', "What a module is."),
+        ('def f():\n  """Whether it is so."""', "Whether it is so."),
+        ('class A:\n  def f(self):\n    """Of each\n\n    more."""', "Of each"),
+        ('async def f():\n  """How: so."""', "How: so."),
+        ('def f():\n  """Returns what is left."""', None),
+        ('class A:\n  """Whatever."""', None),
+        ("def f():\n  pass", None),
+        ('def f():\n  x = "What"', None),
+    ],
+)
+def test_opening_rule(text, breach):
+    found = opening_breaches({"api.py": text})
+    assert [b.split(": ", 1)[1] for b in found] == ([breach] if breach else [])
+
+
 def test_a_test_imports_from_no_other_test():
     """What several need is a module without `test_`: CONTRIBUTING.md."""
     found = []

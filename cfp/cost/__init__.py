@@ -1,1 +1,1 @@
-"""What a choice should take: time and memory that are computed, not measured."""
+"""Estimates of a choice's time and memory, computed without measurements."""

@@ -1,4 +1,4 @@
-"""What may be chosen for a segment, and how it is laid out then."""
+"""Choices of a segment, and their layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention in chunks has in memory while it runs.
+"""Memory of attention in chunks while it runs.
 
 Of the scores there is one chunk in each form that it goes through: as it is made, the
 weights, the weights' gradient, and its own. Beside it are the chunks of what is read
@@ -41,7 +41,7 @@ class Span:
 
 
 def spans_of(program: Program, found: Found) -> list[Span]:
-    """Where a program computes an attention, pass by pass."""
+    """Finds the passes in which a program computes an attention."""
 
     def span(one: Pass, is_backward: bool) -> Span:
         readers = [t.use[0] for t in one.reads.values() if t.use is not None]
@@ -56,7 +56,7 @@ def spans_of(program: Program, found: Found) -> list[Span]:
 def working_bytes(
     problem: Problem, way: Way, sizes: Mapping[str, int], is_backward: bool
 ) -> int:
-    """What a device has in memory besides what a pass of the program reads.
+    """Computes a device's memory beside the values that a pass reads.
 
     For the backward pass that is the output, too; gradients, in float32, are counted.
 
@@ -97,6 +97,6 @@ def working_bytes(
 
 
 def _in_chunks(tokens: float) -> int:
-    """How many tokens there are once they are filled up."""
+    """Rounds a number of tokens up to whole chunks."""
     whole, chunk = ceil(tokens), chunked.CHUNK
     return whole if whole <= chunk else ceil(whole / chunk) * chunk

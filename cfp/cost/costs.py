@@ -1,4 +1,4 @@
-"""What segments cost by estimate: memory, and what moves between them."""
+"""Estimated costs of segments: memory, and moves between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentBytes:
-    """What a segment keeps on each device at least, apart from its temporaries.
+    """Computes the memory that a segment keeps on each device, without temporaries.
 
     Attributes:
         state_bytes: of its state, new values that take no donated argument's place
@@ -49,7 +49,7 @@ class SegmentBytes:
 
 
 class Costs:
-    """What segments keep in memory and what moves between them, remembered.
+    """Cached costs of segments: their memory, and moves between them.
 
     Args:
         analysis: the program's analysis.
@@ -80,11 +80,11 @@ class Costs:
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
-        """Whether segments of a kind can rematerialize their forward pass."""
+        """Returns True if segments of a kind can rematerialize their forward pass."""
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
-        """What a segment of a kind keeps at least under a candidate.
+        """Computes the memory that a segment of a kind keeps under a candidate.
 
         Of a segment that is rematerialized only what others read is kept, and of what
         a kernel computes what it returns. Results of the program are no residuals: they
@@ -103,7 +103,7 @@ class Costs:
         )
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
-        """What a segment needs while it runs, besides what it keeps: an estimate."""
+        """Estimates a running segment's memory, besides the values it keeps."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         # Of what a kernel changes, the part that is in memory while it computes.
         shares = dict.fromkeys(unmade(layout, ops, candidate.kernel), 0.0)
@@ -132,7 +132,7 @@ class Costs:
         sites: Sequence[tuple[Match, Way]],
         size_of: Callable[[int], int],
     ) -> int:
-        """What is in memory where an attention is computed, besides what it returns."""
+        """Computes the memory during an attention, besides its results."""
         sizes = dict(self.analysis.frame.mesh)
         for match, way in sites:
             if match.found.op == span.match and way.implementation == "chunked":
@@ -144,7 +144,7 @@ class Costs:
         return 0
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """What a candidate's kernel should save, less what it takes.
+        """Computes the memory saved by a candidate's kernel, less its own.
 
         Over parts of the vocabulary a cross-entropy makes its logits twice.
         """
@@ -169,7 +169,7 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """What a program needs on each device whatever is rematerialized.
+        """Computes the memory that a program needs under any rematerialization.
 
         What a segment keeps for its backward pass is there while that runs; a compiler
         that rematerializes some of it by itself leaves a share of it at least. It may
@@ -191,7 +191,7 @@ class Costs:
     def reshard_ms(
         self, left: int, right: int, a: SegmentChoice, b: SegmentChoice
     ) -> float:
-        """What moves between two segments, there and back, takes by estimate."""
+        """Estimates the time of moves between two segments, there and back."""
         return self._pass_ms(left, right, self._number(a), self._number(b))
 
     def reshardings_ms(
@@ -235,7 +235,7 @@ class Costs:
     def _one_way_ms(
         self, maker: Layout, reader: Layout, values: Sequence[int]
     ) -> float:
-        """What it takes that one segment reads what another makes or stores."""
+        """Estimates the time for a segment to read another one's values."""
         program = maker.frame.program
         total = 0.0
         for v in values:
@@ -256,7 +256,7 @@ class Costs:
 
 
 def _updating_spec(layout: Layout, v: int) -> Spec | None:
-    """How an update of the state reads a value, such as a gradient."""
+    """Returns the sharding under which an update of the state reads a value."""
     frame = layout.frame
     uses = (use for use in frame.program.users[v] if use[0] in frame.group_of)
     use = next(uses, None)
@@ -264,7 +264,7 @@ def _updating_spec(layout: Layout, v: int) -> Spec | None:
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:
-    """How a segment reads a value: in its blocks, or else in an update of state."""
+    """Returns the sharding of a value in a segment's blocks, or in an update."""
     spec = reader.read_spec(value)
     if spec is None:
         for user, index in sorted(reader.frame.program.users[value]):

@@ -139,7 +139,7 @@ def _blocks(
 
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
-    """What moves between the ops of one block."""
+    """Estimates the time of moves between the ops of one block."""
     return sum(
         terms.move_ms(v, made, block.reads.get(v, ()))
         for v, made in block.makes.items()
@@ -149,7 +149,7 @@ def _inside_ms(terms: Terms, block: BlockTerms) -> float:
 def _pair_ms(
     terms: Terms, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
 ) -> np.ndarray | None:
-    """What moves between two blocks, both ways, for all of their strategies."""
+    """Estimates the time of moves between two blocks, both ways, for all strategies."""
     ahead, back = _crossing(left, right), _crossing(right, left)
     if not ahead and not back:
         return None
@@ -176,7 +176,7 @@ def _one_way(
 
 
 def _handed_over(maker: BlockTerms, v: int) -> Made:
-    """How a block hands a value on: sums that it needs itself it has completed."""
+    """Returns the sharding of a block's result; sums are complete if it reads them."""
     have, partial = maker.makes[v]
     if partial and v in maker.reads:
         return maker.reads[v][0], ()

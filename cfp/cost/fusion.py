@@ -1,4 +1,4 @@
-"""What XLA fuses into its readers, and what has memory of its own instead.
+"""Fusion by XLA: values with memory of their own, and those fused into readers.
 
 Elementwise work is fused into what reads it. In memory are results of heavy ops, and
 what heavy ops read. A third kind a sum makes: where elementwise work combines a tensor
@@ -52,7 +52,7 @@ def uses_through(
 
 
 def is_in_memory(program: Program, v: int) -> bool:
-    """Whether a tensor has memory of its own."""
+    """Returns True if a tensor has memory of its own."""
     return _has_memory(program, v) or v in summed_in_two_orders(program)
 
 
@@ -65,7 +65,7 @@ def summed_in_two_orders(program: Program) -> frozenset[int]:
 
 
 def _has_memory(program: Program, v: int) -> bool:
-    """Whether a tensor has memory because of what makes it, or what it feeds."""
+    """Returns True if a tensor has memory because of its producer or its readers."""
     op = program.ops[program.values[v].producer]
     if op.kind in _VIEWS or op.kind == "dynamic_update_slice":
         return False  # An update is written into what a loop carries.
@@ -110,7 +110,7 @@ def _find(program: Program) -> frozenset[int]:
 
 
 def _is_regrouped(program: Program, op: Op) -> bool:
-    """Whether a reshape does more than add and leave out dims of size 1."""
+    """Returns True if a reshape does more than add and leave out dims of size 1."""
     before, after = (
         [size for size in program.values[v].shape if size != 1]
         for v in (op.operands[0], op.results[0])
@@ -123,7 +123,7 @@ def _elements(program: Program, v: int) -> int:
 
 
 def _turned(op: Op, order: Order) -> Order:
-    """How a tensor is read by what reads a transpose of it, that it reads so."""
+    """Lists reads of a tensor through a transpose of it."""
     rule = op.rule
     if rule is None:
         return order or (1, 0)

@@ -1,4 +1,4 @@
-"""What a program has in memory throughout, and what it keeps for its backward pass.
+"""Memory of a program: values that stay throughout, and those for its backward pass.
 
 A compiler keeps less than what a backward pass reads: elementwise work is done again
 inside the fusion that reads it, from tensors that are in memory anyway. What has to be
@@ -37,7 +37,7 @@ def turning_point(frame: Frame) -> int:
 
 
 def can_rematerialize(frame: Frame, segment: Segment) -> bool:
-    """Whether a segment keeps anything that it might rematerialize instead."""
+    """Returns True if a segment keeps anything that it might rematerialize instead."""
     return (
         rematerializable(frame.program, segment.ops, turning_point(frame)) is not None
     )
@@ -92,7 +92,7 @@ def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]
 
 
 def _feeds_heavy(program: Program, v: int, first: int) -> bool:
-    """Whether a heavy op reads a value, at or behind some op."""
+    """Returns True if a heavy op reads a value, at or behind some op."""
     uses = uses_through(program, v, lambda op, _: op.kind in _MOVING)
     return any(
         op.id >= first and op.kind not in CHEAP and op.kind != "reduce"
@@ -103,7 +103,7 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 def kernel_sites(
     layout: Layout, ops: Sequence[int], kernel: str
 ) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
-    """What a kernel computes of some ops.
+    """Returns the values that a kernel computes in place of some ops.
 
     Args:
         layout: how they are spread.
@@ -153,7 +153,7 @@ def results_beside(frame: Frame) -> dict[int, int | None]:
 
 
 def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
-    """What is no state, such as a batch or logits, as data parallelism has it.
+    """Computes the bytes of values that are no state, such as a batch or logits.
 
     Args:
         analysis: of the program.
@@ -180,7 +180,7 @@ def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
 
 
 def result_bytes(layout: Layout) -> dict[int, int]:
-    """What results that take no donated argument's place take on each device."""
+    """Computes the bytes of results that take no donated argument's place."""
     outputs = layout.frame.program.outputs
     specs = dict(zip(outputs, layout.output_specs(), strict=True))
     beside = results_beside(layout.frame)
@@ -188,13 +188,13 @@ def result_bytes(layout: Layout) -> dict[int, int]:
 
 
 def argument_bytes(layout: Layout, position: int) -> int:
-    """What an argument takes on each device."""
+    """Computes the bytes of an argument on each device."""
     value = layout.frame.program.args[position]
     return value_bytes(layout, value, layout.arg_spec(position))
 
 
 def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
-    """What a value takes on each device.
+    """Computes the bytes of a value on each device.
 
     Args:
         layout: of the program, or of a part.

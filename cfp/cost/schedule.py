@@ -65,14 +65,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one run of a program does on one device, in order."""
+    """Schedule of one run of a program on one device, in order."""
 
     computed: tuple[Computed, ...]
     sent: tuple[Sent, ...]
 
     @property
     def flops(self) -> float:
-        """Of all matrix products of one device."""
+        """Sums the matrix products of one device."""
         return sum(one.flops for one in self.computed)
 
     def merged(self) -> Schedule:
@@ -225,6 +225,9 @@ def _matmul_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def _by_sizes(one: Instruction, shapes: Mapping[str, str], batch: int) -> float:
-    """Of [b, m, k] times [b, k, n]: the sizes' product is b times (m k n b) squared."""
+    """Counts the FLOPs of [b, m, k] times [b, k, n], from the tensors' sizes.
+
+    The product of the three sizes is b times (m k n b) squared.
+    """
     left, right = (prod(hlo.dims_of(shapes.get(n, ""))) for n in one.operands[:2])
     return 2.0 * sqrt(left * right * prod(hlo.dims_of(one.shape)) / batch)

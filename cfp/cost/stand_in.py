@@ -1,4 +1,4 @@
-"""What programs take on devices of which one is here, or none.
+"""Step times on devices of which one is here, or none.
 
 Programs are compiled for all of the devices. On one that plays them a program's
 computation is timed, and collectives do nothing: its time is kept under the text of
@@ -168,7 +168,7 @@ class StandIn:
     def _alone(
         self, built: Built, job: Job, program: Program, mesh: Mesh, text: str
     ) -> ProfileRecord:
-        """What the program's computation takes by itself, timed once."""
+        """Measures the time of a program's computation by itself, once."""
         assert self.place is not None
         parts = (
             ("what", "computation alone"),

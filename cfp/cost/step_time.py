@@ -1,4 +1,4 @@
-"""What a whole step takes, from its schedule, its computation and the links' rates.
+"""Step time from a schedule, its computation and the links' rates.
 
 One GPU that plays one of N runs a program's computation alone. What the step takes on
 all N follows from three things more: what each collective takes, how much is computed
@@ -25,7 +25,7 @@ _LEAST_PRODUCTS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What one number per kind of device says of all programs.
+    """Correction of predictions: one number for each kind of device.
 
     The values are those of 32 whole steps of two models on 2 H200, found by
     ``python -m cfp_test.bench.one_as_n fit``; steps on 4 H200 took no part.

@@ -1,4 +1,4 @@
-"""What a segment needs at most while it runs, estimated from its program.
+"""Peak memory of a segment while it runs, estimated from its program.
 
 Ops are gone through in program order. A tensor is in memory from the op that makes it
 to the last one that reads it: what has memory of its own, and what is kept for the

@@ -1,4 +1,4 @@
-"""What one block computes, moves inside, and reads and makes, under a strategy.
+"""Cost terms of one block under a strategy: compute, moves, reads and results.
 
 Values that a loop carries are one tensor seen at several points: here each goes by
 one of them (:attr:`cfp.analysis.flow.Flow.canonical`), so that what must be resharded
@@ -68,7 +68,7 @@ class Terms:
         return self.frame.canonical.get(value, value)
 
     def block(self, block: int, strategy: Strategy) -> BlockTerms:
-        """What a block computes, makes and reads under a strategy."""
+        """Cost terms of a block under a strategy."""
         sharded = self.frame.shardings[block].factor_axes(strategy)
         terms = [self._op(op, axes) for op, axes in sharded.items()]
         reads: dict[int, dict[Spec, None]] = {}
@@ -128,7 +128,7 @@ class Terms:
         return sum(self.rates.collective_ms(*step) for step in steps)
 
     def move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
-        """What it takes that some readers get a value as they want it."""
+        """Estimates the time for readers to get a value in their shardings."""
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
@@ -157,7 +157,7 @@ class Terms:
     def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
-        """What updating some groups takes, and gathering them and their gradients."""
+        """Estimates the time to update groups, and to gather their parameters."""
         frame, program = self.frame, self.frame.program
         moves = memory = 0.0
         for index in groups:
@@ -183,7 +183,7 @@ class Terms:
     def state_specs(
         self, index: int, terms: BlockTerms, mode: Storage
     ) -> tuple[tuple[Spec, ...], Spec, Spec]:
-        """How a group's parameter is read, how it is used, and its widest sharding."""
+        """Returns the shardings of a group's parameter: read, used, and the widest."""
         frame = self.frame
         group = frame.groups[index]
         wants = terms.reads.get(self.same(frame.program.args[group.args[0]]), ())
@@ -197,7 +197,7 @@ class Terms:
         )
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
-        """How many times smaller a parameter is once it is cast, before its use."""
+        """Returns the factor by which a cast shrinks a parameter before its use."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]

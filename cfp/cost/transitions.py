@@ -1,4 +1,4 @@
-"""Which collectives turn one sharding of a tensor into another."""
+"""Collectives that turn one sharding of a tensor into another."""
 
 from __future__ import annotations
 

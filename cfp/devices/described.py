@@ -126,7 +126,7 @@ class DescribedMesh:
 
     @property
     def rung(self) -> str:
-        """What the numbers of a plan for it are from."""
+        """The evidence for the numbers of a plan."""
         return "one device" if self.runs else "estimated"
 
     @property
@@ -153,7 +153,7 @@ class DescribedMesh:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What plans and estimates depend on, as of devices that are there."""
+        """The environment on which plans and estimates depend, as of real devices."""
         return {
             "described": self.cluster.text,
             "platform": "gpu",
@@ -167,7 +167,7 @@ class DescribedMesh:
 
     @property
     def rates(self) -> Rates:
-        """What computing and talking take, by the description."""
+        """The rates of compute, memory and collectives, by the description."""
         known = self.cluster.kind
         curves = {
             (what, group): self._curve(what, group)
@@ -185,7 +185,7 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """How many of the devices of a group stand in one host, at most."""
+        """Counts the devices of a group in one host, at most."""
         strides, step = {}, 1
         for name, size in reversed(self.axes):
             strides[name] = step

@@ -124,7 +124,7 @@ def kinds() -> Mapping[str, str]:
 
 
 def compiler_target(name: str) -> str:
-    """What XLA has to know of a kind to compile for it, as its protocol's text.
+    """Reads the description by which XLA compiles for a kind, in its protocol's text.
 
     Raises:
         TargetError: it is not shipped for that kind.

@@ -36,7 +36,7 @@ _LATER_SECONDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Which process of a program this one is.
+    """Membership of a process in a program of several.
 
     Attributes:
         coordinator: HOST:PORT where process 0 is reached.
@@ -56,7 +56,7 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """What is given, or else the environment says; None if neither says anything.
+        """Reads the membership from arguments or the environment; None without any.
 
         Raises:
             ProcessError: it is incomplete, or contradicts itself.
@@ -241,7 +241,7 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
 
 
 def is_asked(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment has a command be one of several processes."""
+    """Returns True if the environment makes a command one of several processes."""
     found = os.environ if environment is None else environment
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
     return any(map(found.get, names)) or found.get(JOIN, "") not in ("", "0")
@@ -262,7 +262,7 @@ def _seconds(name: str, usual: int) -> int:
 
 
 def is_follower() -> bool:
-    """Whether another process of this program decides, prints and writes files.
+    """Returns True if another process decides, prints and writes files.
 
     Asks for no devices.
     """

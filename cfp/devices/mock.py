@@ -34,7 +34,7 @@ _FLAG = "--xla_gpu_shard_autotuning=false"
 
 
 def can_play(device_kind: str) -> bool:
-    """Whether this machine has a GPU of a kind, and JAX its plugin; starts nothing.
+    """Returns True if a GPU of a kind and JAX's plugin are here; starts nothing.
 
     Args:
         device_kind: as JAX calls it, and the driver.

@@ -1,4 +1,4 @@
-"""Which of a step's arguments hold a batch, and what is made of parameters alone."""
+"""Batch arguments of a step, and values made of parameters alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _handed_back(frame: Frame) -> set[int]:
 
 
 def _is_key(value: Value) -> bool:
-    """Whether a value is a random key, or several, as numbers."""
+    """Returns True if a value is a random key, or several, as numbers."""
     return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 

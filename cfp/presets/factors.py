@@ -1,4 +1,4 @@
-"""Which factors of an op's rule its result and its operands may be sharded by."""
+"""Factors of an op's rule that may shard its result and its operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def in_result(rule: Rule) -> list[int]:
 
 
 def own_factors(rule: Rule) -> list[set[int | None]]:
-    """Of each operand the factors that its dims may be sharded by."""
+    """Returns the factors that may shard the dims of each operand."""
     return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
 
 

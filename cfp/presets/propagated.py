@@ -28,7 +28,7 @@ PROPAGATED = (BY_HAND, FROM_ARGUMENTS)
 
 
 def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """What propagation makes of matrices sharded along their largest dims, by name.
+    """Finds propagation's choices for sharded matrices, by name.
 
     Nothing where there is no state to shard, and no two alike.
     """
@@ -116,7 +116,7 @@ def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
 
 
 def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strategy:
-    """What each axis does in a block, by how its anchor's values are sharded."""
+    """Derives each axis's strategy in a block from the sharding of its anchor."""
     op = frame.program.ops[block.anchor]
     rule = op.rule
     assert rule is not None
@@ -149,7 +149,7 @@ def _factors(rule: Rule, dims: Dims, spec: Spec, axis: str) -> list[int]:
 def _axis_choice(
     rule: Rule, size: int, operands: list[list[int]], result: list[int]
 ) -> AxisChoice:
-    """What an axis does in an op whose tensors have these factors sharded by it.
+    """Derives an axis's effect on an op from the factors that it shards.
 
     It splits a factor of the result that comes sharded so, or else one that is summed
     over, scattered as the result is sharded; or whatever is sharded of the operands.

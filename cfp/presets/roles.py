@@ -1,4 +1,4 @@
-"""What a mesh axis does in every block of a program when it plays one role.
+"""Roles of a mesh axis: its strategy in every block of a program.
 
 None of the roles knows a model. An axis walks through the ops in program order, and
 takes down which dims it has sharded so far:
@@ -51,7 +51,7 @@ _NOTHING: Ranks = {}
 def axis_walk(
     frame: Frame, role: str, axis_size: int, dim: int = 0
 ) -> Sequence[AxisChoice]:
-    """What an axis of that size does in each block when it plays a role.
+    """Finds the strategy of an axis of that size in each block under a role.
 
     It is kept in `frame.walks`, for this size and for all that come to the same.
 
@@ -118,7 +118,7 @@ def _settled(common: _Common, marks: Mapping[int, Ranks]) -> _Walk:
 
 
 def _has_experts(frame: Frame) -> bool:
-    """Whether any block multiplies by a weight of which there is one for each index."""
+    """Returns True if any block multiplies by a weight with a slice for each index."""
     weight, ops = made_of_parameters(frame), frame.program.ops
     anchors = [ops[block.anchor] for block in frame.blocks]
     rules = [op.rule for op in anchors if any(weight[v] for v in op.operands)]
@@ -138,7 +138,7 @@ def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """What the walks of one axis in one role have in common.
+    """State shared by the walks of one axis in one role.
 
     Attributes:
         frame: the program.
@@ -189,7 +189,7 @@ class _Walk:
         self.choices = self._run()
 
     def shared_flops(self) -> int:
-        """Of the blocks' anchors the floating-point operations that are split."""
+        """Counts the FLOPs of the blocks' anchors that are split."""
         anchors = (self.program.ops[block.anchor] for block in self.frame.blocks)
         return sum(
             op_flops(self.program, op)
@@ -221,7 +221,7 @@ class _Walk:
         return choices
 
     def entering(self) -> dict[int, Ranks]:
-        """What enters each iteration, be it from before the loop or the last one."""
+        """Lists values that enter an iteration, from before the loop or the last."""
         found = {}
         for op in self.program.ops:
             if op.kind == "while":
@@ -236,7 +236,7 @@ class _Walk:
         return found
 
     def joining(self) -> dict[int, Ranks]:
-        """What blocks compute without the batch, and ops combine with rows of it."""
+        """Lists values computed without the batch that ops combine with its rows."""
         program = self.program
         computed = self.common.computed
         found: dict[int, Ranks] = {}
@@ -325,7 +325,7 @@ class _Walk:
                 self.taken |= {shape[d] for d in marks}
 
     def _mark_by_place(self, op: Op) -> None:
-        """Of an op without a rule a result's dims are those at the same place."""
+        """Maps a result's dims of an op without a rule to those at the same place."""
         values = self.program.values
         for v in op.operands:
             for result in op.results:
@@ -351,7 +351,7 @@ class _Walk:
         return self.common.wishes.choose(rule, self._wish(op, rule))
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
-        """What the role would have this block do, best first."""
+        """Lists the strategies that the role prefers for this block, best first."""
         kept = in_result(rule)
         weights = [i for i, v in enumerate(op.operands) if self.common.weight[v]]
         own = own_factors(rule)

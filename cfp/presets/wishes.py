@@ -1,4 +1,4 @@
-"""What roles would have blocks do, and what an axis of a size lets them do.
+"""Preferences of roles, and those that an axis of a size allows.
 
 Of a walk through a program that is all that depends on the axis's size. So what an axis
 of one size does in its blocks, one of another size does, too, if it may do first of
@@ -40,7 +40,7 @@ class Wishes:
         return self._known[key][2]
 
     def come_true(self, size: int) -> bool:
-        """Whether an axis of another size does the same everywhere."""
+        """Returns True if an axis of another size does the same everywhere."""
         return all(
             _first(rule, wish, size) == choice
             for rule, wish, choice in self._known.values()

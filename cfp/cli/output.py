@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.plan.throughput import throughput_data
 from cfp.report.console import literal_console
 from cfp.report.passes import console_and_border
 
@@ -54,7 +55,8 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
 
 def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
     """Writes a plan as JSON that `Plan.load` reads, with more entries."""
-    return json.dumps({**json.loads(plan.to_json()), **(more or {})}, indent=1)
+    found = {**json.loads(plan.to_json()), "throughput": throughput_data(plan)}
+    return json.dumps({**found, **(more or {})}, indent=1)
 
 
 def suggest(made: Plan, output: Path | None) -> None:

@@ -17,6 +17,7 @@ from cfp.cli.output import only_json
 from cfp.cli.session import open_target
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.plan.throughput import throughput, throughput_data, throughput_text
 from cfp.planner_settings import PlannerSettings
 from cfp.report.console import literal_console
 from cfp.report.explain_plan import wrapped
@@ -120,6 +121,8 @@ def run(
             print_json(json.dumps(trial_data(trial, used), indent=1))
         else:
             _print_trial(trial)
+            if (rates := throughput(used, trial.median_ms)) is not None:
+                print(throughput_text(rates))
     if trial.failures:
         raise typer.Exit(1)
 
@@ -155,6 +158,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "compiler_options": dict(plan.options),
         "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,
+        "throughput": throughput_data(plan, trial.median_ms),
         "steps": [
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
         ],

@@ -172,12 +172,16 @@ def kind(name: str) -> DeviceKind:
 
 
 @cache
+def kind_of(device_kind: str) -> DeviceKind | None:
+    """A shipped kind, by JAX's name of it; None if there is none of that name."""
+    shipped = map(kind, sorted({*kinds().values()}))
+    return next((one for one in shipped if one.device_kind == device_kind), None)
+
+
 def memory_of(device_kind: str) -> int | None:
     """Memory of a device, by JAX's name of its kind; None if that is not shipped."""
-    for name in {*kinds().values()}:
-        if kind(name).device_kind == device_kind:
-            return int(kind(name).numbers["memory_gib"].value * 2**30)
-    return None
+    known = kind_of(device_kind)
+    return known and int(known.numbers["memory_gib"].value * 2**30)
 
 
 def kind_from(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:

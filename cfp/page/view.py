@@ -30,9 +30,12 @@ from cfp.plan.text import (
     remarks,
     span_text,
 )
+from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import (
     elided,
+    has_raced,
     known_how,
+    rates_text,
     runner_up,
     scale_text,
     summary_line,
@@ -47,6 +50,14 @@ if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
 _WORDS_WIDTH = 240
+_RACE_TITLES = {
+    ("measured", True): "Race, predicted against measured",
+    ("measured", False): "Candidates, by prediction",
+    ("estimated", True): "Race, predicted against measured",
+    ("estimated", False): "Candidates, by estimate",
+    ("one device", True): "Race, predicted against measured",
+    ("one device", False): "Candidates, predicted on one device",
+}
 _COLOURS = 6  # as many as the style sheet has
 
 
@@ -136,6 +147,10 @@ class PageView:
     memory: MemoryView | None
     kinds: tuple[KindView, ...]
     race: tuple[RaceView, ...]
+    ran: bool
+    race_title: str
+    rates: str
+    throughput: str
     off: float | None
     scale: str
     remarks: tuple[str, ...]
@@ -166,6 +181,10 @@ def page_view(plan: Plan) -> PageView:
         memory=_memory(plan),
         kinds=_kinds(plan),
         race=_race(plan),
+        ran=has_raced(plan),
+        race_title=_RACE_TITLES[plan.rung, has_raced(plan)],
+        rates=rates_text(plan),
+        throughput=throughput_text(rates) if (rates := throughput(plan)) else "",
         off=_off(plan),
         scale=scale_text(plan.search, plan.measured_ms),
         remarks=tuple(remark[0].upper() + remark[1:] for remark in remarks(plan)),
@@ -238,7 +257,7 @@ def _segment(
         if len(options) > 1:
             runner = runner_up(options, taken, figures.budget_bytes)
             large = too_large_text(runner, figures.budget_bytes)
-            surprise = surprise_text(taken, runner)
+            surprise = surprise_text(taken, runner, has_raced(plan))
     # The middle of a run stands for it: the first and the last have other neighbours.
     moves = [
         move

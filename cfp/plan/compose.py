@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
+from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
 from cfp.plan.describe import (
     plan_rows,
@@ -18,6 +19,7 @@ from cfp.plan.describe import (
 )
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
+from cfp.presets.batch import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.program.graft import aval
@@ -54,6 +56,7 @@ def compose_plan(
     search: dict[str, Any] = dict(outcome.counts)
     if program.erased_constraints:
         search["constraints_left_out"] = program.erased_constraints
+    search |= model_work(frame, data_arguments(frame))
     if undonated := undonated_bytes(layout):
         search["undonated_bytes"] = undonated
     estimated = "strategies_estimated" in search

@@ -49,7 +49,7 @@ _OPTIONAL = frozenset(
 )
 RUNGS = ("estimated", "one device", "measured")
 # What `--json` prints beside a plan; it is not read.
-_BESIDE = frozenset({"explanation", "variants"})
+_BESIDE = frozenset({"explanation", "variants", "throughput"})
 
 _Mesh = Mapping[str, int]
 _Part = TypeVar("_Part")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cfp.devices.device_kind import memory_of
 from cfp.plan.parts import PlanRow
+from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import columns, distinct_ends, merged_name, span_text
 from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
@@ -263,6 +264,8 @@ def short_text(plan: Plan) -> str:
     """What a person wants to know first, in a few lines."""
     figures = "; ".join(_figures(plan)) or "neither predicted nor measured"
     lines = [_title(plan), f"  {figures}", f"  chosen: {_chosen_text(plan)}"]
+    if (rates := throughput(plan)) is not None:
+        lines.insert(2, f"  {throughput_text(rates)}")
     repeats = collapse(plan.rows)
     prefix = common_prefix([row.name for row in plan.rows])
     lines += [_repeat_text(repeat, prefix) for repeat in repeats[:_MOST_REPEATS]]

@@ -117,10 +117,28 @@ def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
     return ", which does not fit" if over else ""
 
 
-def surprise_text(taken: OptionFigures, runner: OptionFigures) -> str:
+def has_raced(plan: Plan) -> bool:
+    """Whether any candidate of a plan was run."""
+    return any(row.samples_ms for row in plan.race)
+
+
+def rates_text(plan: Plan) -> str:
+    """Where the rates are from by which a plan's collectives are timed."""
+    if described := plan.environment.get("described"):
+        return f"of {described}, as it is described"
+    if known_how(plan) == "estimated":
+        return "of virtual devices, which say nothing of GPUs"
+    return "that were measured on these devices"
+
+
+def surprise_text(
+    taken: OptionFigures, runner: OptionFigures, raced: bool = True
+) -> str:
     """Why an option is taken though another is predicted to be faster, if it is."""
     if taken.step_ms - runner.step_ms <= _SAME_MS:
         return ""
+    if not raced:
+        return "it is part of what was chosen, though another is predicted to be faster"
     return "it won the race, though another strategy was predicted to be faster"
 
 

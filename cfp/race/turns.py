@@ -202,6 +202,9 @@ _SIGMAS, _OF_MEDIAN = 1.349, 1.253
 def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
     """Whether the medians of two programs' samples differ by no more than noise.
 
+    The noise is that of the steadier of them: one whose samples lie far apart is not as
+    fast as another for that.
+
     Args:
         some, others: samples of one race, in milliseconds.
 
@@ -210,7 +213,7 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
     """
     if min(len(some), len(others)) < ENOUGH_SAMPLES:
         return False
-    error = sqrt(_error(some) ** 2 + _error(others) ** 2)
+    error = sqrt(2.0) * min(_error(some), _error(others))
     return abs(median(some) - median(others)) <= SURE_STANDARD_ERRORS * error
 
 

@@ -28,6 +28,7 @@ from cfp.plan.text import (
 )
 from cfp.plan.words import (
     elided,
+    has_raced,
     known_how,
     move_text,
     runner_up,
@@ -248,14 +249,15 @@ def _choice_lines(plan: Plan, segment: int) -> Iterator[str]:
     kind = figures.kinds[figures.segment_kinds[segment]]
     taken = figures.taken(segment)
     if taken is None:
-        yield "  why: it won the race; this strategy was not measured by itself"
+        how = "it won the race" if has_raced(plan) else "it is part of the choice"
+        yield f"  why: {how}; this strategy was not measured by itself"
         return
     others = [option for option in kind.options if option is not taken]
     if not others:
         yield "  why: it is the only strategy that was measured"
         return
     runner = runner_up(kind.options, taken, figures.budget_bytes)
-    why = surprise_text(taken, runner)
+    why = surprise_text(taken, runner, has_raced(plan))
     if not why:
         why = f"the fastest of {len(kind.options)} {known_how(plan)}"
     yield (

@@ -29,6 +29,7 @@ from cfp.plan.text import (
     slower_variants,
     span_text,
 )
+from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import scale_text, summary_line
 from cfp.printable import columns
 from cfp.profiling.timing import interquartile_range
@@ -176,7 +177,9 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         if hidden := slower_variants(plan):
             parts.append(Text(f"and {hidden} slower variants of these"))
         parts.append(Text())
-    lines = [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
+    rates = throughput(plan)
+    lines = [throughput_text(rates)] if rates is not None else []
+    lines += [summary_line(plan), *(r[0].upper() + r[1:] for r in remarks(plan))]
     parts += [Text(line) for line in lines if line]
     return Group(*parts)
 

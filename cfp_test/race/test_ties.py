@@ -25,6 +25,13 @@ def test_a_difference_beyond_the_spread_is_none():
     assert not is_tie([38.0, 38.01, 38.02, 38.01], [38.3, 38.31, 38.32, 38.3])
 
 
+def test_samples_that_lie_far_apart_are_no_reason_for_a_tie():
+    """66.8 ms beside 77.2 ms, of which one sample was 60 and another 110."""
+    steady, scattered = [66.7, 66.8, 66.9, 66.8], [60.0, 70.1, 84.3, 110.0]
+    assert not is_tie(steady, scattered)
+    assert not is_tie(scattered, steady)
+
+
 @given(st.integers(0, 10**6), st.floats(0.001, 0.05), st.integers(8, 30))
 def test_what_is_far_apart_is_never_a_tie(seed, noise, count):
     rng = np.random.default_rng(seed)

@@ -1,0 +1,141 @@
+"""Figures to judge a plan by: what a step computes, and how fast that is."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.page.page import page_html
+from cfp.plan.text import short_text
+from cfp.plan.throughput import throughput, throughput_data, throughput_text
+from cfp.report.tables import plan_text
+from cfp_test.cli_runner import run_batch
+
+BATCH, SEQ, WIDTH, WORDS = 8, 16, 32, 64
+
+
+def make_step(dtype, again=False):
+    def loss_fn(w, tokens):
+        x = jnp.take(w["table"], tokens, axis=0).astype(dtype)
+
+        def inner(x):
+            return jnp.tanh(x @ w["up"].astype(dtype)) @ w["down"].astype(dtype)
+
+        return (jax.checkpoint(inner) if again else inner)(x).sum().astype(float)
+
+    def step(w, tokens):
+        loss, grad = jax.value_and_grad(loss_fn)(w, tokens)
+        return jax.tree.map(lambda a, b: a - b, w, grad), loss
+
+    return step
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+W = {
+    "table": shape(WORDS, WIDTH),
+    "up": shape(WIDTH, WORDS),
+    "down": shape(WORDS, WIDTH),
+}
+TOKENS = shape(BATCH, SEQ, dtype=jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("throughput")
+
+    def of(dtype=jnp.bfloat16, again=False, args=(W, TOKENS), step=None):
+        step = step or make_step(dtype, again)
+        mesh = cfp.described("4xh100")
+        return cfp.plan(step, *args, mesh=mesh, donate_argnums=0, cache_dir=folder)
+
+    return of
+
+
+def one_ms(plan):
+    return throughput(replace(plan, measured_ms=1.0))
+
+
+def test_flops_are_the_models(planned):
+    """What the step computes again in its backward pass is none of the model's."""
+    plain, again = planned(), planned(again=True)
+    assert plain.search["model_flops"] == again.search["model_flops"]
+    products = 6 * 2 * BATCH * SEQ * WIDTH * WORDS
+    assert plain.search["model_flops"] == products
+
+
+def test_rates_follow_from_the_time(planned):
+    plan = planned()
+    found = one_ms(plan)
+    assert found.tflop_per_s == pytest.approx(plan.search["model_flops"] / 4e9)
+    assert found.tokens_per_s == BATCH * SEQ * 1000
+    assert found.samples_per_s is None
+    assert throughput(plan).step_ms == plan.predicted_ms
+    assert throughput(plan, 2.0).tokens_per_s == BATCH * SEQ * 500
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(jnp.bfloat16, 989.4), (float, 494.7)])
+def test_the_share_is_of_the_rate_of_the_products_types(planned, dtype, rate):
+    found = one_ms(planned(dtype))
+    assert found.rate_share == pytest.approx(found.tflop_per_s / rate)
+
+
+def test_a_batch_without_tokens_has_samples(planned):
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).sum())(w)
+        return w - grad, loss
+
+    found = one_ms(planned(args=(shape(32, 32), shape(24, 32)), step=step))
+    assert found.samples_per_s == 24_000 and found.tokens_per_s is None
+
+
+def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
+    plan = planned()
+    unknown = replace(plan, environment={"device_kind": "cpu"})
+    assert throughput(unknown).rate_share is None
+    assert throughput(replace(plan, predicted_ms=None)) is None
+    assert throughput_data(replace(plan, search={})) is None
+
+
+def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
+    plan = planned()
+    line = throughput_text(throughput(plan))
+    assert "TFLOP/s on each device (" in line and "tokens/s" in line
+    flat = " ".join(short_text(plan).split())
+    assert line in flat and line in " ".join(plan_text(plan).split())
+    assert line in page_html(plan)
+    plan.save(tmp_path / "plan.json")
+    assert throughput(cfp.Plan.load(tmp_path / "plan.json")) == throughput(plan)
+
+
+def test_plan_and_run_print_them(tmp_path):
+    target = ["gpt", "--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "8"]
+    target += ["--vocab", "32", "--batch", "8", "--platform", "cpu", "--devices", "4"]
+    plan, run, data = run_batch(
+        [
+            ["plan", *target, "--preset", "zero1", "--no-race", "-o", "plan.json"],
+            ["run", *target, "--plan", "plan.json", "--steps", "1"],
+            ["run", *target, "--plan", "plan.json", "--steps", "1", "--json"],
+        ],
+        tmp_path,
+    )
+    assert (plan.code, run.code, data.code) == (0, 0, 0), plan.err + run.err
+    assert "TFLOP/s on each device" in run.out and "tokens/s" in run.out
+    found = json.loads(data.out)
+    assert found["throughput"]["step_ms"] == found["median_ms"]
+
+
+# ------------------------------------------------------------------- nothing was run
+
+
+def test_a_page_of_estimates_has_no_race(planned):
+    html = page_html(planned())
+    assert "Candidates, by estimate" in html and "(the plan)" in html
+    for words in ("Race", "(won)", ">measured<", "virtual devices", "Step, measured"):
+        assert words not in html, words
+    assert "of 4xh100, as it is described" in html

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_structure, tree_unflatten
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
@@ -145,10 +145,11 @@ class Plan:
     @property
     def out_shardings(self) -> Any:
         """NamedShardings of the results: a pytree like the results."""
-        self._bound()
-        mesh = self._on_mesh()
+        step, mesh = self._bound(), self._on_mesh()
+        results = tree_leaves(step.traced.out_info)
         leaves = [
-            NamedSharding(mesh, partition_spec(spec)) for spec in self.output_specs
+            NamedSharding(mesh, partition_spec(spec, len(result.shape)))
+            for spec, result in zip(self.output_specs, results, strict=True)
         ]
         return without_fixed(tree_unflatten(self.out_tree, leaves))
 

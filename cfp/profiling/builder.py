@@ -27,6 +27,7 @@ from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Statu
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
 from cfp.program.parcel import WrongPlace, pack
+from cfp.program.signature import Signature, signature
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
@@ -244,7 +245,8 @@ def build(
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
     if environment is not None and environment.place is not None:
-        how = partial(_compile_there, environment.place, job, mesh)
+        types = signature(program, job.part)
+        how = partial(_compile_there, environment.place, job, types, mesh)
         options = {**environment.always, **options}  # Directories are of this host.
     elif environment is not None:
         environment.prepare(platform)
@@ -312,11 +314,12 @@ def compile_lowered(
 def _compile_there(
     place: Place,
     job: Job,
+    types: Signature,
     mesh: Mesh,
     lowered: jax.stages.Lowered,
     options: Mapping[str, str],
 ) -> tuple[jax.stages.Compiled, str]:
-    parcel = pack(lowered, mesh, job.in_specs, job.out_specs, job.donated)
+    parcel = pack(lowered, types, mesh, job.in_specs, job.out_specs, job.donated)
     try:
         made = place.compile(parcel, options)
         return made.load(mesh), made.text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from cfp.profiling.ranges import counts
 from cfp.profiling.signs import above_zero
 from cfp.program.graft import Part, Spec, aval, partition_spec
 from cfp.program.graph import Program
+from cfp.program.signature import is_key, key_name, signature
 
 # All floats lie between these, which even eight bits hold as numbers above zero
 # and no larger than 0.02; or, of both signs, between the larger and its negative.
@@ -43,6 +44,7 @@ class InputKind:
       signed: whether its floats are of both signs, or all above zero.
       count: of integers that pick something, out of how many; 0 for others.
       given: the bytes of its value, if the caller gave one; otherwise empty.
+      key: the name of its kind of random keys, if it is one; else empty.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,7 @@ class InputKind:
     signed: bool = False
     count: int = 0
     given: bytes = b""
+    key: str = ""
 
 
 def input_kinds(
@@ -69,8 +72,11 @@ def input_kinds(
             value not in positive,
             picking.get(value, 0) if jnp.issubdtype(array.dtype, jnp.integer) else 0,
             given.get(value, b""),
+            key_name(seen.dtype) if is_key(seen.dtype) else "",
         )
-        for value, array, spec in zip(part.inputs, avals, specs, strict=True)
+        for value, array, seen, spec in zip(
+            part.inputs, avals, signature(program, part).inputs, specs, strict=True
+        )
     )
 
 
@@ -108,19 +114,22 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
 
     Calling this ahead, in a thread, saves compiling when the array is wanted.
     """
-    sharding = NamedSharding(mesh, partition_spec(kind.spec))
-
-    def generate() -> jax.Array:
-        if kind.given:
-            dtype = jnp.dtype(kind.dtype)
-            return jnp.asarray(np.frombuffer(kind.given, dtype).reshape(kind.shape))
-        return _values(kind.shape, jnp.dtype(kind.dtype), kind.signed, kind.count)
-
     is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
     # Types of 64 bits are cut without this; the others are unaffected.
     with jax.enable_x64(True):
-        lowered = jax.jit(generate, out_shardings=sharding).lower()
+        made = jax.eval_shape(partial(_made, kind))
+        # Inside of a program keys have dims that JAX does not show.
+        sharding = NamedSharding(mesh, partition_spec(kind.spec, len(made.shape)))
+        lowered = jax.jit(partial(_made, kind), out_shardings=sharding).lower()
     return lowered.compile(compiler_options=dict(_UNTUNED) if is_gpu else None)
+
+
+def _made(kind: InputKind) -> jax.Array:
+    dtype = jnp.dtype(kind.dtype)
+    if kind.given:
+        return jnp.asarray(np.frombuffer(kind.given, dtype).reshape(kind.shape))
+    values = _values(kind.shape, dtype, kind.signed, kind.count)
+    return jax.random.wrap_key_data(values, impl=kind.key) if kind.key else values
 
 
 def _values(

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.mlir import ir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
@@ -26,6 +24,7 @@ from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
+from cfp.program.signature import aval, shardings, signature
 
 __all__ = [
     "Constraints",
@@ -37,6 +36,7 @@ __all__ = [
     "lower_part",
     "numpy_dtype",
     "partition_spec",
+    "signature",
 ]
 
 
@@ -61,11 +61,10 @@ def lower_part(
         in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.
     """
-    lowered = _stand_in(
-        program,
-        part,
-        in_shardings=tuple(NamedSharding(mesh, partition_spec(s)) for s in in_specs),
-        out_shardings=tuple(NamedSharding(mesh, partition_spec(s)) for s in out_specs),
+    types = signature(program, part)
+    lowered = types.lower(
+        in_shardings=shardings(mesh, in_specs, types.inputs),
+        out_shardings=shardings(mesh, out_specs, types.outputs),
         donate_argnums=tuple(donated),
     )
     module = lowered.compiler_ir("stablehlo")
@@ -84,17 +83,6 @@ def lower_part(
     return lowered
 
 
-def _stand_in(program: Program, part: Part, **options: Any) -> jax.stages.Lowered:
-    """A function with the part's signature, whose body is to be replaced."""
-    results = [aval(program, v) for v in part.outputs]
-
-    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
-
-    jitted = jax.jit(stand_in, keep_unused=True, **options)
-    return jitted.lower(*(aval(program, v) for v in part.inputs))
-
-
 _CUTTING = Lock()
 
 
@@ -108,19 +96,13 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
 
 def _text(program: Program, part: Part) -> bytes:
     """The module of a part alone, without any shardings."""
-    module = _stand_in(program, part).compiler_ir("stablehlo")
+    module = signature(program, part).lower().compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     buffer = BytesIO()
     with module.context, ir.Location.unknown():
         _transplant(module, ir.Module.parse(program.text), program, part)
         module.operation.write_bytecode(buffer)
     return buffer.getvalue()
-
-
-def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a value as JAX writes them."""
-    record = program.values[value]
-    return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
 
 
 def _transplant(

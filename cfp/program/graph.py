@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
@@ -125,6 +125,8 @@ class Program:
         erased_constraints: sharding constraints of the user's own that were removed.
         given: for each argument the bytes of its value in an example, if it is a
             predicate or a scalar; empty for all others, and if there is no example.
+        arg_avals, output_avals: types of arguments and results as JAX shows them, which
+            say more than the program's: keys of random numbers, and weak types.
     """
 
     values: tuple[Value, ...]
@@ -140,6 +142,8 @@ class Program:
     name: str = "step"
     erased_constraints: int = 0
     given: tuple[bytes, ...] = ()
+    arg_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    output_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:

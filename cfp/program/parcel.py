@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from io import BytesIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from cfp.program.constrain import partition_spec
 from cfp.program.graph import Spec
+from cfp.program.signature import Signature, is_key, key_name, shardings
 
 
 class WrongPlace(Exception):
     """A process cannot compile something, whatever it is: it is to be elsewhere."""
 
 
-Array = tuple[tuple[int, ...], str]
+# Shape, name of the dtype or of a kind of keys, and whether it is a key, or weak.
+Array = tuple[tuple[int, ...], str, bool, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Parcel:
     Attributes:
         module: StableHLO, as bytecode of MLIR. Only the version of JAX that wrote it
             is sure to read it.
-        inputs, outputs: shapes and dtypes.
+        inputs, outputs: their types.
         in_specs, out_specs: their shardings.
         donated: positions of inputs whose memory the program may overwrite.
         axes: names and sizes of the mesh's axes.
@@ -71,6 +71,7 @@ class Parcel:
 
 def pack(
     lowered: jax.stages.Lowered,
+    types: Signature,
     mesh: Mesh,
     in_specs: Sequence[Spec],
     out_specs: Sequence[Spec],
@@ -80,6 +81,7 @@ def pack(
 
     Args:
         lowered: from :func:`cfp.program.graft.lower_part`.
+        types: of what it takes and returns.
         mesh: its mesh.
         in_specs, out_specs, donated: what it was lowered with.
     """
@@ -89,8 +91,8 @@ def pack(
     module.operation.write_bytecode(buffer)
     return Parcel(
         module=buffer.getvalue(),
-        inputs=tuple(map(_array, jax.tree.leaves(lowered.args_info))),
-        outputs=tuple(map(_array, jax.tree.leaves(lowered.out_info))),
+        inputs=tuple(map(_array, types.inputs)),
+        outputs=tuple(map(_array, types.outputs)),
         in_specs=tuple(in_specs),
         out_specs=tuple(out_specs),
         donated=tuple(donated),
@@ -112,16 +114,12 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
             f"{parcel.jax_version}"
         )
 
-    def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in parcel.outputs)
-
-    lowered = jax.jit(
-        stand_in,
-        keep_unused=True,
-        in_shardings=_shardings(mesh, parcel.in_specs),
-        out_shardings=_shardings(mesh, parcel.out_specs),
+    types = Signature(*(tuple(map(_aval, s)) for s in (parcel.inputs, parcel.outputs)))
+    lowered = types.lower(
+        in_shardings=shardings(mesh, parcel.in_specs, types.inputs),
+        out_shardings=shardings(mesh, parcel.out_specs, types.outputs),
         donate_argnums=parcel.donated,
-    ).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in parcel.inputs))
+    )
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     with module.context, ir.Location.unknown():
@@ -138,9 +136,13 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
     return lowered
 
 
-def _array(found: jax.stages.ArgInfo | jax.ShapeDtypeStruct) -> Array:
-    return tuple(found.shape), np.dtype(found.dtype).name
+def _array(one: jax.ShapeDtypeStruct) -> Array:
+    key = is_key(one.dtype)
+    name = key_name(one.dtype) if key else np.dtype(one.dtype).name
+    return tuple(one.shape), name, key, one.weak_type
 
 
-def _shardings(mesh: Mesh, specs: Sequence[Spec]) -> tuple[NamedSharding, ...]:
-    return tuple(NamedSharding(mesh, partition_spec(spec)) for spec in specs)
+def _aval(array: Array) -> jax.ShapeDtypeStruct:
+    shape, name, key, weak = array
+    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=name)).dtype if key else name
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)

@@ -26,6 +26,10 @@ class Part:
     outputs: tuple[int, ...]
     instead: tuple[tuple[int, int], ...] = ()
 
+    def is_whole(self, program: Program) -> bool:
+        """True of a part that takes and gives all that a program does, in its order."""
+        return (self.inputs, self.outputs) == (program.args, program.outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
@@ -73,6 +77,16 @@ def cut_part(program: Program, wanted: Sequence[int]) -> Part:
     if key not in parts:
         parts[key] = _cut(program, key)
     return parts[key]
+
+
+def whole(program: Program) -> Part:
+    """All of a program, as a part.
+
+    Its inputs and outputs are those of the step, in their order: arguments that nothing
+    reads, results that are arguments, and results that stand there twice.
+    """
+    top = tuple(op.id for op in program.ops if op.parent < 0)
+    return Part(top, program.args, program.outputs)
 
 
 def _cut(program: Program, wanted: Sequence[int]) -> Part:

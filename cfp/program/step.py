@@ -360,7 +360,8 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if isinstance(leaf, bool | int | float | complex):
         dtype = jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
-        return jax.ShapeDtypeStruct((), dtype, weak_type=True)
+        # A bool has no other type to take.
+        return jax.ShapeDtypeStruct((), dtype, weak_type=not isinstance(leaf, bool))
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     way_out = "Pass an array or a jax.ShapeDtypeStruct, or name the argument in "
     way_out += "static_argnums or static_argnames."

@@ -179,13 +179,18 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
     output_names = [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
     ]
-    return read_program(
+    program = read_program(
         lowering.module,
         arg_names=step.arg_names,
         output_names=output_names,
         alias=_aliases(lowering.module, step.donated),
         erased_constraints=lowering.erased_constraints,
     )
+    results = tuple(
+        jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
+        for made in step.traced.jaxpr.out_avals
+    )
+    return replace(program, arg_avals=step.avals, output_avals=results)
 
 
 def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:

@@ -27,7 +27,7 @@ from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 from cfp.program.widen import widened
-from cfp.runtime.kept import Call, Executables
+from cfp.runtime.kept import Executables
 from cfp.runtime.raced import Raced
 from cfp.runtime.replaced import resolved
 
@@ -38,15 +38,13 @@ class CompiledStep:
 
     Attributes:
         step: the user's function and the structure of its arguments.
-        compiled: the compiled program over flat arguments and results; if it is a
-            race's, those that it reads, in its own order.
+        compiled: the compiled program over flat arguments and results.
         in_shardings, out_shardings: one for each leaf.
         out_tree: the structure of the results.
         narrow: of a step that was to compute in float32, what still computes in less.
         double: whether such a step computes in float64 throughout.
         alarm: has what functions of the host raise, if the step calls any.
-        call: what runs, if it was compiled before: in a race, or by another process.
-        raced: whether that was in a race of this process.
+        raced: whether it was compiled in a race of this process.
     """
 
     step: FlatStep
@@ -57,7 +55,6 @@ class CompiledStep:
     narrow: tuple[str, ...] = ()
     double: bool = False
     alarm: Alarm | None = None
-    call: Call | None = None
     raced: bool = False
 
     @cached_property
@@ -92,9 +89,8 @@ class CompiledStep:
     def run(self, look: Look) -> Any:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
-        run = self.compiled if self.call is None else self.call
         try:
-            results = run(*placed.leaves)
+            results = self.compiled(*placed.leaves)
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):  # JAX does not say which argument.
                 self.dispatch.check_there(placed.leaves)
@@ -211,23 +207,18 @@ def compile_step(
     how = {**environment.options(platform), **(options or {})}
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
-    call = raced.call if raced else None
-    if kept is not None and call is None:
-        call = kept.get(key, mesh)
-    if call is None:
+    compiled = raced.compiled if raced else None
+    if kept is not None and compiled is None:
+        compiled = kept.get(key, mesh)
+    if compiled is None:
         compiled, _ = compile_right(lowering.lowered, how)
-    else:
-        compiled = call.compiled
     if kept is not None:
-        takes, gives = (
-            (call.takes, call.gives) if call else (range(len(ins)), range(len(outs)))
-        )
-        kept.put(key, compiled, [*takes], [*gives])
+        kept.put(key, compiled)
     where = (ins, outs, lowering.out_tree)
-    if call is not None:
-        return CompiledStep(step, compiled, *where, call=call, raced=raced is not None)
     alarm = lowering.alarm if lowering.calls_host else None
-    return CompiledStep(step, compiled, *where, narrow, double, alarm)
+    return CompiledStep(
+        step, compiled, *where, narrow, double, alarm, raced=raced is not None
+    )
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:

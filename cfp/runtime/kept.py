@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,26 +28,6 @@ from cfp.program.step import FlatStep
 # Of all executables together; the least recently used go first. Guess.
 _MOST_BYTES = 4 * 2**30
 _SUFFIX = ".executable"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An executable that takes a step's argument leaves in an order of its own.
-
-    Attributes:
-        compiled: takes and returns flat arrays.
-        takes: positions of the argument leaves that it reads.
-        gives: for each result leaf its place in what the program returns.
-    """
-
-    compiled: jax.stages.Compiled
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-
-    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
-        """Runs it on all argument leaves; returns all result leaves."""
-        made = self.compiled(*map(leaves.__getitem__, self.takes))
-        return [*map(made.__getitem__, self.gives)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +64,33 @@ class Executables:
         )
         return hashlib.sha256(text + repr(rest).encode()).hexdigest()
 
-    def get(self, key: str, mesh: Mesh) -> Call | None:
+    def get(self, key: str, mesh: Mesh) -> jax.stages.Compiled | None:
         """The executable under a key, loaded on the devices; None if there is none."""
         path = self._path(key)
         if not _is_own(path):
             return None
         devices = [*mesh.devices.flat]
         try:
-            program, takes, gives = pickle.loads(path.read_bytes())
+            program = pickle.loads(path.read_bytes())
             compiled = deserialize_and_load(
                 *program, backend=devices[0].client, execution_devices=devices
             )
         except Exception:
             # Damaged, or of a build of XLA that no version tells: readers raise
-            # anything. It is compiled again, and written over.
+            # anything. It is compiled again, and written anew.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):  # It may have been removed meanwhile.
             os.utime(path)
-        return Call(compiled, takes, gives)
+        return compiled
 
-    def put(
-        self,
-        key: str,
-        compiled: jax.stages.Compiled,
-        takes: Sequence[int],
-        gives: Sequence[int],
-    ) -> None:
+    def put(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Keeps an executable, where its platform can write it down."""
         if _is_own(self._path(key)):
             return
         try:
-            data = pickle.dumps((serialize(compiled), tuple(takes), tuple(gives)))
+            data = pickle.dumps(serialize(compiled))
         except (ValueError, NotImplementedError, RuntimeError):
             return  # Constants or effects that JAX does not write down.
         try:

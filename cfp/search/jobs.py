@@ -26,7 +26,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
-from cfp.program.part import numbered
+from cfp.program.part import numbered, whole
 from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
 from cfp.settings import ConstraintLevel
@@ -42,13 +42,8 @@ def constraints_of(
         choice: for all of it.
         level: how much the compiler is constrained.
     """
-    layout, part = lay_out(analysis.frame, choice), _whole(analysis)
+    layout, part = lay_out(analysis.frame, choice), whole(analysis.frame.program)
     return _constrain(analysis, layout, part, choice.remat, choice.kernels, level)
-
-
-def _whole(analysis: Analysis) -> Part:
-    program = analysis.frame.program
-    return cut_part(program, [op.id for op in program.ops if op.parent < 0])
 
 
 def _constrain(
@@ -162,7 +157,7 @@ def whole_job(
         again = [index for index in again if index in left]
         kernels = [(index, kernel) for index, kernel in kernels if index in left]
     else:
-        part = _whole(analysis)
+        part = whole(frame.program)
         kept = {
             **asdict(choice),
             "extent": level,
@@ -198,6 +193,7 @@ def _job(
     specs = [even(v, layout.spec(v)) for v in part.outputs]
     position = {v: i for i, v in enumerate(program.args)}
     out_place = {v: i for i, v in enumerate(part.outputs)}
+    is_whole = part.is_whole(program)
     pairs: list[tuple[int, int]] = []
     settled: set[int] = set()
     for place, v in enumerate(part.inputs):
@@ -205,13 +201,13 @@ def _job(
         output = frame.paired[argument] if argument is not None else None
         if argument is None or output is None:
             continue
-        made = program.outputs[output]
-        if made in settled or made not in out_place:
+        made = output if is_whole else out_place.get(program.outputs[output])
+        if made is None or made in settled:
             continue  # one value that becomes two arguments goes back into the first
         settled.add(made)
-        specs[out_place[made]] = in_specs[place]
+        specs[made] = in_specs[place]
         if program.alias[argument] is not None:
-            pairs.append((place, out_place[made]))
+            pairs.append((place, made))
     out_specs = tuple(specs)
 
     numbers = numbered(program, part)

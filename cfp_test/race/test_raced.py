@@ -1,4 +1,4 @@
-"""Steps that run as their race compiled them, and those that must not."""
+"""Steps run as their race compiled them; those that must not are compiled again."""
 
 from dataclasses import replace
 
@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.api import find_plan
+from cfp.profiling.compiled import compile_right
 from cfp.program.graft import Constraints
+from cfp.program.step import flatten_step
+from cfp_test.checking import make_mesh
+from cfp_test.planned import RACED
+from cfp_test.programs.registry import PROGRAMS, programs_on
 
 ROWS, WIDTH = 8, 16
 
@@ -63,6 +69,29 @@ def given_twice(weights, x):
     return new, loss, loss
 
 
+def keyed_by_many(weights, x, keys):
+    """One key for each of some rows; other keys are returned."""
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return *descend(weights, x + noise.sum(0)), jax.random.clone(keys)
+
+
+def weak(weights, x, flag, number):
+    """Numbers of Python's of other types."""
+    return *descend(weights, x), flag, 2 * number, flag
+
+
+def twice_donated(weights, x):
+    """Two weights become the same."""
+    new, loss = descend(weights, x)
+    down = new["down"] + new["up"].T
+    return {"up": down.T, "down": down, "more": down}, down, loss
+
+
+def with_constants(weights, x):
+    """Results that depend on nothing."""
+    return *descend(weights, x), jnp.arange(WIDTH), jnp.zeros((ROWS, WIDTH)), 3
+
+
 def overwriting(weights, x, y):
     """The results take the places of weights and of x, or of y, which is not read."""
     return *descend(weights, x), 2 * x
@@ -110,26 +139,71 @@ def test_what_won_a_race_is_not_compiled_again(step, more, preset, mesh, tmp_pat
         assert shardings == run.result_shardings() == plan.out_shardings
 
 
+@pytest.fixture
+def compiled_again(monkeypatch):
+    """What is compiled to be run, in place of what raced."""
+    found = []
+
+    def compile_and_count(lowered, options):
+        found.append(lowered)
+        return compile_right(lowered, options)
+
+    monkeypatch.setattr("cfp.runtime.execute.compile_right", compile_and_count)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(
     "step, more, donated",
     [
         (keyed, (jax.random.key(1),), 0),
+        (keyed, (jax.random.key(1),), (0, 2)),
+        (keyed_by_many, (jax.random.split(jax.random.key(1, impl="rbg"), 4),), (0, 2)),
         (counted, (1,), 0),
+        (weak, (True, 1j), 0),
         (handed_back, (), 0),
+        (handed_back, (), (0, 1)),
         (given_twice, (), 0),
+        (twice_donated, (), 0),
+        (with_constants, (), 0),
         (overwriting, (jnp.ones((ROWS, WIDTH)),), (0, 2)),
+        (overwriting, (jnp.ones((ROWS, WIDTH)),), (0, 1, 2)),
+        (unread, (jnp.ones(3),), (0, 2)),
     ],
-    ids=["keyed", "counted", "handed_back", "given_twice", "overwriting"],
 )
-def test_what_does_more_than_its_program_is_compiled(
-    step, more, donated, mesh, tmp_path
+def test_what_raced_has_the_types_of_the_step(
+    step, more, donated, mesh, tmp_path, compiled_again
 ):
     args = (*arguments(), *more)
     plan = planned(step, args, mesh, tmp_path, donate_argnums=donated)
     run = plan.compile_bound()
-    assert not run.raced
+    assert run.raced and not compiled_again
     wanted = jax.jit(step)(*args)
-    assert_same(run(*args), wanted)
+    given = jax.tree.map(jnp.copy, args)
+    if step is weak or step is counted:
+        given = (*given[:2], *more)
+    found = run(*given)
+    assert_same(found, wanted)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, found)
+    assert shardings == run.result_shardings() == plan.out_shardings
+    assert not compiled_again
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", programs_on((("x", 4),)))
+def test_of_programs_only_those_that_call_the_host_are_compiled_again(
+    name, tmp_path, compiled_again
+):
+    """Calls of the host are left out of races."""
+    fn, args, *rest = PROGRAMS[name]()
+    options = dict(rest[0]) if rest else {}
+    options.pop("tolerance", None)
+    step = flatten_step(fn, args, options.pop("kwargs", {}), **options)
+    mesh = make_mesh((("x", 4),))
+    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": RACED}
+    run = find_plan(step, **how).plan.compile_bound()
+    calls_host = "callback" in name
+    assert (run.raced, len(compiled_again)) == (not calls_host, calls_host)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def parcels(count: int) -> list[Any]:
     from jax.sharding import Mesh
 
     from cfp.program.parcel import pack
+    from cfp.program.signature import Signature
 
     mesh: Mesh = jax.make_mesh((DEVICES,), ("x",))
 
@@ -76,7 +77,8 @@ def parcels(count: int) -> list[Any]:
         lowered = jax.jit(
             layer, in_shardings=shardings, out_shardings=shardings, keep_unused=True
         ).lower(*avals)
-        found.append(pack(lowered, mesh, specs, specs, ()))
+        types = Signature(tuple(avals), tuple(avals))
+        found.append(pack(lowered, types, mesh, specs, specs, ()))
     return found
 
 

@@ -1,0 +1,101 @@
+"""Types of what a program takes and returns, and functions that have just these types.
+
+Such a function is lowered in the place of a part of a program, whose ops then become
+its body. Types of a whole step say more than its StableHLO: keys of random numbers are
+integers there, and numbers that take the type of whatever they meet have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives
+from jax.sharding import Mesh, NamedSharding
+
+from cfp.program.constrain import partition_spec
+from cfp.program.dtypes import numpy_dtype
+from cfp.program.graph import Program, Spec
+from cfp.program.part import Part
+
+Avals = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Types of a program's inputs and outputs, in their order."""
+
+    inputs: Avals
+    outputs: Avals
+
+    def lower(self, **options: Any) -> jax.stages.Lowered:
+        """Lowers a function of these types, whose body is to be replaced.
+
+        Args:
+            options: of `jax.jit`.
+        """
+
+        def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(map(_zero, self.outputs))
+
+        return jax.jit(stand_in, keep_unused=True, **options).lower(*self.inputs)
+
+
+def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a value as JAX writes them."""
+    record = program.values[value]
+    return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
+
+
+def signature(program: Program, part: Part) -> Signature:
+    """Types of a part's inputs and outputs; of a whole program those of its step."""
+    if part.is_whole(program) and program.arg_avals:
+        return Signature(program.arg_avals, program.output_avals)
+    return Signature(
+        tuple(aval(program, v) for v in part.inputs),
+        tuple(aval(program, v) for v in part.outputs),
+    )
+
+
+def shardings(
+    mesh: Mesh, specs: Sequence[Spec], avals: Avals
+) -> tuple[NamedSharding, ...]:
+    """Specs as shardings of values of these types.
+
+    Inside of a program keys of random numbers have dims that JAX does not show.
+    """
+    return tuple(
+        NamedSharding(mesh, partition_spec(spec, len(one.shape)))
+        for spec, one in zip(specs, avals, strict=True)
+    )
+
+
+def is_key(dtype: Any) -> bool:
+    """True of the types of random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_name(dtype: Any) -> str:
+    """The name, or what else JAX knows it by, of the kind of a key's type."""
+    found = []
+
+    def look() -> jax.Array:
+        key = lax.full((), 0, dtype)
+        found.append(jax.random.key_impl(key))
+        return key
+
+    jax.eval_shape(look)
+    return found[0]
+
+
+def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
+    zero = lax.full(one.shape, 0, one.dtype)
+    if not one.weak_type:
+        return zero
+    return primitives.convert_element_type_p.bind(
+        zero, new_dtype=one.dtype, weak_type=True, sharding=None
+    )

@@ -53,6 +53,7 @@ MECHANISMS = (
 )
 _WHERE_THEY_STAND = ("contest", "entries", "whole", "planner", "race")
 _OF_THE_SEARCH = ("race", "squeeze", "shortened", "answers")  # Before they had a room.
+_QUESTIONS = ("What", "Whether", "Which", "Of", "How", "Where", "Who", "Why")
 _UNCHANGING = ("Exception", "Error", "Enum", "Protocol", "NamedTuple", "TypedDict")
 
 
@@ -87,6 +88,10 @@ def count(files: Sources) -> dict[str, Any]:
         if _may_admit(file) and name in defined(text)
     ]
     return {
+        "modules": len(files),
+        "lines": sum(len(text.splitlines()) for text in files.values()),
+        "commands": len(commands(files)),
+        "question_docstrings": sum(question_docstrings(t) for t in files.values()),
         "rooms": dict(sorted(rooms.items())),
         "top_modules": sum("/" not in file for file in files),
         "deciding_lines": sum(len(t.splitlines()) for t in deciding.values()),
@@ -120,6 +125,39 @@ def public_names(text: str) -> list[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     top = [node.name for node in ast.parse(text).body if isinstance(node, kinds)]
     return [name for name in top if not name.startswith("_")]
+
+
+def commands(files: Sources) -> set[str]:
+    """Names of the command line's commands: of `app.command`, and of tables."""
+    found = set()
+    for file, text in files.items():
+        if room_of(file) != "cli":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="app"), attr="command"),
+                    args=[ast.Constant(value=str(name)), *_],
+                ):
+                    found.add(name)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys))
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict(keys=keys))
+                ) if name.endswith("COMMANDS"):
+                    found |= {
+                        key.value for key in keys if isinstance(key, ast.Constant)
+                    }
+    return found
+
+
+def question_docstrings(text: str) -> int:
+    """Counts docstrings that open with a question word."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = (n for n in ast.walk(ast.parse(text)) if isinstance(n, kinds))
+    return sum(
+        (ast.get_docstring(node) or "").startswith(tuple(f"{w} " for w in _QUESTIONS))
+        for node in found
+    )
 
 
 def defined(text: str) -> set[str]:
@@ -215,6 +253,10 @@ def _git(root: Path, *words: str) -> str:
 # ------------------------------------------------------------------------- the page
 
 _ROWS = (
+    ("modules of `cfp/`", "modules"),
+    ("lines of `cfp/`", "lines"),
+    ("commands", "commands"),
+    ("docstrings that open with a question word", "question_docstrings"),
     ("modules at the top of `cfp/`", "top_modules"),
     ("modules of the half that decides", "deciding_modules"),
     ("its lines", "deciding_lines"),

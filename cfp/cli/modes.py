@@ -15,8 +15,9 @@ from cfp.cli.output import only_json, plan_json, save, show
 from cfp.cli.session import analyse, open_target, target_of
 from cfp.context import device_memory
 from cfp.passes.tradeoff import measure_all_budgets
-from cfp.plan.adapt import carry_over
+from cfp.plan.adapt import carry_over, check_axes
 from cfp.plan.plan import Plan
+from cfp.platform import parse_mesh
 from cfp.presets.propagated import named_choices
 from cfp.report import passes
 from cfp.report.console import literal_console
@@ -69,9 +70,9 @@ Adapt = Annotated[
     Path | None,
     typer.Option(
         metavar="PLAN",
-        help="Carry a saved plan over to more layers of the same segments, or to "
-        "another batch. Nothing is compiled or measured: the new plan is marked as "
-        "predicted, and cfp verify times it.",
+        help="Carry a saved plan over to more layers of the same segments, another "
+        "batch, or another number of devices (--mesh). Nothing is compiled or "
+        "measured: the new plan is marked as predicted, and cfp verify times it.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -85,7 +86,7 @@ TAKES = {
         *("memory_budget", "time_budget", "per_kind", "others", "quick"),
         *("retry_failures", "run_timeout", "build_timeout"),
     ),
-    "adapt": (*_OF_A_STEP, "output"),
+    "adapt": (*_OF_A_STEP, "devices", "mesh", "output"),
 }
 
 
@@ -152,12 +153,13 @@ def adapt_plan(ctx: typer.Context) -> None:
         found, mesh = open_target(
             given["target"],
             ctx.args,
-            axes=None,
+            axes=parse_mesh(given["devices"], given["mesh"]),
             platform_name=given["platform"],
             donate=given["donate"] or (),
             static=given["static"] or (),
             plan=plan,
         )
+        check_axes(plan, mesh)
         session = analyse(found, mesh)
         made = carry_over(
             plan, session.analysis, session.step, session.lowering.out_tree, mesh

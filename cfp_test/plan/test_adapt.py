@@ -291,6 +291,18 @@ def test_another_number_of_devices_takes_the_same_choices(saved, name):
     assert found.predicted_ms is None
 
 
+def test_the_command_takes_another_number_of_devices(saved, tmp_path):
+    (tmp_path / "toy.py").write_text(STEP)
+    saved["zero1"].save(tmp_path / "plan.json")
+    words = "plan toy.py:deep --donate 0 --adapt plan.json --mesh".split()
+    two, other = run_batch(
+        [[*words, "x=2", "-o", "two.json"], [*words, "data=2"]], tmp_path
+    )
+    assert two.code == 0, two.err
+    assert cfp.Plan.load(tmp_path / "two.json").mesh_axes == (("x", 2),)
+    assert other.code == 2 and "axes of the same names" in other.err
+
+
 def test_axes_of_other_names_are_refused(saved):
     two = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     with pytest.raises(cfp.PlanMismatch, match="axes of the same names"):
@@ -322,6 +334,8 @@ def test_the_command_line(saved, how, tmp_path):
     assert text.code == data.code == 0, (text.err, data.err)
     assert "Carried over" in " ".join(text.out.split())
     kept = json.loads((tmp_path / "deep.json").read_text())
-    assert json.loads(data.out) == kept
+    printed = json.loads(data.out)
+    assert "throughput" in printed
+    assert {key: printed[key] for key in kept} == kept
     wanted = adapted(saved["zero1"], *arguments(5))
     assert cfp.Plan.load(tmp_path / "deep.json").arg_specs == wanted.arg_specs

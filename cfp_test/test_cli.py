@@ -72,7 +72,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["profile", "--export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
     (["profile", "--import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
     (["profile", "--import", "damaged.json"], "Nothing was merged from damaged.json"),
-    (["plan", TOY, "--adapt", "p.json", "--mesh", "x=4"], "--mesh does not go with"),
+    (["plan", TOY, "--adapt", "p.json", "--preset", "zero1"], "--preset does not go"),
     (["plan", TOY, "--tradeoff", "--presets"], "--tradeoff does not go with --presets"),
     (["plan", TOY, "--plot", "curve.png"], "--plot goes with --tradeoff"),
     (["profile", "--curves", "toy.py:step"], "TARGET does not go with --curves"),
@@ -193,6 +193,8 @@ def test_plan_prints_one_json_document(planned):
     outcome, path = planned
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
+    rates = found.pop("throughput")
+    assert rates["step_ms"] == found["measured_ms"]
     assert found == json.loads(path.read_text())
     assert found["race"] and found["rows"]
     specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}

@@ -22,15 +22,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cfp.devices import mock
 from cfp.devices.device_kind import (
     DeviceKind,
-    Number,
-    check_names,
     compiler_target,
-    count_of,
+    curves_from,
     kind,
     kind_from,
     kinds,
-    number_of,
 )
+from cfp.devices.schema import Number, read
 from cfp.errors import DeviceError, MeshError, TargetError, compose
 from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
 
@@ -307,11 +305,8 @@ def cluster_of(text: str) -> Cluster:
                 attempt="--for 4xh200",
             )
         )
-    hosts, per_host, name = int(match[1] or 1), int(match[2]), match[3]
-    found = kind(name)
-    for count in (hosts, per_host):
-        count_of(count, text)
-    return Cluster(text=text, kind=found, hosts=hosts, per_host=per_host)
+    counts = {"hosts": int(match[1] or 1), "devices_per_host": int(match[2])}
+    return _cluster({**counts, "kind": match[3]}, text, text)
 
 
 def _from_file(path: Path) -> Cluster:
@@ -326,35 +321,22 @@ def _from_file(path: Path) -> Cluster:
                 attempt="see docs/planning-ahead.md for one",
             )
         ) from error
-    where = str(path)
-    check_names(data, where)
-    if "kind" in data:
-        found = kind(str(data["kind"]))
-        own = {
-            name: number_of(value, name, where)
-            for name, value in data.items()
-            if name.endswith(("_per_s", "_us", "_gib"))
-        }
-        # What is said here counts, also where the kind has it measured.
+    return _cluster(data, path.name, str(path))
+
+
+def _cluster(data: Mapping[str, Any], text: str, where: str) -> Cluster:
+    given = read(data, where)
+    if given.kind is None:
+        found = kind_from(given, Path(text).stem, where)
+    else:
+        found, own = kind(given.kind), given.numbers
+        # The file's own numbers win, also over measured ones of the kind.
         kept = {k: n for k, n in found.measured.items() if k not in own}
         found = replace(found, numbers={**found.numbers, **own}, measured=kept)
-        if "link_gb_per_s" in own or "curves" in data:
-            curves = kind_from({**_as_data(found), **data}, found.name, where)
+        if given.curves or "link_gb_per_s" in own:
+            curves, devices, source = curves_from(given, where)
             found = replace(
-                found,
-                curves=curves.curves,
-                curve_devices=curves.curve_devices,
-                curve_source=curves.curve_source,
+                found, curves=curves, curve_devices=devices, curve_source=source
             )
-    else:
-        found = kind_from(data, path.stem, where)
-    per_host = count_of(data.get("devices_per_host", found.devices_per_host), where)
-    hosts = count_of(data.get("hosts", 1), where)
-    return Cluster(text=path.name, kind=found, hosts=hosts, per_host=per_host)
-
-
-def _as_data(known: DeviceKind) -> dict[str, Any]:
-    return {
-        name: {"value": one.value, "basis": one.basis, "source": one.source}
-        for name, one in known.numbers.items()
-    }
+    per_host = given.devices_per_host or found.devices_per_host
+    return Cluster(text=text, kind=found, hosts=given.hosts, per_host=per_host)

@@ -10,48 +10,15 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
+from cfp.devices.schema import REQUIRED, Description, Number, read
 from cfp.errors import TargetError, compose
-from cfp.profiling.rates import KINDS as COLLECTIVES
 from cfp.profiling.rates import Curve, rising
 
-BASES = ("measured", "specified")
-_REQUIRED = (
-    "memory_gib",
-    "bfloat16_tflop_per_s",
-    "float32_tflop_per_s",
-    "memory_gb_per_s",
-    "link_gb_per_s",
-)
-_OPTIONAL = ("network_gb_per_s", "network_latency_us")
-# What else a file may say; `hosts` and `kind` of a cluster.
-_OTHERS = ("aliases", "curves", "device_kind", "devices_per_host", "measured")
-_OF_CLUSTERS = ("hosts", "kind")
-_RATES = ("bfloat16_tflop_per_s", "float32_tflop_per_s", "memory_gb_per_s")
-_MOST_DEVICES = 1 << 20
-_MOST = 1e7  # More than this of any unit above no device has.
 # The kind whose measurements say what share of a specification programs reach.
 _MEASURED_KIND = "h200"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """A number and where it is from.
-
-    Attributes:
-        value: in the unit that its name says.
-        basis: "measured" or "specified".
-        source: a record of ours, or a document of the vendor.
-    """
-
-    value: float
-    basis: str
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +135,7 @@ def kind(name: str) -> DeviceKind:
         )
     file = known[name.lower()]
     text = resources.files("cfp.devices").joinpath("kinds", f"{file}.toml").read_text()
-    return kind_from(tomllib.loads(text), file, f"{file}.toml")
+    return kind_from(read(tomllib.loads(text), f"{file}.toml"), file, f"{file}.toml")
 
 
 @cache
@@ -184,20 +151,20 @@ def memory_of(device_kind: str) -> int | None:
     return known and int(known.numbers["memory_gib"].value * 2**30)
 
 
-def kind_from(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """A kind of device from parsed TOML.
+def kind_from(given: Description, name: str, where: str) -> DeviceKind:
+    """Makes a kind of device of its description.
 
     Args:
-        data: the parsed file.
-        name: what it is to be called.
+        given: the description.
+        name: for the kind.
         where: the file, for messages.
 
     Raises:
-        TargetError: numbers are missing, or cannot be.
+        TargetError: numbers are missing.
     """
-    curves = _curves(data.get("curves", {}), where)
-    needed = [key for key in _REQUIRED if key != "link_gb_per_s" or not curves]
-    missing = [key for key in needed if key not in data]
+    numbers = given.numbers
+    needed = [key for key in REQUIRED if key != "link_gb_per_s" or not given.curves]
+    missing = [key for key in needed if key not in numbers]
     if missing:
         raise TargetError(
             compose(
@@ -209,104 +176,23 @@ def kind_from(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
                 "a shipped kind",
             )
         )
-    names = [key for key in (*_REQUIRED, *_OPTIONAL) if key in data]
-    measured = data.get("measured", {})
+    curves, devices, source = curves_from(given, where)
     return DeviceKind(
         name=name,
-        device_kind=str(data.get("device_kind", name)),
-        devices_per_host=count_of(data.get("devices_per_host", 8), where),
-        numbers={key: number_of(data[key], key, where) for key in names},
-        measured={k: number_of(measured[k], k, where) for k in _RATES if k in measured},
-        curve_devices=count_of(data["curves"].get("devices", 2), where)
-        if curves
-        else 0,
+        device_kind=given.device_kind or name,
+        devices_per_host=given.devices_per_host or 8,
+        numbers=numbers,
+        measured=given.measured,
+        curve_devices=devices,
         curves=curves,
-        curve_source=str(data.get("curves", {}).get("source", where)),
+        curve_source=source,
     )
 
 
-def check_names(data: Mapping[str, Any], where: str) -> None:
-    """Refuses names that mean nothing, such as misspelt ones: they would not count.
-
-    Raises:
-        TargetError: there are some.
-    """
-    known = sorted((*_REQUIRED, *_OPTIONAL, *_OTHERS, *_OF_CLUSTERS))
-    unknown = [name for name in data if name not in known]
-    if unknown:
-        near = get_close_matches(unknown[0], known, 1, 0.0)
-        raise TargetError(
-            compose(
-                f"{where} has a name that means nothing.",
-                expected=f"some of {', '.join(known)}",
-                got=", ".join(unknown),
-                attempt=f"{near[0]} in place of {unknown[0]}",
-            )
-        )
-
-
-def number_of(data: Any, name: str, where: str) -> Number:
-    """A number, by itself or with its basis and source.
-
-    Raises:
-        TargetError: it is none that a device can have.
-    """
-    given = data if isinstance(data, Mapping) else {"value": data}
-    value, basis = given.get("value"), given.get("basis", "specified")
-    real = float(value) if isinstance(value, int | float) else 0.0
-    if isinstance(value, bool) or not 0 < real < _MOST or basis not in BASES:
-        raise TargetError(
-            compose(
-                f"{where} has an impossible number.",
-                expected=f"{name} above 0 and below {_MOST:.0e}, with basis "
-                f'"{BASES[0]}" or "{BASES[1]}"',
-                got=f"{name} = {value!r}, basis {basis!r}",
-                attempt=f"{name} in the unit that its name says, such as "
-                '{ value = 450, basis = "specified", source = "datasheet" }',
-            )
-        )
-    source = str(given.get("source", Path(where).name))
-    return Number(value=real, basis=basis, source=source)
-
-
-def count_of(data: Any, where: str) -> int:
-    """A whole number of hosts or devices.
-
-    Raises:
-        TargetError: it is none.
-    """
-    if (
-        isinstance(data, bool)
-        or not isinstance(data, int)
-        or not 0 < data <= _MOST_DEVICES
-    ):
-        raise TargetError(
-            compose(
-                f"{where} has an impossible count.",
-                expected="a whole number of hosts or devices, from 1 to "
-                f"{_MOST_DEVICES}",
-                got=repr(data),
-                attempt="hosts = 2 or devices_per_host = 8, for instance",
-            )
-        )
-    return data
-
-
-def _curves(data: Mapping[str, Any], where: str) -> Mapping[str, Curve]:
-    found = {}
-    for key in COLLECTIVES if data else ():
-        given = data.get(key)
-        points = given if isinstance(given, list) else []
-        pairs = [p for p in points if isinstance(p, list) and len(p) == 2]
-        if len(pairs) < 2 or len(pairs) < len(points) or min(map(min, pairs)) <= 0:
-            raise TargetError(
-                compose(
-                    f"{where} has curves that cannot be read.",
-                    expected=f"for each of {', '.join(COLLECTIVES)} two points or "
-                    "more, [bytes, milliseconds], both above 0",
-                    got=f"{key} = {given!r}"[:200],
-                    attempt="cfp profile --curves --describe FILE on such devices",
-                )
-            )
-        found[key] = rising((int(size), float(ms)) for size, ms in points)
-    return found
+def curves_from(given: Description, where: str) -> tuple[Mapping[str, Curve], int, str]:
+    """Returns a description's curves, their number of devices, and their source."""
+    if given.curves is None:
+        return {}, 0, where
+    points = given.curves.points
+    curves = {key: rising((int(b), ms) for b, ms in of) for key, of in points.items()}
+    return curves, given.curves.devices, given.curves.source or where

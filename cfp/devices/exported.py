@@ -28,7 +28,7 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
                 "Curves of one axis describe the links of a host.",
                 expected="a mesh with one axis, of the devices of one host",
                 got=" x ".join(f"{n}={s}" for n, s in mesh.shape.items()),
-                attempt=f"--mesh x={mesh.size} --export FILE",
+                attempt=f"--mesh x={mesh.size} --describe FILE",
             )
         )
     [(axis, count)] = sizes

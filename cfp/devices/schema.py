@@ -1,0 +1,173 @@
+"""The schema of files that describe devices and clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from cfp.errors import TargetError, compose
+
+Basis = Literal["measured", "specified"]
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+Positive = Annotated[float, Field(strict=True, gt=0)]
+Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
+
+
+class _Table(BaseModel):
+    """A table of TOML without other names than those of its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Number(_Table):
+    """A number with its origin; in a file, a number alone is a specification.
+
+    Attributes:
+        value: in the unit of its name.
+        basis: "measured" or "specified".
+        source: a record of ours, or a document of the vendor.
+    """
+
+    value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
+    basis: Basis = "specified"
+    source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any, info: ValidationInfo) -> Any:
+        given = data if isinstance(data, Mapping) else {"value": data}
+        return {"source": info.context or "", **given}
+
+
+class Curves(_Table):
+    """Times of collectives by size: [bytes, milliseconds].
+
+    Attributes:
+        devices: number of devices of a host that took part.
+        basis: "measured" or "specified".
+        source: a record of ours, or a document of the vendor.
+    """
+
+    devices: Count = 2
+    basis: Basis = "specified"
+    source: str = ""
+    all_reduce: Points = Field(alias="all-reduce")
+    all_gather: Points = Field(alias="all-gather")
+    reduce_scatter: Points = Field(alias="reduce-scatter")
+    all_to_all: Points = Field(alias="all-to-all")
+
+    @property
+    def points(self) -> Mapping[str, list[tuple[float, float]]]:
+        """Points by kind of collective, as `cfp.profiling.rates` names them."""
+        values = self.model_dump(by_alias=True).items()
+        return {name: value for name, value in values if isinstance(value, list)}
+
+
+class _Measured(_Table):
+    bfloat16_tflop_per_s: Number | None = None
+    float32_tflop_per_s: Number | None = None
+    memory_gb_per_s: Number | None = None
+
+
+class _Numbers(_Measured):
+    memory_gib: Number | None = None
+    link_gb_per_s: Number | None = None
+    network_gb_per_s: Number | None = None
+    network_latency_us: Number | None = None
+
+
+class Description(_Numbers):
+    """A file that describes a kind of device, or a cluster.
+
+    Attributes:
+        kind: the shipped kind to start from.
+        hosts: number of hosts.
+        devices_per_host: number of devices of each host.
+        device_kind: JAX's name of the kind.
+        aliases: other names of the kind.
+        rates: measured ones, in the table ``measured``.
+        curves: of the links of a host.
+    """
+
+    kind: str | None = None
+    hosts: Count = 1
+    devices_per_host: Count | None = None
+    device_kind: str | None = None
+    aliases: list[str] = []
+    rates: _Measured = Field(_Measured(), alias="measured")
+    curves: Curves | None = None
+
+    @property
+    def numbers(self) -> dict[str, Number]:
+        """The numbers that are given, by name."""
+        return _given(self, _Numbers)
+
+    @property
+    def measured(self) -> dict[str, Number]:
+        """The measured rates that are given, by name."""
+        return _given(self.rates, _Measured)
+
+
+def _given(table: _Measured, kind: type[_Measured]) -> dict[str, Number]:
+    found = {name: getattr(table, name) for name in kind.model_fields}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+# Without curves, a kind of device needs these; with them, no rate of links.
+REQUIRED = (
+    "memory_gib",
+    "bfloat16_tflop_per_s",
+    "float32_tflop_per_s",
+    "memory_gb_per_s",
+    "link_gb_per_s",
+)
+
+
+def read(data: Mapping[str, Any], where: str) -> Description:
+    """Checks a parsed description.
+
+    Args:
+        data: parsed TOML.
+        where: the file, for messages and as the source of its numbers.
+
+    Raises:
+        TargetError: a name is unknown, or a value is not allowed.
+    """
+    try:
+        return Description.model_validate(data, context=Path(where).name)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            fields = Description.model_fields.items()
+            known = sorted(field.alias or name for name, field in fields)
+            near = get_close_matches(str(first["loc"][0]), known, 1, 0.0)
+            raise TargetError(
+                compose(
+                    f"{where} has an unknown name.",
+                    expected=f"some of {', '.join(known)}",
+                    got=path,
+                    attempt=f"{near[0]} in place of {path}",
+                )
+            ) from error
+        raise TargetError(
+            compose(
+                f"{where} has an impossible value.",
+                expected=f"{path}: {first['msg']}",
+                got=f"{path} = {first['input']!r}"[:200],
+                attempt="a value such as link_gb_per_s = { value = 450, basis = "
+                '"specified", source = "datasheet" } or hosts = 2; see '
+                "docs/planning-ahead.md",
+            )
+        ) from error

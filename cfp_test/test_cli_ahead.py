@@ -38,7 +38,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, "--platform", "cpu", "--compile"], "give --for CLUSTER"),
     (["verify", "none.json", TOY, "--platform", "cpu"], "none.json"),
     (["verify", "plan.json", TOY, "--platform", "cpu"], "other devices than the plan"),
-    (["verify", "plan.json", OTHER, *PARTS, "--other-devices"], "another step"),
+    (["verify", "plan.json", OTHER, *PARTS, "--other-devices"], "not the one that was"),
 ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cfp.analysis.numbering import Numbers, Permutation, squeeze
+from cfp.program.flops import call_flops
 from cfp.program.graph import Op, Program
 from cfp.program.rules import Dims, Rule
 
@@ -39,9 +40,14 @@ class Member:
 
 
 def is_contraction(op: Op) -> bool:
-    """Whether an op sums products over a factor that two operands share."""
+    """Whether an op sums products over a factor that two operands share.
+
+    A custom_partitioning op is one if there are products in what it computes.
+    """
     if op.rule is None:
         return False
+    if op.kind == "custom_call":
+        return call_flops(op) > 0
     if op.kind in ("dot_general", "convolution"):
         return True
     for factor in op.rule.reduction:

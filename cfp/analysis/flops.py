@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from math import prod
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import is_contraction
-from cfp.program.graph import Op, Program
+from cfp.program.flops import op_flops
+from cfp.program.graph import Program
 
-_SPREAD = re.compile(r"lhs_dilation\W+array<i64:([^>]*)>")
+__all__ = ["op_flops", "program_flops", "rematerialized_flops"]
 
 
 def program_flops(program: Program) -> int:
@@ -35,22 +34,3 @@ def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
         if not member.derived
     ]
     return sum(op_flops(program, op) for op in again if is_contraction(op))
-
-
-def op_flops(program: Program, op: Op) -> int:
-    """Floating-point operations of a contraction, over all its runs in one step."""
-    rule = op.rule
-    assert rule is not None
-    if op.kind == "convolution":
-        # The rule's spatial factors are those of the input: it says which dims may
-        # be split, and not how often a window is placed.
-        result = program.values[op.results[0]].shape
-        kernel = program.values[op.operands[1]].shape
-        features = {f for dim in rule.operands[1] for f in dim}
-        made = [f for dim in rule.results[0] for f in dim if f in features]
-        window = prod(kernel) // max(1, prod(rule.sizes[f] for f in made))
-        # A dilated input is mostly zeros, which are not multiplied by.
-        spread = _SPREAD.search(op.attributes)
-        zeros = prod(map(int, spread[1].split(","))) if spread else 1
-        return 2 * prod(result) * window * op.repeat // zeros
-    return 2 * prod(rule.sizes) * op.repeat

@@ -25,6 +25,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.cost.transitions import transition
 from cfp.profiling.collectives import Rates
+from cfp.program.flops import call_flops
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
 
@@ -108,9 +109,10 @@ class Terms:
         share = 1.0  # of the op's work that one device does, padding included
         for size, names in zip(rule.sizes, axes, strict=True):
             ways = prod(self._sizes[a] for a in names)
-            share *= padded_size(size, ways) / (size * ways) if size else 0.0
+            if size:  # an operand that is left out may be an array of no elements
+                share *= padded_size(size, ways) / (size * ways)
         if is_contraction(op):
-            flops = 2.0 * prod(rule.sizes)
+            flops = float(call_flops(op) or 2 * prod(rule.sizes))
             dtype = program.values[op.operands[0]].dtype
             return op.repeat * self.rates.matmul_ms(flops * share, dtype), 0.0
         # An update in place touches what it writes, not all of what it is part of.

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.graph import Program, Spec
+from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize
 from cfp.program.replace import Replacement, replace_ops
 
@@ -68,6 +69,7 @@ def constrain(
     ops = shardy.program_ops(function)
     if len(ops) != len(program.ops):
         raise AssertionError("the module does not have the program's ops")
+    bind(module, mesh)
     with module.context, ir.Location.unknown():
         inserter = Inserter(module, function, ops, program, mesh)
         inserter.insert(constraints)

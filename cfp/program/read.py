@@ -38,7 +38,8 @@ def read_program(
 ) -> Program:
     """Reads a module that :func:`cfp.program.shardy.normalise` has been through.
 
-    The module is left as it came: rules are added for reading and removed again.
+    The module is left as it came: rules are added for reading and removed again, but
+    for those that came with ops.
 
     Args:
         module: the module.
@@ -52,11 +53,13 @@ def read_program(
     module.operation.write_bytecode(buffer)
     text = buffer.getvalue()
     prints = fingerprints(text, module.context)
+    own = {op for op in shardy.walk(function) if shardy.RULE in op.attributes}
     shardy.add_rules(module)
     reader = _Reader(_Blanks(shaping_constants(function), prints.functions))
     reader.read_function(function)
     for op in reader.ruled:
-        del op.attributes[shardy.RULE]
+        if op not in own:
+            del op.attributes[shardy.RULE]
     return Program(
         values=tuple(reader.values),
         ops=tuple(reader.ops),

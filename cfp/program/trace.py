@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.mlir import ir
+from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -26,6 +27,7 @@ from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
 from cfp.program.given import given_bytes
 from cfp.program.graph import Program
+from cfp.program.partitioned import deferred, lowering_rules
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
 
@@ -114,7 +116,10 @@ def lower_step(
     """
     out_avals, out_tree = tree_flatten(step.traced.out_info)
     alarm = Alarm()
-    run = jaxpr_as_fun(guarded(jaxpr or step.traced.jaxpr, alarm))
+    mesh = in_shardings[0].mesh if in_shardings else None
+    of_no_devices = isinstance(mesh, AbstractMesh)
+    closed = guarded(jaxpr or step.traced.jaxpr, alarm)
+    run = jaxpr_as_fun(deferred(closed) if of_no_devices else closed)
 
     # A function of its own: JAX keeps what it lowered for a function it has seen, and
     # hands out the same module again, with the constraints of an earlier plan in it.
@@ -130,11 +135,12 @@ def lower_step(
         keep_unused=True,
     )
     try:
-        if in_shardings and isinstance(in_shardings[0].mesh, AbstractMesh):
-            traced = jitted.trace(*step.avals)
-            lowered = traced.lower(lowering_platforms=(_PLATFORM_OF_DESCRIBED,))
-        else:
-            lowered = jitted.lower(*step.avals)
+        lowered = jitted.trace(*step.avals).lower(
+            lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
+            _private_parameters=mlir.LoweringParameters(
+                override_lowering_rules=lowering_rules(mesh) if mesh else None
+            ),
+        )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
         advice = (

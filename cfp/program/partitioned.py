@@ -1,0 +1,457 @@
+"""Ops of jax.experimental.custom_partitioning inside a step.
+
+JAX lowers such an op to a call that carries the address of its callbacks: another one in
+every trace and every process, and of no use once they are gone. Here the call has a name
+that is made of what it computes instead, and callbacks are kept by that name as long as
+the process lives. Its sharding rule is the one that its callbacks keep (`cfp.program
+.asked`). Before a module is compiled, :func:`bind` gives JAX's partitioner the callbacks
+for the module's mesh. They put the op's operands into shardings that the rule allows
+before the op's own ``partition`` sees them, so that it is not given what it refuses.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import custom_partitioning as jax_partitioning
+from jax._src import custom_partitioning_sharding_rule as jax_rules
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from cfp.errors import StepNotTraceable
+from cfp.program import shardy
+from cfp.program.asked import Asked, Callbacks, Dims, Refused, ask, spec_of, written
+from cfp.program.flops import PARTITIONED, inner_flops
+from cfp.program.read import read_program
+from cfp.program.rules import Rule, parse_rule
+
+TARGET = "CustomSPMDPartitioning"
+_CONFIG = "backend_config"
+_PREFIX = "cfp"
+_OF_HOST = ("callback", "inspect_sharding")
+LoweringRule = tuple[Primitive, Callable[..., Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedCall:
+    """A custom_partitioning op of some program.
+
+    Attributes:
+        name: what stands in programs: equal for ops that compute the same.
+        callbacks: the op's own.
+        asked: the rule that they keep.
+        rule: the same as Shardy writes it.
+        whole: what it computes, on one device.
+        platforms: that it was lowered for.
+    """
+
+    name: str
+    callbacks: Callbacks
+    asked: Asked
+    rule: str
+    whole: ClosedJaxpr
+    platforms: tuple[str, ...]
+
+
+# By name, and by name and mesh: kept while the process lives, since what was planned
+# may be compiled at any time. There are as many as there are different ops.
+_CALLS: dict[str, PartitionedCall] = {}
+_BOUND: dict[bytes, Any] = {}
+_DESCRIBED: dict[Any, PartitionedCall] = {}
+_LOCK = Lock()
+
+
+def call_of(attributes: str) -> PartitionedCall | None:
+    """The custom_partitioning op whose call has these attributes, if it is one.
+
+    Args:
+        attributes: :attr:`cfp.program.graph.Op.attributes` of an op.
+    """
+    found = PARTITIONED.search(attributes)
+    return _CALLS.get(found[1]) if found else None
+
+
+# --------------------------------------------------------------------------- lowering
+
+
+def lowering_rules(mesh: Mesh | AbstractMesh) -> tuple[LoweringRule, ...]:
+    """For `jax.interpreters.mlir.LoweringParameters`: how such ops are lowered.
+
+    Args:
+        mesh: the mesh that a program is lowered for.
+    """
+    return ((jax_partitioning.custom_partitioning_p, partial(_lower, mesh)),)
+
+
+def _lower(
+    mesh: Mesh | AbstractMesh,
+    context: Any,
+    *values: ir.Value,
+    call: ClosedJaxpr,
+    in_tree: Any,
+    out_tree: Any,
+    partition: Callable[..., Any],
+    infer_sharding_from_operands: Callable[..., Any] | None,
+    sharding_rule: Any,
+    static_args: tuple[Any, ...],
+    **_: Any,
+) -> Sequence[ir.Value]:
+    around = context.module_context.axis_context
+    manual = isinstance(around, mlir.SPMDAxisContext) and set(
+        around.manual_axes
+    ) == set(around.mesh.axis_names)
+    if manual or math.prod(mesh.shape.values()) == 1:
+        inside = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)
+        return inside(context, *values)
+    results = [
+        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype))
+        for a in call.out_avals
+    ]
+    rule = _own_rule(mesh, sharding_rule, static_args, values, results)
+    infer = infer_sharding_from_operands
+    callbacks = Callbacks(
+        partition=partial(partition, *static_args),
+        infer=partial(infer, *static_args) if infer is not None else None,
+        operands=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.in_avals),
+        results=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.out_avals),
+        in_tree=in_tree,
+        out_tree=out_tree,
+    )
+    platforms = tuple(context.module_context.platforms)
+    what = (str(call), partition, infer, static_args, in_tree, rule, platforms)
+    where = (tuple(mesh.shape.items()), isinstance(mesh, AbstractMesh))
+    found = _known((*what, *where), call, callbacks, rule, mesh, platforms)
+    made = ir.Operation.create(
+        "stablehlo.custom_call",
+        results=results,
+        operands=list(values),
+        attributes={
+            "call_target_name": ir.StringAttr.get(TARGET),
+            "has_side_effect": ir.BoolAttr.get(False),
+            "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+            "called_computations": ir.ArrayAttr.get([]),
+            _CONFIG: ir.StringAttr.get(found.name),
+            shardy.RULE: ir.Attribute.parse(found.rule),
+        },
+    )
+    return list(made.results)
+
+
+def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose ops do not ask for devices while it is lowered.
+
+    JAX refuses to lower custom_partitioning ops, and what becomes one, for a mesh
+    without devices. Here they are lowered without. Functions of the host stay.
+    """
+    found = _deferred(closed.jaxpr)
+    return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
+
+
+def _deferred(jaxpr: Jaxpr) -> Jaxpr:
+    eqns = [_deferred_eqn(eqn) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
+    if eqn.primitive in prim_requires_devices_during_lowering:
+        if eqn.primitive.name.endswith(_OF_HOST):
+            return eqn
+        avals = tuple(v.aval for v in eqn.outvars)
+        what = _Op(eqn.primitive, dict(eqn.params))
+        return eqn.replace(primitive=_deferred_p, params={"op": what, "avals": avals})
+    params = {name: _deferred_value(v) for name, v in eqn.params.items()}
+    if all(params[name] is eqn.params[name] for name in params):
+        return eqn
+    return eqn.replace(params=params)
+
+
+def _deferred_value(value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return deferred(value)
+    if isinstance(value, Jaxpr):
+        return _deferred(value)
+    if type(value) in (tuple, list):
+        new = [_deferred_value(one) for one in value]
+        if any(a is not b for a, b in zip(new, value, strict=True)):
+            return type(value)(new)
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class _Op:
+    """An op of JAX's that is lowered later; it hides the op's parameters."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+
+    def __call__(self, *operands: Any) -> Any:
+        made = self.primitive.bind(*operands, **self.params)
+        return made if self.primitive.multiple_results else [made]
+
+
+_deferred_p = Primitive("deferred")
+_deferred_p.multiple_results = True
+_deferred_p.def_abstract_eval(lambda *_, op, avals: list(avals))
+
+
+def _lower_deferred(
+    context: Any, *values: ir.Value, op: _Op, avals: Any
+) -> Sequence[ir.Value]:
+    return mlir.lower_fun(op, multiple_results=True)(context, *values)
+
+
+mlir.register_lowering(_deferred_p, _lower_deferred)
+
+
+def _own_rule(
+    mesh: Mesh | AbstractMesh,
+    rule: Any,
+    static_args: tuple[Any, ...],
+    values: Sequence[ir.Value],
+    results: Sequence[ir.Type],
+) -> str | None:
+    """The rule that comes with an op, as Shardy writes it; None if none does."""
+    if rule is None:
+        return None
+    operands = [value.type for value in values]
+    if callable(rule):
+        rule = rule(*static_args, mesh, operands, list(results))
+        settings: dict[str, Any] = {}
+        if isinstance(rule, list | tuple) and len(rule) == 2:
+            rule, settings = rule
+        if isinstance(rule, str):
+            rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
+    return str(jax_rules.sdy_sharding_rule_to_mlir(rule, operands, list(results)))
+
+
+def _known(
+    key: tuple[Any, ...],
+    call: ClosedJaxpr,
+    callbacks: Callbacks,
+    rule: str | None,
+    mesh: Mesh | AbstractMesh,
+    platforms: tuple[str, ...],
+) -> PartitionedCall:
+    """The description of an op; made once for ops that are the same in all."""
+    try:
+        known = _DESCRIBED.get(key)
+    except TypeError:  # a static argument cannot be hashed
+        return _described(call, callbacks, rule, mesh, platforms)
+    if known is None:
+        known = _described(call, callbacks, rule, mesh, platforms)
+        _DESCRIBED[key] = known
+    return known
+
+
+def _described(
+    call: ClosedJaxpr,
+    callbacks: Callbacks,
+    rule: str | None,
+    mesh: Mesh | AbstractMesh,
+    platforms: tuple[str, ...],
+) -> PartitionedCall:
+    parsed: Rule | None = parse_rule(rule) if rule else None
+    asked = ask(callbacks, parsed, mesh)
+    text = written(asked, callbacks.tensors, len(callbacks.operands))
+    inside, flops = _inside(call, platforms)
+    parts = (inside, text, asked.locals, str(callbacks.in_tree), platforms)
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    label = re.sub(r"\W", "_", str(call.jaxpr.debug_info.func_name))
+    name = f"{_PREFIX}:{label}:{flops}:{digest}"
+    found = PartitionedCall(name, callbacks, asked, text, call, platforms)
+    with _LOCK:
+        _CALLS[name] = found
+    return found
+
+
+def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
+    """The digest of what an op computes on one device, and its FLOPs."""
+    run = jaxpr_as_fun(call)
+
+    def inside(*operands: jax.Array) -> Any:
+        return run(*operands)
+
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.in_avals]
+    traced = jax.jit(inside, keep_unused=True).trace(*avals)
+    module = traced.lower(lowering_platforms=platforms).compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    shardy.normalise(module)
+    names = [""] * len(avals)
+    outputs = [""] * len(call.out_avals)
+    program = read_program(
+        module, arg_names=names, output_names=outputs, alias=[None] * len(avals)
+    )
+    ops = shardy.program_ops(shardy.main_function(module))
+    return program.content, inner_flops(program, ops)
+
+
+# -------------------------------------------------------------------------- compiling
+
+
+def bind(module: ir.Module, mesh: Mesh) -> None:
+    """Has JAX's partitioner find the callbacks of a module's calls, in place.
+
+    Args:
+        module: a module of a program that was lowered in this process.
+        mesh: the mesh that it is compiled for.
+
+    Raises:
+        StepNotTraceable: this process has not lowered the program.
+    """
+    for op, name in _calls_in(module):
+        if "@" in name:
+            continue
+        call = _CALLS.get(name)
+        if call is None:
+            raise StepNotTraceable(
+                f"The program has a custom_partitioning op, {name!r}, whose callbacks "
+                "are not in this process. Expected a step that this process has "
+                "traced. Trace or plan the step here: callbacks are Python functions, "
+                "which a program's text does not hold."
+            )
+        devices = mesh.devices.flat
+        where = (tuple(mesh.shape.items()), [(d.platform, d.id) for d in devices])
+        digest = hashlib.sha256(repr(where).encode()).hexdigest()[:12]
+        bound = f"{name}@{digest}"
+        with module.context:
+            op.attributes[_CONFIG] = ir.StringAttr.get(bound)
+        _register(bound.encode(), call, mesh)
+
+
+def unbound(module: ir.Module) -> str | None:
+    """A call of a module whose callbacks this process does not have, if there is one."""
+    known = jax_partitioning._sharding_callbacks
+    for _, name in _calls_in(module):
+        if name.encode() not in known:
+            return name
+    return None
+
+
+def _calls_in(module: ir.Module) -> Iterator[tuple[ir.Operation, str]]:
+    for function in shardy.functions(module.operation):
+        for op in shardy.walk(function):
+            if op.name != "stablehlo.custom_call":
+                continue
+            if ir.StringAttr(op.attributes["call_target_name"]).value == TARGET:
+                name = ir.StringAttr(op.attributes[_CONFIG]).value
+                if name.startswith(f"{_PREFIX}:"):
+                    yield op, name
+
+
+def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
+    callbacks = call.callbacks
+
+    def named(sharding: Any, rank: int) -> NamedSharding:
+        spec: list[Any] = []
+        if sharding is not None:
+            spec = [*parse_flatten_op_sharding(sharding, mesh)[0]]
+        spec += [None] * (rank - len(spec))
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    with _LOCK:
+        if key in _BOUND:
+            return
+        info = jax_partitioning._ShardingCallbackInfo(
+            None,
+            partial(_partition, call),
+            named,
+            callbacks.in_tree,
+            callbacks.out_tree,
+            None,
+            SimpleNamespace(platforms=call.platforms, backend=None),
+            mesh,
+            (),
+        )
+        _BOUND[key] = info
+        jax_partitioning._sharding_callbacks[key] = info
+
+
+def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
+    """What stands for a call on each device, as JAX's ``partition`` callback."""
+    callbacks = call.callbacks
+    given = (
+        *callbacks.in_tree.flatten_up_to(operands),
+        *callbacks.out_tree.flatten_up_to(results),
+    )
+    dims = _settled(call, mesh, [_axes(one) for one in given])
+    count = len(callbacks.operands)
+    shaped = [
+        jax.ShapeDtypeStruct(
+            one.shape,
+            one.dtype,
+            sharding=NamedSharding(mesh, spec_of(dims, number, len(one.shape))),
+        )
+        for number, one in enumerate(given)
+    ]
+    ins = callbacks.in_tree.unflatten(shaped[:count])
+    outs = callbacks.out_tree.unflatten(shaped[count:])
+    if dims:
+        return callbacks.partition(mesh, ins, outs)
+    try:
+        callbacks.partitioned(mesh, {})
+        return callbacks.partition(mesh, ins, outs)
+    except Refused:
+        # Even whole: each device computes what one device alone does.
+        run = jaxpr_as_fun(call.whole)
+
+        def alone(*trees: Any) -> Any:
+            leaves = callbacks.in_tree.flatten_up_to(trees)
+            return callbacks.out_tree.unflatten(run(*leaves))
+
+        shardings = [one.sharding for one in shaped]
+        return (
+            mesh,
+            alone,
+            callbacks.out_tree.unflatten(shardings[count:]),
+            callbacks.in_tree.unflatten(shardings[:count]),
+        )
+
+
+def _axes(one: Any) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dim of a shape with a sharding."""
+    spec = one.sharding.spec
+    parts = (*spec, *(None,) * (len(one.shape) - len(spec)))
+    return tuple(
+        () if p is None else (p,) if isinstance(p, str) else tuple(p) for p in parts
+    )
+
+
+def _settled(
+    call: PartitionedCall, mesh: Mesh, given: Sequence[tuple[tuple[str, ...], ...]]
+) -> Dims:
+    """Shardings that the rule allows, near those that are given.
+
+    All dims of a factor are sharded as the first of them that is; all others are
+    whole.
+    """
+    tensors = call.callbacks.tensors
+    found: Dims = {}
+    used: set[str] = set()
+    for group in call.asked.groups:
+        size = math.gcd(*(tensors[tensor].shape[dim] for tensor, dim in group))
+        wanted = (given[tensor][dim] for tensor, dim in group)
+        axes = next((names for names in wanted if names), ())
+        ways = int(np.prod([mesh.shape[name] for name in axes]))
+        if axes and not used.intersection(axes) and size % ways == 0:
+            used.update(axes)
+            found.update((place, axes) for place in group)
+    return found

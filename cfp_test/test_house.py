@@ -63,6 +63,20 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ("program/meaning.py", "jax._src.config.trace_context"),
     # The client of jax.distributed, which carries what processes say to each other.
     ("program/channel.py", "jax._src.distributed"),
+    # custom_partitioning ops: the op and the rule that comes with it, as JAX lowers
+    # them; the table in which JAX's partitioner finds callbacks, and what it finds
+    # there; the axes of XLA's shardings; the ops that ask for devices while they are
+    # lowered; and the setting without which ops that have callbacks alone are traced.
+    ("program/partitioned.py", "jax._src.custom_partitioning"),
+    ("program/partitioned.py", "jax._src.custom_partitioning_sharding_rule"),
+    ("program/partitioned.py", "._sharding_callbacks"),
+    ("program/partitioned.py", "._ShardingCallbackInfo"),
+    ("program/partitioned.py", "jax._src.sharding_impls.parse_flatten_op_sharding"),
+    (
+        "program/partitioned.py",
+        "jax._src.dispatch.prim_requires_devices_during_lowering",
+    ),
+    ("program/partitioned.py", "jax._src.config.use_shardy_partitioner"),
     # Public, whatever its name: the end of a process whose devices wait for ever.
     ("profiling/conversation.py", "._exit"),
 }

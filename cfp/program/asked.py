@@ -6,8 +6,8 @@ callback need not keep: the rule of JAX's cuDNN attention says nothing of keys, 
 each factor is tried: ``partition`` is asked for the op with the factor's dims sharded,
 and the dims that it keeps, in operands and results, are one factor. Where it refuses
 them, the dims that stand at the same place in other operands are sharded as well, and
-dims of the same size in operands that the rule links to nothing. Without a rule each dim
-of each operand is tried.
+dims of the same size in operands that the rule links to nothing. Without a rule each
+dim of each operand is tried.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from cfp.program.rules import Rule
 
@@ -49,10 +48,10 @@ class Callbacks:
 
     partition: Callable[..., Any]
     infer: Callable[..., Any] | None
-    operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
-    in_tree: PyTreeDef
-    out_tree: PyTreeDef
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    in_tree: Any
+    out_tree: Any
 
     @property
     def tensors(self) -> tuple[Shape, ...]:
@@ -110,7 +109,11 @@ class Callbacks:
         return kept, _ADDRESS.sub("", str(closed))
 
     def _sharded(
-        self, mesh: Mesh | AbstractMesh, dims: Dims, first: int, tensors: Sequence[Shape]
+        self,
+        mesh: Mesh | AbstractMesh,
+        dims: Dims,
+        first: int,
+        tensors: Sequence[Shape],
     ) -> list[Shape]:
         return [
             Shape(t.shape, t.dtype, sharding=_sharding(mesh, dims, first + i, t))
@@ -205,6 +208,7 @@ class _Asking:
         self.refusals: dict[str, None] = {}
 
     def run(self) -> Asked:
+        """Tries every factor."""
         groups: list[tuple[Place, ...]] = []
         texts: list[str] = []
         reduction = set()
@@ -409,7 +413,9 @@ def written(asked: Asked, tensors: Sequence[Shape], count: int) -> str:
         listed = ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
         text += f" {{{listed}}}"
     if asked.reduction:
-        text += f" reduction={{{', '.join(shared[i] for i in sorted(asked.reduction))}}}"
+        text += (
+            f" reduction={{{', '.join(shared[i] for i in sorted(asked.reduction))}}}"
+        )
     if own:
         text += f" need_replication={{{', '.join(own)}}}"
     return f"#sdy.op_sharding_rule<{text}, custom>"

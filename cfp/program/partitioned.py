@@ -1,12 +1,13 @@
 """Ops of jax.experimental.custom_partitioning inside a step.
 
-JAX lowers such an op to a call that carries the address of its callbacks: another one in
-every trace and every process, and of no use once they are gone. Here the call has a name
-that is made of what it computes instead, and callbacks are kept by that name as long as
-the process lives. Its sharding rule is the one that its callbacks keep (`cfp.program
-.asked`). Before a module is compiled, :func:`bind` gives JAX's partitioner the callbacks
-for the module's mesh. They put the op's operands into shardings that the rule allows
-before the op's own ``partition`` sees them, so that it is not given what it refuses.
+JAX lowers such an op to a call that carries the address of its callbacks: another one
+in every trace and every process, and of no use once they are gone. Here the call has a
+name that is made of what it computes instead, and callbacks are kept by that name as
+long as the process lives. Its sharding rule is the one that its callbacks keep, see
+`cfp.program.asked`. Before a module is compiled, :func:`bind` gives JAX's partitioner
+the callbacks for the module's mesh. They put the op's operands into shardings that the
+rule allows before the op's own ``partition`` sees them, so that it is not given what it
+refuses.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
+from jax._src.config import use_shardy_partitioner
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
@@ -45,8 +47,8 @@ from cfp.program.rules import Rule, parse_rule
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
+_rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
 _OF_HOST = ("callback", "inspect_sharding")
-LoweringRule = tuple[Primitive, Callable[..., Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,16 +90,36 @@ def call_of(attributes: str) -> PartitionedCall | None:
     return _CALLS.get(found[1]) if found else None
 
 
+def traced_with_callbacks(
+    fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct]
+) -> jax.stages.Traced:
+    """Traces a function, with custom_partitioning ops that have callbacks alone.
+
+    JAX refuses those since Shardy, which has no callbacks, propagates shardings. While
+    Shardy is off, it keeps the callbacks; nothing is lowered then.
+    """
+    try:
+        return jax.jit(fn).trace(*avals)
+    except NotImplementedError as error:
+        if "sharding_rule" not in str(error):
+            raise
+    with use_shardy_partitioner(False):
+        return jax.jit(fn).trace(*avals)
+
+
 # --------------------------------------------------------------------------- lowering
 
 
-def lowering_rules(mesh: Mesh | AbstractMesh) -> tuple[LoweringRule, ...]:
-    """For `jax.interpreters.mlir.LoweringParameters`: how such ops are lowered.
+def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
+    """Parameters of a lowering by which such ops are lowered as described above.
 
     Args:
-        mesh: the mesh that a program is lowered for.
+        mesh: the mesh that a program is lowered for; None if it has no arguments.
     """
-    return ((jax_partitioning.custom_partitioning_p, partial(_lower, mesh)),)
+    if mesh is None:
+        return mlir.LoweringParameters()
+    rules: Any = ((jax_partitioning.custom_partitioning_p, partial(_lower, mesh)),)
+    return mlir.LoweringParameters(override_lowering_rules=rules)
 
 
 def _lower(
@@ -224,14 +246,15 @@ mlir.register_lowering(_deferred_p, _lower_deferred)
 
 def _own_rule(
     mesh: Mesh | AbstractMesh,
-    rule: Any,
+    given: Any,
     static_args: tuple[Any, ...],
     values: Sequence[ir.Value],
     results: Sequence[ir.Type],
 ) -> str | None:
     """The rule that comes with an op, as Shardy writes it; None if none does."""
-    if rule is None:
+    if given is None:
         return None
+    rule: Any = given
     operands = [value.type for value in values]
     if callable(rule):
         rule = rule(*static_args, mesh, operands, list(results))
@@ -240,7 +263,7 @@ def _own_rule(
             rule, settings = rule
         if isinstance(rule, str):
             rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
-    return str(jax_rules.sdy_sharding_rule_to_mlir(rule, operands, list(results)))
+    return str(_rule_in_mlir(rule, operands, list(results)))
 
 
 def _known(
@@ -338,7 +361,7 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
 
 
 def unbound(module: ir.Module) -> str | None:
-    """A call of a module whose callbacks this process does not have, if there is one."""
+    """A module's call whose callbacks are not in this process, if there is one."""
     known = jax_partitioning._sharding_callbacks
     for _, name in _calls_in(module):
         if name.encode() not in known:

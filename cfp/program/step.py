@@ -32,6 +32,7 @@ from cfp.program.calling import (
 )
 from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
+from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
@@ -202,7 +203,7 @@ class FlatStep:
         """
         around = in_place.Surroundings(self.fn)
         try:
-            traced = jax.jit(self.flat_fn).trace(*self.avals)
+            traced = traced_with_callbacks(self.flat_fn, self.avals)
         except Exception as error:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(

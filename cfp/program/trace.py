@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -27,7 +26,7 @@ from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
 from cfp.program.given import given_bytes
 from cfp.program.graph import Program
-from cfp.program.partitioned import deferred, lowering_rules
+from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
 
@@ -137,9 +136,7 @@ def lower_step(
     try:
         lowered = jitted.trace(*step.avals).lower(
             lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
-            _private_parameters=mlir.LoweringParameters(
-                override_lowering_rules=lowering_rules(mesh) if mesh else None
-            ),
+            _private_parameters=lowering_parameters(mesh),
         )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import is_contraction
-from cfp.program.flops import op_flops
+from cfp.program.flops import call_flops, op_flops
 from cfp.program.graph import Program
 
 __all__ = ["op_flops", "program_flops", "rematerialized_flops"]
@@ -16,9 +16,11 @@ def program_flops(program: Program) -> int:
     """Floating-point operations of one step: two per multiply-add of a contraction.
 
     Elementwise ops and reductions are left out, as is usual; what a loop repeats
-    counts as often as it runs.
+    counts as often as it runs. Those of a custom_partitioning op that is not sharded
+    count, too.
     """
-    return sum(op_flops(program, op) for op in program.ops if is_contraction(op))
+    every = (op for op in program.ops if is_contraction(op) or call_flops(op))
+    return sum(op_flops(program, op) for op in every)
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.flops import program_flops
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
@@ -16,7 +17,9 @@ from cfp.cost.transitions import transition
 from cfp.patterns.build import split
 from cfp.plan.parts import PlanRow
 from cfp.presets.batch import data_arguments
+from cfp.program.flops import call_flops
 from cfp.program.graph import Op, Program
+from cfp.program.partitioned import call_of
 from cfp.search.problem import Problem
 from cfp.units import format_bytes
 
@@ -137,12 +140,15 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
     """What a plan has every device run in full: ``while at model.py:12 (26%)``.
 
     Loops in which nothing is sharded, and ops without a sharding rule, from one percent
-    of the bytes that the program's ops make. Blocks have rows that tell.
+    of the bytes that the program's ops make, or of its FLOPs. Blocks have rows that
+    tell.
     """
     program = layout.frame.program
     made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
+    every, products = sum(made), program_flops(program)
     whole: set[int] = set()
     found = Counter()
+    computed = Counter()
     for op in reversed(program.ops):  # a loop stands behind its body
         if op.id in whole or op.id in program.leaf_ops:
             continue
@@ -151,11 +157,20 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
             found[_site(op)] += sum(made[i] for i in op.body)
         elif op.rule is None and not (passes(op) or op.shardings):
             found[_site(op)] += made[op.id]
-    return tuple(
-        f"{site} ({size / sum(made):.0%})"
-        for site, size in found.most_common()
-        if size >= _WORTH_NAMING * sum(made) > 0
-    )
+            computed[_site(op)] += call_flops(op) * op.repeat
+    texts = []
+    for site, size in found.most_common():
+        flops = computed[site]
+        if size >= _WORTH_NAMING * every > 0:
+            kinds = [f"{size / every:.0%}"]
+        elif flops >= _WORTH_NAMING * products > 0:
+            kinds = []
+        else:
+            continue
+        if flops:
+            kinds.append(f"{flops / products:.0%} of all FLOPs")
+        texts.append(f"{site} ({', '.join(kinds)})")
+    return tuple(texts)
 
 
 def _made_bytes(program: Program, op: Op) -> int:
@@ -175,9 +190,14 @@ def _is_whole(layout: Layout, loop: Op) -> bool:
 
 def _site(op: Op) -> str:
     """An op's kind, and where the user wrote it, or which function of JAX has it."""
+    call = call_of(op.attributes)
+    kind = op.kind
+    if call is not None:
+        kind = f"custom_partitioning {call.label}"
+    refusal = f": {call.asked.refusals[0]}" if call and call.asked.refusals else ""
     if op.source:
-        return f"{op.kind} at {Path(op.source).name}"
-    return " in ".join([op.kind, *_FUNCTION.findall(op.scope)[-1:]])
+        return f"{kind} at {Path(op.source).name}{refusal}"
+    return " in ".join([kind, *_FUNCTION.findall(op.scope)[-1:]]) + refusal
 
 
 def _segment_ms(

@@ -178,6 +178,11 @@ def remarks(plan: Plan) -> list[str]:
         found.append(
             f"every device runs in full (of all bytes made): {_few(plan.whole, ', ')}"
         )
+        if any(text.startswith("custom_") for text in plan.whole):
+            found.append(
+                "a kernel is sharded by a rule that it brings: custom_partitioning "
+                "with sharding_rule=, or shard_map; see docs/performance.md"
+            )
     if plan.silenced:
         found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
     found += _attention_remarks(plan)

@@ -71,6 +71,11 @@ class PartitionedCall:
     whole: ClosedJaxpr
     platforms: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """The name of the function that the user wrote."""
+        return self.name.split(":")[1]
+
 
 # By name, and by name and mesh: kept while the process lives, since what was planned
 # may be compiled at any time. There are as many as there are different ops.

@@ -1,0 +1,300 @@
+"""custom_partitioning ops: the rules that their callbacks keep, and plans with them."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import cfp
+from cfp.analysis.flops import program_flops
+from cfp.errors import StepNotTraceable
+from cfp.program import partitioned
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.checking import make_mesh
+from cfp_test.cli_runner import environment
+from cfp_test.programs.kernels import (
+    DEPTH,
+    HEADS,
+    OPS,
+    ROWS,
+    TOKENS,
+    kernel,
+    model_of,
+)
+
+MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
+SHAPE = jax.ShapeDtypeStruct((ROWS, TOKENS, HEADS, DEPTH), jnp.float32)
+
+
+def calls_of(fn, args, mesh):
+    """A program, and the custom_partitioning calls in it."""
+    program, _ = trace(flatten_step(fn, args), mesh)
+    found = [partitioned.call_of(op.attributes) for op in program.ops]
+    return program, [call for call in found if call is not None]
+
+
+def groups_of(op, *shapes, sizes=MESHES["x2y2"]):
+    _, (call,) = calls_of(lambda *args: op(*args), shapes, make_mesh(sizes))
+    return call.asked.groups, call.asked.refusals
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", sorted(OPS.keys() - {"refusing"}))
+def test_rows_and_heads_are_one_factor_each_and_tokens_are_whole(name, sizes):
+    groups, _ = groups_of(kernel(name), SHAPE, SHAPE, SHAPE, sizes=sizes)
+    rows, heads = groups
+    assert rows == ((0, 0), (1, 0), (2, 0), (3, 0))
+    assert heads == ((0, 2), (1, 2), (2, 2), (3, 2))
+
+
+def test_what_refuses_has_no_factor_and_a_reason():
+    groups, refusals = groups_of(kernel("refusing"), SHAPE, SHAPE, SHAPE)
+    assert groups == ()
+    assert refusals == ("ValueError: this op is not to be partitioned",)
+
+
+def test_an_answer_that_does_not_fit_together_is_no_factor():
+    """The rule promises columns, over which what runs on a device normalises."""
+
+    @custom_partitioning
+    def total(x):
+        return x.sum(0)
+
+    def partition(mesh, args, result):
+        return mesh, lambda x: x.sum(0)[:2], result.sharding, (args[0].sharding,)
+
+    total.def_partition(partition=partition, sharding_rule="i j -> j")
+    assert groups_of(total, jax.ShapeDtypeStruct((4, 8), jnp.float32))[0] == ()
+
+
+def test_a_factor_that_is_summed_over():
+    @custom_partitioning
+    def product(x, y):
+        return x @ y
+
+    def partition(mesh, args, result):
+        rows, inner = (*args[0].sharding.spec, None, None)[:2]
+
+        def local(x, y):
+            return jax.lax.psum(x @ y, inner) if inner else x @ y
+
+        ins = (
+            NamedSharding(mesh, PartitionSpec(rows, inner)),
+            NamedSharding(mesh, PartitionSpec(inner, None)),
+        )
+        return mesh, local, NamedSharding(mesh, PartitionSpec(rows, None)), ins
+
+    product.def_partition(
+        partition=partition,
+        sharding_rule="i k, k j -> i j",
+        reduction_factors=("k",),
+    )
+    x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4), (4, 6)))
+    program, (call,) = calls_of(product, (x, y), make_mesh(MESHES["x2y2"]))
+    assert call.asked.groups == (((0, 0), (2, 0)), ((0, 1), (1, 0)))
+    (op,) = (op for op in program.ops if op.kind == "custom_call")
+    assert op.rule is not None
+    assert [op.rule.sizes[f] for f in op.rule.reduction] == [4]
+    assert program_flops(program) == 2 * 8 * 4 * 6
+
+
+def test_names_are_the_same_in_every_trace_and_on_every_mesh():
+    names = set()
+    for sizes in (*MESHES.values(), (("x", 2),)):
+        _, calls = calls_of(kernel("strict"), (SHAPE,) * 3, make_mesh(sizes))
+        names.update(call.name for call in calls)
+    assert len(names) == 1
+
+
+def test_names_tell_what_runs_on_a_device():
+    found = set()
+    for scale in (1.0, 2.0):
+
+        @custom_partitioning
+        def op(x):
+            return x * 2
+
+        def partition(mesh, args, result, scale=scale):
+            return mesh, lambda x: x * scale, args[0].sharding, (args[0].sharding,)
+
+        op.def_partition(partition=partition, sharding_rule="i -> i")
+        shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+        _, (call,) = calls_of(op, (shape,), make_mesh(MESHES["x4"]))
+        found.add(call.name)
+    assert len(found) == 2
+
+
+# ------------------------------------------------------------------------------ plans
+
+
+def distance(fn, args, got):
+    """The largest difference from what one device computes."""
+    step = flatten_step(fn, args)
+    alone = jax.jit(jaxpr_as_fun(step.traced.jaxpr))
+    wanted = alone(*jax.tree.leaves(args))
+    pairs = zip(jax.tree.leaves(got), wanted, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("rule", {}),
+        ("strict", {"scanned": True}),
+        ("callbacks", {"rematerialized": True}),
+        ("refusing", {}),
+    ],
+)
+def test_planned_steps_compute_the_same(name, how, sizes):
+    step, args = model_of(name, layers=2, **how)
+    run = cfp.parallelize(step, mesh=make_mesh(sizes), quiet=True)
+    assert distance(step, args, run(*args)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["rule", "strict", "callbacks"])
+def test_sharded_heads_are_those_of_the_kernel(name):
+    step, args = model_of(name, layers=1)
+    plan = cfp.plan(
+        step, *args, mesh=make_mesh((("x", 2),)), preset="tensor_parallel", quiet=True
+    )
+    run = plan.compile(step, *args)
+    text = run.as_text()
+    assert distance(step, args, run(*args)) < 1e-5
+    assert f"f32[{ROWS},{HEADS // 2},{TOKENS},{TOKENS}]" in text
+    assert f"f32[{ROWS},{HEADS},{TOKENS},{TOKENS}]" not in text
+    assert not re.findall(r" (?:all-gather|all-to-all|collective-permute)\(", text)
+
+
+def test_a_refusing_op_is_named():
+    step, args = model_of("refusing", layers=1)
+    plan = cfp.plan(step, *args, mesh=make_mesh(MESHES["x4"]), quiet=True)
+    (named,) = (text for text in plan.whole if "custom_partitioning" in text)
+    assert "own_attention at kernels.py" in named
+    assert "% of all FLOPs" in named
+    assert "this op is not to be partitioned" in named
+    assert "custom_partitioning with sharding_rule=" in str(plan)
+
+
+_LOADED = """
+import sys
+import jax
+import cfp
+from cfp_test.checking import make_mesh
+from cfp_test.program.test_partitioned import distance
+from cfp_test.programs.kernels import model_of
+
+step, args = model_of("strict", layers=2)
+plan = cfp.Plan.load(sys.argv[1]).on(make_mesh((("x", 2), ("y", 2))))
+print("distance", distance(step, args, plan.compile(step, *args)(*args)))
+"""
+
+
+def test_a_plan_is_saved_and_runs_in_another_process(tmp_path):
+    step, args = model_of("strict", layers=2)
+    plan = cfp.plan(step, *args, mesh=make_mesh(MESHES["x2y2"]), quiet=True)
+    plan.save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED, str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        ),
+    )
+    assert float(done.stdout.split()[-1]) < 1e-5
+
+
+def test_a_process_without_the_callbacks_says_so(monkeypatch):
+    mesh = make_mesh(MESHES["x4"])
+    step = flatten_step(kernel("rule"), (SHAPE,) * 3)
+    _, lowering = trace(step, mesh)
+    monkeypatch.setattr(partitioned, "_CALLS", {})
+    with pytest.raises(StepNotTraceable, match="callbacks are not in this process"):
+        partitioned.bind(lowering.module, mesh)
+
+
+# ------------------------------------------------------------------------------ cuDNN
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX's cuDNN attention where there is no cuDNN: it is traced, and never run."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91100)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(
+        fused, "is_cuda_compute_capability_equal", lambda capability: False
+    )
+
+
+def attention_step(q, k, v, *bias):
+    def loss(*tensors):
+        made = jax.nn.dot_product_attention(
+            *tensors, is_causal=True, implementation="cudnn"
+        )
+        return made.astype(jnp.float32).sum()
+
+    return jax.grad(loss, tuple(range(3 + len(bias))))(q, k, v, *bias)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["heads", "grouped"])
+@pytest.mark.parametrize("bias", [None, 1, 8], ids=["no_bias", "bias", "biases"])
+def test_rules_of_cudnn_attention(cudnn, heads, bias):
+    n, of_keys = heads
+    shapes = [(8, 128, n, 64), (8, 128, of_keys, 64), (8, 128, of_keys, 64)]
+    shapes += [(bias, n, 128, 128)] if bias else []
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    mesh = AbstractMesh((2, 2), ("x", "y"))
+    program, calls = calls_of(attention_step, args, mesh)
+    forward, backward = calls
+    with_rows, with_heads = ((3, 0),) * (bias == 8), ((3, 1),) * bool(bias)
+    assert forward.asked.groups == (
+        ((0, 0), (1, 0), (2, 0), *with_rows, (10, 0), (11, 0)),
+        ((0, 2), (1, 2), (2, 2), *with_heads, (10, 2), (11, 1)),
+    )
+    # Of the backward pass: statistics, the result, its cotangent; then gradients.
+    results = [(13, 0), (14, 0), (15, 0)] + [(16, 0)] * (bias == 8)
+    rows = ((0, 0), (1, 0), (2, 0), *with_rows, (10, 0), (11, 0), (12, 0), *results)
+    results = [(13, 2), (14, 2), (15, 2)] + [(16, 1)] * bool(bias)
+    columns = ((0, 2), (1, 2), (2, 2), *with_heads, (10, 1), (11, 2), (12, 2))
+    assert backward.asked.groups == (rows, (*columns, *results))
+    scores = 8 * n * 128 * 128
+    assert program_flops(program) == int(3.5 * 2 * scores * (64 + 64))
+
+
+def test_a_decoder_with_cudnn_attention_is_planned_for_devices_that_are_not_here(cudnn):
+    def attention(q, k, v):
+        narrow = (x.astype(jnp.bfloat16) for x in (q, k, v))
+        made = jax.nn.dot_product_attention(*narrow, implementation="cudnn")
+        return made.astype(jnp.float32)
+
+    from cfp_test.programs import kernels
+
+    w = kernels.weights(1)
+    args = (w, jnp.ones((ROWS, 2 * TOKENS, HEADS * DEPTH)))
+
+    def step(w, x):
+        def loss(w):
+            return (kernels.layer(attention, w, x) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, w, gradients), value
+
+    plan = cfp.plan(step, *args, mesh=cfp.described("4xh200"), quiet=True)
+    assert not plan.whole
+    assert "custom_partitioning" in str(plan)

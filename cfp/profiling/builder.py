@@ -103,7 +103,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildEnvironment:
-    """Where compilers keep what helps the next compile. Changes no result.
+    """Caches of compilers, which speed up the next compile and change no result.
 
     Tuning fusions on a GPU takes most of a compile and keeps the device busy, so
     that compiles in several threads get in each other's way; with a directory of
@@ -135,7 +135,7 @@ class BuildEnvironment:
 
     @property
     def learnt_dir(self) -> Path:
-        """Where files named by jobs say what was built for its kernels.
+        """The folder of autotuning results, in files named by jobs.
 
         Raises:
             ValueError: there is no directory for autotuning.
@@ -203,7 +203,7 @@ class Built(CompiledBytes):
         samples_ms: Sequence[float] = (),
         run_seconds: float = 0.0,
     ) -> ProfileRecord:
-        """What became of it, with what the compiler said."""
+        """Makes the record of this build, with the compiler's messages."""
         return ProfileRecord(
             key=self.key.digest,
             parts=self.key.parts,
@@ -348,7 +348,7 @@ def _status_of(error: Exception) -> Status:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of the compiler or the runtime means too little memory."""
+    """Returns True if a compiler's or runtime's error means too little memory."""
     if isinstance(error, MemoryError):
         return True
     # JAX gives XLA's status codes as the first word of the message.

@@ -97,7 +97,7 @@ def measure_rates(
 
 
 def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
-    """What `measure_rates` keeps its records under, by label. Runs nothing."""
+    """Returns the keys of the records of `measure_rates`, by label. Runs nothing."""
     return {probe.label: key for key, probe in _probes_by_key(mesh)[1].items()}
 
 
@@ -126,7 +126,7 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, Probe]]:
 
 
 def _processes(mesh: Mesh) -> Parts:
-    """Which process each device belongs to: what lies between two is slower."""
+    """Returns the process of each device: a link between two processes is slower."""
     owners = [str(device.process_index) for device in mesh.devices.flat]
     if len(set(owners)) == 1:
         return ()
@@ -185,7 +185,7 @@ def _rates(mesh: Mesh, measured: list[tuple[Probe, ProfileRecord]]) -> Rates:
 
 
 def _write_ms(measured: list[tuple[Probe, ProfileRecord]]) -> float:
-    """What it takes to write one number into an array."""
+    """Derives the time to write one number into an array."""
     for probe, record in measured:
         if dict(probe.parts)["what"] == "write" and record.ok:
             return record.time_ms / probe.count

@@ -68,7 +68,7 @@ def compile_right(
 
 
 def doubt(hlo_text: str) -> str | None:
-    """Why a compiled program is not known to be right; None if it is.
+    """Returns the reason why a compiled program may be wrong; None if it is right.
 
     Args:
         hlo_text: the program; "" if it has no text.
@@ -104,7 +104,7 @@ def _called(module: Module) -> set[str]:
 
 
 def _late(hlo_text: str) -> tuple[str | None, str | None]:
-    """What is read too late, if anything; and else why that is not known, if so."""
+    """Returns the first use after an overwrite, or the reason why it is unknown."""
     try:
         return read_after_overwritten(hlo_text), None
     except (AssertionError, LookupError, RecursionError, ValueError) as error:

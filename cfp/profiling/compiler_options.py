@@ -37,7 +37,7 @@ _KNOWN = {
 
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
-    """Why options that were read from a file are not to be used; None if they may be.
+    """Returns the reason why options of a file are refused; None if they may be used.
 
     Args:
         options: what was read.

@@ -1,4 +1,4 @@
-"""What the processes of a program say to each other, one thing after another.
+"""Coordination between the processes of a program, in a fixed order of messages.
 
 Each has a number and a name, so that processes which are not at the same point find
 out, and each is waited for with a deadline.
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Conversation:
-    """What the processes say in turn; one for each client of `jax.distributed`.
+    """The messages of all processes in turn; one for each client of `jax.distributed`.
 
     Attributes:
         channel: what carries it.
@@ -85,7 +85,7 @@ class Conversation:
         return values
 
     def after_a_run(self, failure: str) -> list[str]:
-        """What a run failed with in all processes, which follows soon.
+        """Exchanges the failure of a run among all processes, which follows soon.
 
         Raises:
             ProcessError: another is gone, which is why it failed here.
@@ -109,7 +109,7 @@ class Conversation:
             self.patience = patience
 
     def failures(self) -> dict[int, str]:
-        """What other processes have failed with in this chapter, by number."""
+        """Reads the failures of other processes in this chapter, by number."""
         found = self.channel.below(f"{self._folder}/{_FAILED}")
         return {int(n): t for n, t in found.items() if int(n) != self.channel.process}
 
@@ -137,7 +137,7 @@ class Conversation:
     def _wait(
         self, key: str, other: int, place: str, what: str, answered: bool = False
     ) -> Any:
-        """What another process says at a place, which is to be what was expected.
+        """Reads another process's message, which is to be of the expected place.
 
         Args:
             key: of what is said now.

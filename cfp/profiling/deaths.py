@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a process ended, as its parent saw it.
+    """The end of a process, as its parent saw it.
 
     Attributes:
       status: as `os.waitpid` gives it.
@@ -158,7 +158,7 @@ def _judge(
 
 
 def _suspects(marked: Marked, ended: Ended | None) -> list[Mark]:
-    """What a process may have died of: of what it ran, or else built, the overdue."""
+    """Lists suspects of a death: runs, or else builds, the overdue first."""
     at_work = [mark for mark in marked.marks if mark.doing != "wait"]
     late = [mark for mark in at_work if mark.overdue]
     if late and (ended is None or ended.overdue):
@@ -179,7 +179,7 @@ def _made_since(record: ProfileRecord, moment: str) -> bool:
 def _cause(
     marked: Marked, suspects: list[Mark], words: str, ended: Ended | None
 ) -> _Cause | None:
-    """Why it died, if that was its own doing."""
+    """Returns the reason of a death that the process caused itself."""
     if words:
         return _Cause("crashed", words)
     late = ended.overdue if ended else all(mark.overdue for mark in suspects)

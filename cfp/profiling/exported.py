@@ -61,7 +61,7 @@ def _record(line: bytes) -> ProfileRecord:
 
 
 def _refused_choice(text: str) -> str | None:
-    """Why what was chosen is not to be followed; None if it may be.
+    """Returns the reason why a choice is not to be followed; None if it may be.
 
     It is "", a choice with its compiler options, or a list of such.
     """

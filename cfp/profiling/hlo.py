@@ -67,7 +67,7 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
 
 
 def devices_of(module: Module) -> int:
-    """How many devices a program is for."""
+    """Counts the devices of a program."""
     devices = 1
     for name in ("replica_count", "num_partitions"):
         found = re.search(rf"\b{name}=(\d+)", module.header)
@@ -76,7 +76,7 @@ def devices_of(module: Module) -> int:
 
 
 def is_collective(opcode: str) -> bool:
-    """Whether an instruction sends, or starts to, or waits until it is sent."""
+    """Returns True if an instruction sends, starts to, or waits for it."""
     return opcode.removesuffix("-start").removesuffix("-done") in KINDS
 
 
@@ -171,7 +171,7 @@ def _element_bits(element: str) -> int:
 
 
 def _group_size(kind: str, text: str, devices: int) -> int:
-    """How many devices are in one group, of the largest if they differ."""
+    """Counts the devices in one group, of the largest if they differ."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(text)
         return _largest_ring(pairs[1]) if pairs else devices

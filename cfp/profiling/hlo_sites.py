@@ -1,4 +1,4 @@
-"""Where the collectives of a compiled program come from: scopes and source lines.
+"""Origins of a compiled program's collectives: scopes and source lines.
 
 Read is what XLA prints besides an instruction, in the older form and the newer one:
 
@@ -98,7 +98,7 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
 
 
 def _runs(module: Module) -> Counter[str]:
-    """How often each computation runs in one run of the module."""
+    """Counts the runs of each computation in one run of the module."""
     found: Counter[str] = Counter()
     waiting = [(module.entry, 1)]
     while waiting:
@@ -199,5 +199,5 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def _plain(quoted: str) -> str:
-    """What stands in quotes, as it was."""
+    """Unescapes a quoted string."""
     return re.sub(r"\\(.)", r"\1", quoted)

@@ -135,7 +135,7 @@ def elements(shape: str) -> list[str]:
 
 
 def _shape_end(text: str) -> int:
-    """Where the shape at the beginning of an instruction's text ends."""
+    """Finds the end of the shape at the beginning of an instruction's text."""
     depth = 0
     for place, letter in enumerate(text):
         if letter in "([{":
@@ -148,7 +148,7 @@ def _shape_end(text: str) -> int:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket closes that is open at a place."""
+    """Finds the bracket that closes the one open at a place."""
     depth = 1
     for place in range(start, len(text)):
         if text[place] in "([{":

@@ -35,7 +35,7 @@ _UNTUNED = {"xla_gpu_autotune_level": "0"}
 
 @dataclass(frozen=True, slots=True)
 class InputKind:
-    """What there is to know of an input.
+    """Known properties of an input.
 
     Attributes:
       shape: of the whole array.

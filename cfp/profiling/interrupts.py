@@ -24,7 +24,7 @@ _AGAIN_SECONDS = 0.05
 
 
 def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
-    """What to say to the user who interrupts.
+    """Makes the message for a user who interrupts.
 
     Args:
         cache_dir: where measurements are kept.
@@ -118,7 +118,7 @@ class _Lost:
         signal.pthread_kill(self._main.ident, signal.SIGINT)
 
     def take(self) -> bool:
-        """Whether one was lost that was not sent again, and now will not be."""
+        """Returns True if a signal was lost, and will not be sent again."""
         if self._again is not None:
             self._again.cancel()
             self._again.join()

@@ -62,12 +62,12 @@ class Looker:
 
     @property
     def has_end(self) -> bool:
-        """Whether time may be over before all is measured."""
+        """True if time may be over before all is measured."""
         return math.isfinite(self._end)
 
     @property
     def is_over(self) -> bool:
-        """Whether time is over, or the user has ended the measuring."""
+        """True if time is over, or the user has ended the measuring."""
         return self.interrupted or self._is_late()
 
     def _is_late(self) -> bool:

@@ -1,4 +1,4 @@
-"""What this process is about to do to the devices, written down before it does it.
+"""Write-ahead log of device operations, for crash attribution.
 
 A process that dies while it builds or runs something leaves its marks behind, and so
 tells those that come after what it died of (`cfp.profiling.deaths`). While it lives,
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long something may take before it counts as hung.
+    """Time limits after which a build or a run counts as hung.
 
     Attributes:
       run_seconds: for making the inputs of one thing and running it, besides
@@ -113,7 +113,7 @@ class Marks:
             self._files.close()
 
     def at_once(self, digests: Iterable[str], most: int) -> int:
-        """How many of some builds at once: one, where a process may have died of some.
+        """Limits the builds at once: to one, where a process may have died of some.
 
         Of several builds it is not known which one a process died of.
         """
@@ -237,7 +237,7 @@ def _judged(mark: Mark, now: float) -> Mark:
 
 
 def oom_kills() -> int:
-    """How many processes Linux has ended for want of memory since it started."""
+    """Reads the number of processes that Linux has ended for want of memory."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -56,7 +56,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marked:
-    """What one process has written down.
+    """The log of one process.
 
     Attributes:
       name: of its files, without suffix.
@@ -75,7 +75,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """What is held against something that processes died beside.
+    """Evidence against an operation beside which processes died.
 
     Attributes:
       deaths: how many.
@@ -103,18 +103,18 @@ class MarksFolder:
             yield
 
     def living(self) -> list[Marked]:
-        """Of the processes that live; to be called locked."""
+        """Lists processes that live; call it with the lock held."""
         return [self.read(name) for name in self._names() if self._held(name) is True]
 
     def dead(self) -> list[Marked]:
-        """Of the processes that have died; to be called locked.
+        """Lists processes that have died; call it with the lock held.
 
         Without file locks it is not known which processes are alive.
         """
         return [self.read(name) for name in self._names() if self._held(name) is False]
 
     def read(self, name: str) -> Marked:
-        """What a process wrote, living or not; nothing if that cannot be read."""
+        """Reads the log of a process, living or not; empty if that cannot be read."""
         try:
             data = json.loads((self.path / f"{name}.json").read_text())
             marks = [
@@ -126,7 +126,7 @@ class MarksFolder:
             return Marked(name=name, pid=0)
 
     def crash_record(self, name: str) -> str:
-        """What Python said of a fatal signal, one line; "" if nothing."""
+        """Reads Python's line about a fatal signal; "" if there is none."""
         words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
         return words.partition("\n")[0]
 
@@ -137,7 +137,7 @@ class MarksFolder:
                 (self.path / f"{name}.{suffix}").unlink()
 
     def suspects(self) -> dict[str, Suspicion]:
-        """What deaths may have to do with that have no known cause, by key."""
+        """Lists suspects of deaths without a known cause, by key."""
         try:
             found = json.loads((self.path / "suspects.json").read_text())
             return {key: Suspicion(**suspicion) for key, suspicion in found.items()}
@@ -153,7 +153,7 @@ class MarksFolder:
             path.unlink(missing_ok=True)
 
     def _held(self, name: str) -> bool | None:
-        """Whether a process lives; None if unknown, or it has just left by itself."""
+        """Returns True if a process lives; None if unknown, or if it just left."""
         path = self.path / f"{name}.alive"
         try:
             with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""How anything is built and timed, whatever it is."""
+"""Options of all builds and timings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cfp.profiling.tasks import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """How anything is built and timed.
+    """Options of builds and timings.
 
     Attributes:
         retry_failures: whether what failed before is tried again, or what failed before

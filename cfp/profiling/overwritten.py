@@ -45,12 +45,12 @@ _BRANCHES = re.compile(
 
 
 def has_rematerialized(hlo_text: str) -> bool:
-    """Whether the compiler rematerializes something, by the names that it gives."""
+    """Returns True if the compiler rematerializes something, by its names."""
     return ".remat" in hlo_text
 
 
 def count_rematerialized(hlo_text: str) -> int | None:
-    """How many instructions the compiler rematerializes; None if there is no text."""
+    """Counts the instructions that the compiler rematerializes; None without text."""
     return len(set(_REMATERIALIZED.findall(hlo_text))) if hlo_text.strip() else None
 
 
@@ -121,7 +121,7 @@ class _Program:
 
 
 class _Computation:
-    """What is in whose memory.
+    """Owners of buffers, by instruction.
 
     Attributes:
         root: the name of the result, if there is one.
@@ -145,7 +145,7 @@ class _Computation:
         }
 
     def value(self, of: str, path: _Path = ()) -> _Value:
-        """Where a result comes from: the same memory, and nothing wrote to it since."""
+        """Finds the source of a result: the same memory, without a write since."""
         at: _Value = of, path
         passed = []
         while at not in self._values:
@@ -187,7 +187,7 @@ class _Computation:
         return None
 
     def overwritten(self) -> dict[_Value, tuple[int, str]]:
-        """What may be read no longer: when it was overwritten, and by what."""
+        """Finds buffers that may be read no longer, with their overwrites."""
         if self._overwritten is None:
             self._overwritten = {}
             for one in self._instructions:

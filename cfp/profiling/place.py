@@ -56,7 +56,7 @@ class Executable:
 
 
 class RefusedElsewhere(Exception):
-    """What a compiler said in another process.
+    """The compiler's messages in another process.
 
     Attributes:
         kind: the error's type there.
@@ -70,15 +70,15 @@ class RefusedElsewhere(Exception):
 
 
 class Place(Protocol):
-    """Where programs are compiled, and records are kept besides."""
+    """Interface to another place that compiles programs and keeps records."""
 
     @property
     def at_once(self) -> int:
-        """How many programs may be under way."""
+        """The number of programs that may be under way."""
         ...
 
     def compiles_for(self, platform: str) -> bool:
-        """Whether programs for a platform can be compiled there."""
+        """Returns True if programs for a platform can be compiled there."""
         ...
 
     def compile(self, parcel: Parcel, options: Mapping[str, str]) -> Executable:
@@ -101,7 +101,7 @@ def place_for(platform: str, place: Place | None) -> Place | None:
 
 
 def compile_parcel(parcel: Parcel, options: Mapping[str, str]) -> Executable:
-    """What a place does in the process that compiles.
+    """Compiles a parcel, in the process of a place.
 
     Raises:
         Exception: whatever compilers raise.

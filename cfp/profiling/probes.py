@@ -38,7 +38,7 @@ _TWO_TURNS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What to measure: enough to be past what caches and launches hide.
+    """Probes of rates: programs long enough to hide caches and launches.
 
     Attributes:
       collective_bytes: of a group's tensor; see `Rates.collective_ms`.
@@ -58,7 +58,7 @@ class Sizes:
     memory_passes: int
 
     def chain(self, size: int) -> int:
-        """How many collectives of a size are in a chain."""
+        """Returns the number of collectives of a size in a chain."""
         even = self.chain_bytes // size // 2 * 2
         return max(2, min(self.longest_chain, even))
 

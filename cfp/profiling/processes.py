@@ -43,7 +43,7 @@ def mocked_topology() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What the processes of a program settle together.
+    """Agreement of the processes of a program on decisions and times.
 
     Attributes:
       alone: there is one process, which settles everything by itself. Otherwise
@@ -70,7 +70,7 @@ class Agreement:
 
     @property
     def decides(self) -> bool:
-        """Whether this process decides, and keeps what was found."""
+        """True if this process decides, and keeps the records."""
         return self.alone or jax.process_index() == 0
 
     def decided(self, what: str, value: Any) -> Any:
@@ -94,7 +94,7 @@ class Agreement:
         return self.decided("a duration", duration)
 
     def is_over(self, end: float) -> bool:
-        """Whether a moment, as `time.monotonic` counts, is over for process 0."""
+        """Returns True if a moment of `time.monotonic` is over for process 0."""
         over = time.monotonic() > end
         return over if end == float("inf") else self.decided("the time", over)
 

@@ -1,4 +1,4 @@
-"""How large the integers may be that a part of a program reads.
+"""Ranges of the integers that a part of a program reads.
 
 Token ids that all lie below 128 read 128 rows of an embedding, which stay in a cache,
 and its gradient adds up in as few. A step in earnest reads rows from everywhere. So
@@ -69,7 +69,7 @@ def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
 
 
 def _counted(program: Program, value: int) -> int:
-    """How many numbers there are, where a value is 0, 1, 2, ... along a dim; or 0."""
+    """Returns the count of a value that is 0, 1, 2, ... along a dim; or 0."""
     for source in _sources(program, value):
         producer = program.values[source].producer
         op = program.ops[producer] if producer >= 0 else None

@@ -1,4 +1,4 @@
-"""What devices take to move and to compute, as curves and rates to look up.
+"""Rates of devices, as curves and numbers to look up.
 
 Sizes are always those of a whole group's tensor, whatever a single device holds of
 it before and after; `Rates.collective_ms` says what that means for each kind.
@@ -40,7 +40,7 @@ _VIRTUAL_MEMORY_BYTES_PER_MS = 9e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast the devices of a mesh compute and talk to each other.
+    """Rates of computing on a mesh, and of collectives over its axes.
 
     Attributes:
       mesh: names and sizes of its axes, in order.

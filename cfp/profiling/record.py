@@ -1,4 +1,4 @@
-"""What became of one measurement: the unit that the store keeps.
+"""Outcome of one measurement: the unit that the store keeps.
 
 A failure is a record like any other, so that a search never repeats a compile
 that is known to run out of memory.
@@ -178,7 +178,7 @@ class ProfileRecord(CompiledBytes):
 
 
 def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
-    """Whether something that is in the store is to be measured again.
+    """Returns True if a stored record is to be measured again.
 
     Args:
       record: what is in the store.

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOptions:
-    """How long to measure one thing; see `cfp.profiling.timing.measure`.
+    """Timing limits of one measurement; see `cfp.profiling.timing.measure`.
 
     Where None, it follows from the platform: on a CPU programs run one at a time; on
     others as in training, where one is launched while the one before still runs.
@@ -309,7 +309,7 @@ def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
 
 
 def _shortage(built: Built, mesh: Mesh) -> str:
-    """Why a program cannot fit into the devices' memory; "" if it may."""
+    """Returns the reason why a program cannot fit into memory; "" if it may."""
     # Asking first is quick; running out of memory takes some allocators seconds.
     for device in mesh.local_devices:
         stats = device.memory_stats() if device.platform != "cpu" else None

@@ -179,7 +179,7 @@ class _State:
 
     @property
     def ends(self) -> bool:
-        """Whether nothing else is to be begun."""
+        """True if nothing else is to begin."""
         return self.agreement.alone and self.is_late is not None and self.is_late()
 
     def has(self, task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""Which inputs of a part of a program must not be below zero.
+"""Inputs of a part of a program that must not be below zero.
 
 A second moment whose root is taken, or what something is divided by, must be positive,
 or all becomes NaN. Everything else is better of both signs, as in earnest: a matrix

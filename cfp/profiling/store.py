@@ -1,4 +1,4 @@
-"""Where measurements are kept: one SQLite file, shared by all processes.
+"""Profile store: one SQLite file, shared by all processes.
 
 What is read is never trusted blindly. The file is checked when it is opened and
 each row when it is read. A damaged file is set aside and a fresh one begun, a
@@ -59,7 +59,7 @@ def default_cache_dir() -> Path:
 
 
 def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where the store is in a folder, or in the default one.
+    """Returns the path of the store in a folder, or in the default one.
 
     Raises:
       CacheError: if there is no default one.
@@ -235,7 +235,7 @@ class ProfileStore:
         ]
 
     def explain(self, key: ProfileKey) -> str:
-        """Why there is no record of a key: how the nearest stored one differs."""
+        """Explains a missing record: the differences from the nearest stored one."""
         return key.explain(self.keys_like())
 
     def export(self, path: str | os.PathLike[str]) -> int:

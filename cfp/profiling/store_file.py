@@ -42,7 +42,7 @@ class OpenFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether the path still leads to this file.
+        """Returns True if the path still leads to this file.
 
         SQLite goes on writing to a file that was deleted or renamed below it, and
         all of that would be lost.
@@ -83,7 +83,7 @@ def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> Op
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file was damaged, or moved, while in use."""
+    """Returns True if an error means that the file was damaged, or moved."""
     # Errors that come from Python's side of sqlite3 have no code.
     code = getattr(error, "sqlite_errorcode", 0)
     # The low byte is the error, the others say more about it.

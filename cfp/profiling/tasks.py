@@ -1,4 +1,4 @@
-"""What there is to measure, and its progress: how far it is, and what came of it.
+"""Measurement tasks, their progress and their summary.
 
 How tasks are measured is in `cfp.profiling.scheduler`.
 """
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far measuring is.
+    """Progress of measuring.
 
     Attributes:
       done: tasks that have a record: `cached`, plus measured, plus `failed`.
@@ -70,7 +70,7 @@ ProgressCallback = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
-    """What came of all tasks.
+    """Summary of all tasks.
 
     Attributes:
       records: by key digest, in the order of the tasks.

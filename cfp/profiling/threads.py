@@ -1,4 +1,4 @@
-"""How much is built at once, whether beside what runs, and with which settings."""
+"""Compile threads, their overlap with runs, and their thread-local settings."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def default_threads(platform: str) -> int:
-    """How many builds at once leave a machine usable, and each other in peace."""
+    """Chooses the number of builds at once."""
     cores = os.cpu_count() or 1
     if platform == "cpu" and cores <= 4:
         return 1  # The devices are these cores.
@@ -28,7 +28,7 @@ def default_threads(platform: str) -> int:
 
 
 def overlaps(platform: str) -> bool:
-    """Whether building leaves the devices in peace, so that others may be timed."""
+    """Returns True if builds leave the devices idle, so that others may be timed."""
     return platform != "cpu" and platform not in GPU_PLATFORMS
 
 

@@ -28,7 +28,7 @@ _LARGEST_REPEAT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one thing took: every sample, none thrown away.
+    """Times of one measurement: every sample, none discarded.
 
     Attributes:
       samples_ms: milliseconds per execution, in the order they were taken.
@@ -56,7 +56,7 @@ def interquartile_range(samples: Sequence[float]) -> float:
 
 
 def relative_spread(samples: Sequence[float]) -> float:
-    """How uncertain the median is, as a part of it: IQR / (sqrt(n) * median).
+    """Relative uncertainty of the median: IQR / (sqrt(n) * median).
 
     For normally distributed samples this is 1.08 standard errors of the median.
     """
@@ -214,7 +214,7 @@ class _Subject:
 
     @property
     def steady(self) -> bool:
-        """Whether the newest warm-up samples agree with those before them."""
+        """Returns True if the newest warm-up samples agree with those before them."""
         # The first is left out: it is always far off.
         warmup_ms = self.warmup_ms[1:]
         # Windows grow with the warm-up: a drop over seconds does not show between
@@ -253,7 +253,7 @@ class _Subject:
         return self._time(self._sample_repeat) / self._sample_repeat * 1e3
 
     def _grown(self, wanted: float, seconds: float, at_most: float = math.inf) -> int:
-        """How often to repeat to last as long as wanted. A tenth more, to be sure."""
+        """Computes the repeats that last as long as needed, and a tenth more."""
         growth = min(1.1 * wanted / max(seconds, 1e-9), at_most)
         repeat = math.ceil(self._repeat * growth)
         return min(max(repeat, self._repeat + 1), _LARGEST_REPEAT)

@@ -1,4 +1,4 @@
-"""How GPUs are linked, how much power they may take, and by which driver.
+"""Links of GPUs, their power limits and their driver.
 
 Two GPUs over NVLink and two over PCIe are of one kind, and no time of a collective is
 the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
@@ -23,7 +23,7 @@ Ask = Callable[..., str]
 
 @lru_cache(maxsize=16)
 def ask_driver(*words: str) -> str:
-    """What ``nvidia-smi`` answers; "" if there is none, or it fails."""
+    """Runs ``nvidia-smi``; "" if there is none, or it fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -86,7 +86,7 @@ def _visible(
 
 
 def _links(numbers: Sequence[int], ask: Ask) -> str:
-    """What links each pair: ``NV18``, ``PIX``, ``SYS``; once if all are the same."""
+    """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
     if len(numbers) < 2:
         return ""
     lines = [line.split("\t") for line in ask("topo", "-m").splitlines()]

@@ -22,7 +22,7 @@ from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, nearest
 from cfp.passes.pipeline import Pins, analyze_step, decide
-from cfp.passes.profile import kernels_of, profile
+from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
@@ -38,6 +38,7 @@ from cfp.program.step import FlatStep, flatten_step
 from cfp.report.figures import with_figures
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
+from cfp.search.kernels import Kernels
 from cfp.solution import Candidate
 from cfp.units import parse_bytes
 
@@ -212,12 +213,14 @@ def _find_plan(
             context.agreement.same({"program": program, "preset": str(preset)})
             if preset is not None:
                 solution = preset_solution(analysis, preset)
-                rates = None
+                rates, kernels, failed = None, Kernels(), {}
                 if isinstance(analyzed.mesh, Mesh):
                     rates = known_rates(analyzed.mesh, context.store)
             else:
                 profiles = profile(context, analysis)
                 interrupted, rates = profiles.interrupted, profiles.rates
+                kernels = profiles.found.kernels
+                failed = profiles.found.failed_kernels
                 solution = search(context, analysis, profiles)
             made, outcome = decide(context, analysis, solution)
         except CfpError as error:
@@ -228,10 +231,9 @@ def _find_plan(
     choice = outcome.winner.choice
     seconds = time.perf_counter() - started
     made = replace(made, search={**made.search, "planning_seconds": seconds})
+    how = (solution.problem, rates, kernels, failed)
     return Found(
-        plan=with_figures(
-            made, analysis, choice, solution.problem, rates, kernels_of(context)
-        ),
+        plan=with_figures(made, analysis, choice, *how),
         analysis=analysis,
         winner=outcome.winner,
         interrupted=interrupted,

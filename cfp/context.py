@@ -216,6 +216,11 @@ def _rules(
     """A platform's defaults, and in their place what was asked for."""
     reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
     options, unasked = settings.compiler_options, settings.measure is None
+    asked = {
+        name: value
+        for name in ("attention", "cross_entropy")
+        if (value := getattr(settings, name)) is not None
+    }
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
@@ -223,6 +228,8 @@ def _rules(
         levels=settings.constraint_levels or usual.levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
+        replacing=replace(usual.replacing, **asked),
+        replacing_for_memory=replace(usual.replacing_for_memory, **asked),
     )
 
 

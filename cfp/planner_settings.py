@@ -42,10 +42,12 @@ class PlannerSettings:
             them; the leaders are raced with each, too. By default a short list for
             the platform.
         attention: kernels that may take the place of the step's attentions, the
-            preferred first, such as ("cudnn", "chunked"). By default none: attentions
-            are left as they are written.
+            preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
+            are written. By default on GPUs cuDNN's, which computes in the dtype of the
+            attention; and everywhere chunks where memory decides.
         cross_entropy: over so many parts of the vocabulary a cross-entropy may be
-            computed, so that its logits are never held; 0 leaves it as it is.
+            computed, so that its logits are never held; 0 keeps it as it is written.
+            By default 8 where memory decides.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction is trusted, and under a budget that was asked for,
             or for described devices that one plays, the best that fits is found by
@@ -79,7 +81,7 @@ class PlannerSettings:
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
-    cross_entropy: int = 0
+    cross_entropy: int | None = None
     race: bool = True
     repeats: int | None = 4
     measure: bool | None = None

@@ -7,7 +7,7 @@ A source is a page of docs/results, a paragraph of docs/decisions.md, or the wor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 
@@ -109,7 +109,28 @@ KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
     "xla": 0.1,
 }
 
+# Parts of the vocabulary that a cross-entropy is computed over where memory decides.
+# docs/results/operators_plans_h200_202611.
+CROSS_ENTROPY_PARTS = 8
+
 # ------------------------------------------------------------------------ platforms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacing:
+    """Kernels and parts that may compute what a step has there otherwise.
+
+    Attributes:
+        attention: kernels of attention, the preferred first.
+        cross_entropy: over so many parts of the vocabulary a cross-entropy may be
+            computed; 0 for none.
+    """
+
+    attention: tuple[str, ...] = ()
+    cross_entropy: int = 0
+
+
+_CHUNKED = Replacing(attention=("chunked",), cross_entropy=CROSS_ENTROPY_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +153,8 @@ class PlatformDefaults:
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
+        replacing: what may compute attentions and cross-entropies.
+        replacing_for_memory: the same where memory decides.
     """
 
     estimates: bool = False
@@ -143,6 +166,8 @@ class PlatformDefaults:
     limits_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    replacing: Replacing = Replacing()
+    replacing_for_memory: Replacing = _CHUNKED
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
@@ -178,6 +203,9 @@ _GPU = PlatformDefaults(
             for kind in ("all_gather", "all_reduce", "reduce_scatter")
         },
     },
+    # decisions.md, "Kernels that compute the same are taken by themselves".
+    replacing=Replacing(attention=("cudnn",)),
+    replacing_for_memory=replace(_CHUNKED, attention=("cudnn", *_CHUNKED.attention)),
 )
 # Virtual devices share processors: times say nothing about those of GPUs, vary more,
 # and are estimated worse; and building is what takes the time. Guesses.

@@ -23,6 +23,7 @@ BACKWARD = "dot_product_attention_bwd_wrapper"
 # Of FORWARD's operands the first three are q, k, v; of BACKWARD's these, too.
 _LSE, _OUT, _DOUT = 10, 11, 12
 
+LEAST_CAPABILITY = 8.0
 HEAD_DIM_STEP = 8
 # By compute capability; jax.nn.dot_product_attention says the same.
 MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
@@ -34,7 +35,12 @@ def refusal(problem: Problem, platform: str) -> str | None:
         return f"it runs on NVIDIA GPUs, and devices are of platform {platform}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it computes in float16 and bfloat16, not in {problem.dtype}"
-    widest = _widest_head()
+    capability = _least_capability()
+    if capability is None:
+        return "it runs on NVIDIA GPUs, and a device is none"
+    if capability < LEAST_CAPABILITY:
+        return f"it takes compute capability 8.0, and a device has {capability}"
+    widest = MAX_HEAD_DIM_HOPPER if capability >= 9.0 else MAX_HEAD_DIM
     if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
         return (
             f"its head dim is a multiple of {HEAD_DIM_STEP} up to {widest} on this "
@@ -51,12 +57,17 @@ def refusal(problem: Problem, platform: str) -> str | None:
     return None
 
 
-def _widest_head() -> int:
-    major = [
-        float(getattr(device, "compute_capability", "9.0"))
-        for device in jax.local_devices()
-    ]
-    return MAX_HEAD_DIM_HOPPER if min(major) >= 9.0 else MAX_HEAD_DIM
+def _least_capability() -> float | None:
+    """The least compute capability of this process's devices.
+
+    9.0 where they are no GPUs and others are planned for; None of GPUs that are not
+    NVIDIA's, whose capability is a name.
+    """
+    found = [getattr(d, "compute_capability", "9.0") for d in jax.local_devices()]
+    try:
+        return min(map(float, found))
+    except ValueError:
+        return None
 
 
 def whole(

@@ -173,7 +173,8 @@ Attention = Annotated[
     typer.Option(
         metavar="KERNELS",
         help="What may compute the step's attentions, such as cudnn,chunked, the "
-        "preferred first. By default none: they are left as they are written.",
+        "preferred first; none keeps them as they are written. By default cuDNN's on "
+        "GPUs, in the attention's own dtype, and chunks where memory decides.",
         show_default=False,
         rich_help_panel=KERNELS,
     ),
@@ -183,8 +184,8 @@ CrossEntropy = Annotated[
     typer.Option(
         metavar="PARTS",
         help="Over so many parts of the vocabulary the step's cross-entropies may be "
-        "computed, so that logits are never held whole, such as 8. By default they are "
-        "left as they are written.",
+        "computed, so that logits are never held whole; 0 keeps them as they are "
+        "written. By default 8 where memory decides.",
         show_default=False,
         rich_help_panel=KERNELS,
     ),

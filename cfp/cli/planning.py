@@ -20,7 +20,6 @@ from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.context import PlanContext, open_context
 from cfp.errors import CfpError
 from cfp.passes.pipeline import decide
-from cfp.passes.profile import kernels_of
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
@@ -286,7 +285,7 @@ def search_stored(
         made, outcome = decide(context, analysis, solution)
     made = made.bound_to(session.step, session.lowering.out_tree)
     choice = outcome.winner.choice
-    kernels = kernels_of(context)
+    kernels = profiles.found.kernels
     made = with_figures(made, analysis, choice, problem, profiles.rates, kernels)
     return Searched(plan=made, choice=choice, problem=problem)
 

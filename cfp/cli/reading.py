@@ -119,7 +119,8 @@ def export(
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="The step, with its options following: rules take its logical names.",
+            help="The step, with its options following: of which the rules' names are, "
+            "or which the module computes with the plan's kernels.",
             show_default=False,
         ),
     ] = None,
@@ -156,7 +157,8 @@ def export(
 
     The module says how every argument and result is sharded, and where in the step
     constraints stand, by line. Its function shard compiles the step under all of it.
-    Rules need TARGET, whose parameters carry logical names.
+    A plan with other kernels needs TARGET, whose program goes into the module with
+    them; and so do rules, whose names its parameters carry.
 
     Example: cfp export plan.json --python sharded.py
 
@@ -170,7 +172,18 @@ def export(
         values.check_writable(file, option)
     plan = Plan.load(path)
     if python is not None:
-        plan.export_python(python)
+        exported = plan
+        if target is not None and exported.changes_ops:
+            found, mesh = open_target(
+                target,
+                ctx.args,
+                axes=None,
+                platform_name=None,
+                static=static or (),
+                plan=plan,
+            )
+            exported = plan.bind(found.step, *found.args, mesh=mesh)
+        exported.export_python(python)
     if flax is not None or maxtext is not None:
         if target is None:
             raise CfpError(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import pprint
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import jax
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
@@ -22,12 +27,31 @@ _HEAD = "# The tables. In the module that is written they are filled.\n"
 _TAIL = "# ----"
 
 
-def python_module(plan: Plan, sites: Sites | None) -> str:
-    """The text of a module that runs the plan's step with plain JAX.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedProgram:
+    """A step's program under a plan, where constraints are not all that it changes.
+
+    Attributes:
+        bytecode: of the program, as StableHLO.
+        digest: of the step that it is of, with its constants.
+        platform: of the devices.
+    """
+
+    bytecode: bytes
+    digest: str
+    platform: str
+
+
+def python_module(
+    plan: Plan, sites: Sites | None, program: ExportedProgram | None = None
+) -> str:
+    """Writes the text of a module that runs the plan's step with plain JAX.
 
     Args:
         plan: the plan.
         sites: of its constraints.
+        program: of the step under the plan, which a plan needs that rematerializes or
+            replaces parts of it.
 
     Raises:
         PlanMismatch: the plan says something that such a module cannot.
@@ -38,23 +62,17 @@ def python_module(plan: Plan, sites: Sites | None) -> str:
             "saved by an older version of cfp, or without its step. Plan again, or "
             "plan.bind(step, *args) and save it."
         )
-    if plan.constraints.rematerialized:
+    if plan.changes_ops and program is None:
         raise PlanMismatch(
-            "The plan rematerializes segments, which a module of "
-            "plain JAX does not do to a step that has been differentiated. Put "
-            "jax.checkpoint around these layers and plan again, or plan with a larger "
-            "memory budget."
-        )
-    if plan.constraints.replaced:
-        raise PlanMismatch(
-            "The plan computes attentions of the step by other kernels, which a module "
-            "of plain JAX does not put into a step. Call cfp.attention or "
-            "jax.nn.dot_product_attention there, or plan with --attention none."
+            "The plan rematerializes parts of the step or computes them by other "
+            "kernels. A module has the step's program with that in it, which is made "
+            "from the step: cfp export plan.json TARGET --python FILE, or "
+            "plan.bind(step, *args).export_python(FILE)."
         )
     imports, rest = _RUNTIME.read_text(encoding="utf-8").split(_HEAD)
     runtime = rest[rest.index(_TAIL) :]
     imports = imports[imports.index("from __future__") :]
-    tables = "\n".join(_tables(plan, sites))
+    tables = "\n".join([*_tables(plan, sites), *_program(program)])
     head = f"{_docstring(plan, sites)}\n\n{imports}P = PartitionSpec\n"
     return f"{head}\n{tables}\n\n{runtime}"
 
@@ -115,6 +133,28 @@ def _tables(plan: Plan, sites: Sites) -> Iterator[str]:
             f"{spec_code(site.spec)}),"
         )
     yield "]"
+
+
+def _program(program: ExportedProgram | None) -> Iterator[str]:
+    yield ""
+    if program is None:
+        yield "PROGRAM = {}"
+        return
+    yield "# The step's program with what the plan rematerializes and computes by other"
+    yield "# kernels, as StableHLO: zlib, base 85. SITES tells its constraints."
+    yield "PROGRAM = {"
+    yield f"    'jax': {jax.__version__!r},"
+    yield f"    'platform': {program.platform!r},"
+    yield f"    'digest': {program.digest!r},"
+    yield "    'bytecode': ("
+    text = base64.b85encode(zlib.compress(program.bytecode, 9)).decode()
+    for start in range(0, len(text), _LINE):
+        yield f"        {text[start : start + _LINE]!r}"
+    yield "    ),"
+    yield "}"
+
+
+_LINE = 76  # Characters.
 
 
 def spec_code(spec: Spec, kind: str | None = None) -> str:

@@ -8,14 +8,17 @@ It imports nothing but JAX, and reads the tables that stand before it in the mod
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import inspect
+import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import all_leaves, tree_flatten, tree_leaves, tree_unflatten
 
@@ -27,6 +30,7 @@ STATIC: Sequence[int | str] = ()
 COMPILER_OPTIONS: Mapping[str, str] = {}
 EQUATIONS: tuple[int, str] = (0, "")
 SITES: Sequence[tuple[str, str, str, str, PartitionSpec]] = ()
+PROGRAM: Mapping[str, str] = {}
 
 # ------------------------------------------------------------------------------ runtime
 
@@ -72,6 +76,8 @@ def shard(
     _check_arguments(avals)
     traced = jax.jit(flat).trace(*avals)
     run = jaxpr_as_fun(constrained(traced.jaxpr, mesh))
+    if PROGRAM:
+        check_program(traced.jaxpr, mesh)
     ins = tuple(NamedSharding(mesh, spec) for _, _, spec, _ in ARGUMENTS)
     outs = [NamedSharding(mesh, spec) for spec in RESULTS]
     if len(outs) != len(traced.out_info):
@@ -83,19 +89,63 @@ def shard(
         return run(*leaves)
 
     replay.__name__ = replay.__qualname__ = flat.__name__
-    compiled = (
-        jax.jit(
-            replay,
-            in_shardings=ins,
-            out_shardings=outs,
-            donate_argnums=tuple(i for i, row in enumerate(ARGUMENTS) if row[3]),
-            keep_unused=True,
-        )
-        .lower(*avals)
-        .compile(compiler_options=dict(COMPILER_OPTIONS) or None)
-    )
-
+    lowered = jax.jit(
+        replay,
+        in_shardings=ins,
+        out_shardings=outs,
+        donate_argnums=tuple(i for i, row in enumerate(ARGUMENTS) if row[3]),
+        keep_unused=True,
+    ).lower(*avals)
+    if PROGRAM:
+        put_program(lowered)
+    compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS) or None)
     return Sharded(step, compiled, ins, static, tree, made[-1])
+
+
+def program_digest(closed: ClosedJaxpr) -> str:
+    """Returns the digest of a program, constants included."""
+    run = jaxpr_as_fun(closed)
+
+    def program(*leaves: Any) -> Any:
+        return run(*leaves)
+
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+    text = jax.jit(program, keep_unused=True).lower(*avals).as_text()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_program(closed: ClosedJaxpr, mesh: Mesh) -> None:
+    """Refuses to use the plan's program for a step that it does not compute.
+
+    Raises:
+        ValueError: the step, the version of JAX or the platform is another.
+    """
+    found = {
+        "jax": jax.__version__,
+        "platform": mesh.devices.flat[0].platform,
+        "digest": program_digest(closed),
+    }
+    for name, value in found.items():
+        if value != PROGRAM[name]:
+            raise ValueError(
+                f"The plan's program was written for {name} {PROGRAM[name]}, here it "
+                f"is {value}. (The digest is of the step, its constants included.) "
+                "Export the plan again."
+            )
+
+
+def put_program(lowered: jax.stages.Lowered) -> None:
+    """Puts the plan's program in the place of the lowered step's."""
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    bytecode = zlib.decompress(base64.b85decode(PROGRAM["bytecode"]))
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(bytecode)
+        for op in [*module.body.operations]:
+            op.operation.erase()
+        with ir.InsertionPoint(module.body):
+            for op in source.body.operations:
+                op.operation.clone()
 
 
 # A pytree without its arrays: its structure, and place, type and value of those leaves

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
+from cfp.cost.estimate import SegmentEstimate
 from cfp.devices.described import DescribedMesh
 from cfp.presets.propagated import named_choices
 from cfp.profiling.builder import Job
@@ -72,6 +73,8 @@ def look_up(
         able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
         every = able or every
     first = near if memory is None and alone else every
+    tight = _tight_by_estimate(context, every, estimates, costs)
+    kernels = kernels_of(context, tight)
     looker = Looker(
         analysis.frame.program,
         context.devices,
@@ -89,7 +92,7 @@ def look_up(
             estimates=estimates,
             environment=context.environment,
             in_context=settings.in_context,
-            kernels=kernels_of(context),
+            kernels=kernels,
         )
         return explore(
             maker,
@@ -137,13 +140,40 @@ def tuning_jobs(
     ]
 
 
-def kernels_of(context: PlanContext) -> Kernels:
-    """What may compute the step's attentions and cross-entropies."""
+def kernels_of(context: PlanContext, tight: bool = False) -> Kernels:
+    """What may compute the step's attentions and cross-entropies.
+
+    Args:
+        context: of the plan.
+        tight: whether memory decides.
+    """
+    rules = context.rules
+    found = rules.replacing_for_memory if tight else rules.replacing
     return Kernels(
-        names=context.settings.attention or (),
-        parts=context.settings.cross_entropy,
+        names=found.attention,
+        parts=found.cross_entropy,
         platform=dict(context.environment)["platform"],
     )
+
+
+def _tight_by_estimate(
+    context: PlanContext,
+    presets: Mapping[str, Choice],
+    estimates: Sequence[SegmentEstimate],
+    costs: Costs,
+) -> bool:
+    """Whether the fastest of the presets' parts may not fit, by estimates."""
+    if context.budget_bytes is None or kernels_of(context, True) == kernels_of(context):
+        return False
+    found = estimate_options(
+        estimates,
+        presets,
+        costs,
+        per_kind=0,
+        budget_bytes=context.budget_bytes,
+        kernels=kernels_of(context),
+    )
+    return found.tight
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -170,14 +200,21 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         rates = measured_rates(context)
     estimates = estimate_kinds(analysis, rates)
     named = leading_presets(analysis, estimates, named_choices(analysis.frame))
-    found = estimate_options(
-        estimates,
-        named,
-        Costs(analysis, rates),
-        per_kind=context.settings.per_kind,
-        budget_bytes=context.budget_bytes,
-        kernels=kernels_of(context),
-    )
+    costs = Costs(analysis, rates)
+
+    def estimated(tight: bool) -> Explored:
+        return estimate_options(
+            estimates,
+            named,
+            costs,
+            per_kind=context.settings.per_kind,
+            budget_bytes=context.budget_bytes,
+            kernels=kernels_of(context, tight),
+        )
+
+    found = estimated(False)
+    if found.tight and kernels_of(context, True) != kernels_of(context):
+        found = estimated(True)
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),
         "estimate_seconds": time.perf_counter() - started,

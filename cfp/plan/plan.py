@@ -16,7 +16,8 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.export.module import python_module
+from cfp.export.module import ExportedProgram, python_module
+from cfp.export.runtime import program_digest
 from cfp.export.sites import sites_of
 from cfp.page.page import page_html, small_html
 from cfp.plan.figures import Figures, figures_to_json
@@ -46,7 +47,7 @@ from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
-from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
 from cfp.runtime.raced import Raced
 
 
@@ -335,8 +336,39 @@ class Plan:
         Path(path).write_text(page_html(self), encoding="utf-8")
 
     def export_python(self, path: str | Path) -> None:
-        """Writes a module that runs the step with plain JAX; see `cfp.export`."""
-        Path(path).write_text(python_module(self, self.found_sites), encoding="utf-8")
+        """Writes a module that runs the step with plain JAX; see `cfp.export`.
+
+        Raises:
+            PlanMismatch: the plan rematerializes or replaces parts of the step, and is
+                not bound to it.
+        """
+        text = python_module(self, self.found_sites, self._exported_program())
+        Path(path).write_text(text, encoding="utf-8")
+
+    def _exported_program(self) -> ExportedProgram | None:
+        """The step's program, where constraints are not all that the plan changes."""
+        inside = self.constraints
+        if self.step is None or not self.changes_ops:
+            return None
+        mesh = self._on_mesh()
+        specs = self.arg_specs, self.output_specs
+        return ExportedProgram(
+            bytecode=lower_planned(
+                self.step,
+                mesh,
+                self.fingerprint,
+                *specs,
+                inside,
+                (self.outline, self.environment),
+            ),
+            digest=program_digest(self.step.traced.jaxpr),
+            platform=mesh.devices.flat[0].platform,
+        )
+
+    @property
+    def changes_ops(self) -> bool:
+        """Whether it rematerializes or replaces parts of the step."""
+        return bool(self.constraints.rematerialized or self.constraints.replaced)
 
     @cached_property
     def found_sites(self) -> Sites | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -185,6 +186,8 @@ def remarks(plan: Plan) -> list[str]:
             )
     if plan.silenced:
         found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
+    if text := replaced_text(plan):
+        found.append(text)
     found += _attention_remarks(plan)
     count = plan.search.get("constraints_left_out", 0)
     if count:
@@ -207,8 +210,49 @@ def _budget_remarks(plan: Plan) -> list[str]:
     return [f"{text} of the {format_bytes(whole)} of each device{why * by_default}"]
 
 
+# How each part of a step stays as it is written: an option, and a setting.
+_AS_WRITTEN = {
+    "attention": ("--attention none", "attention=()"),
+    "cross-entropy": ("--cross-entropy 0", "cross_entropy=0"),
+}
+
+
+def replaced_text(plan: Plan) -> str:
+    """What the plan computes otherwise than the step does; "" if nothing."""
+    ops = {(one.name, one.op): one.functions.how for one in plan.constraints.replaced}
+    counts = Counter((name, _way_words(how)) for (name, _), how in ops.items())
+    if not counts:
+        return ""
+    parts = [
+        f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
+        for (name, how), count in counts.items()
+    ]
+    names = [name for name in _AS_WRITTEN if any(n == name for n, _ in counts)]
+    options = " and ".join(_AS_WRITTEN[name][0] for name in names)
+    settings = ", ".join(_AS_WRITTEN[name][1] for name in names)
+    return (
+        f"replaced, in the same dtypes: {', '.join(parts)}; as written by {options}, "
+        f"or PlannerSettings({settings})"
+    )
+
+
+_PLURALS = {"attention": "attentions", "cross-entropy": "cross-entropies"}
+
+
+def _way_words(how: Sequence[str]) -> str:
+    first, *roles = how
+    _, is_vocabulary, parts = first.partition("vocabulary/")
+    if is_vocabulary:
+        return f"in {parts} parts of the vocabulary"
+    rings = {role for role in (one.rpartition("=")[2] for one in roles)} & _RINGS
+    return f"by {first}{''.join(f' in a {ring}' for ring in sorted(rings))}"
+
+
+_RINGS = {"ring", "zigzag"}
+
+
 def _attention_remarks(plan: Plan) -> list[str]:
-    """Which kernels that were asked for do not compute attentions, and why."""
+    """Says which kernels do not compute attentions, and why."""
     if plan.figures is None:
         return []
     reasons = [one.reason for one in plan.figures.left]

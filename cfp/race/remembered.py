@@ -274,10 +274,10 @@ def _is_known(kernel: str) -> bool:
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """Whether all that a choice replaces may be replaced now."""
     named = [split(kernel) for _, kernel in choice.kernels]
-    allowed = context.settings.attention or ()
+    allowed = context.rules.replacing_for_memory
     return all(
-        own in ("", name_of(context.settings.cross_entropy))
-        and (not attention or attention.partition(" ")[0] in allowed)
+        own in ("", name_of(allowed.cross_entropy))
+        and (not attention or attention.partition(" ")[0] in allowed.attention)
         for attention, own in named
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, lay_out
@@ -32,7 +33,7 @@ from cfp.search.choices import picks_of
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option, Problem
 
-_NONE_CAN = "no kernel that was asked for can compute it"
+_NONE_CAN = "no kernel that may be used can compute it"
 
 
 def with_figures(
@@ -42,6 +43,7 @@ def with_figures(
     problem: Problem | None,
     rates: Rates | None,
     kernels: Kernels,
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """The plan with its figures.
 
@@ -52,9 +54,10 @@ def with_figures(
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
         kernels: what might have computed its attentions.
+        failed: kernels that did not run, with the reason.
     """
     layout = lay_out(analysis.frame, choice)
-    left, refused = _kernels(analysis, layout, choice, kernels)
+    left, refused = _kernels(analysis, layout, choice, kernels, failed)
     blocks = block_figures(analysis, choice, rates)
     found = Figures(blocks=blocks, left=left, refused=refused)
     if problem is not None:
@@ -63,7 +66,11 @@ def with_figures(
 
 
 def _kernels(
-    analysis: Analysis, layout: Layout, choice: Choice, kernels: Kernels
+    analysis: Analysis,
+    layout: Layout,
+    choice: Choice,
+    kernels: Kernels,
+    failed: Mapping[str, str],
 ) -> tuple[tuple[LeftFigures, ...], tuple[RefusedFigures, ...]]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
@@ -73,7 +80,7 @@ def _kernels(
     program = analysis.frame.program
     left: Counter[tuple[str, str]] = Counter()
     refused: Counter[tuple[str, str, str]] = Counter()
-    if not was_searched(program):
+    if not was_searched(program) or not (kernels.names or choice.kernels):
         return (), ()
 
     def refusal(match: Match, kernel: str) -> str | None:
@@ -101,7 +108,7 @@ def _kernels(
                     refused[name, source, reason] += 1
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                left[source, _unused(able)] += 1
+                left[source, _unused(able, failed)] += 1
     return (
         tuple(
             LeftFigures(source=source, reason=reason, count=count)
@@ -114,10 +121,13 @@ def _kernels(
     )
 
 
-def _unused(able: Sequence[str]) -> str:
-    """Returns the reason why an attention stays that some kernels can compute."""
+def _unused(able: Sequence[str], failed: Mapping[str, str]) -> str:
+    """Says why an attention is as it is written that some kernels can compute."""
     if not able:
         return _NONE_CAN
+    for name in able:
+        if name in failed:
+            return f"{name} failed: {failed[name].partition(chr(10))[0]}"
     return f"{' or '.join(able)} might compute it, and the plan has no kernel there"
 
 

@@ -21,11 +21,12 @@ from cfp.program.callbacks import Alarm
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
+from cfp.program.graph import Program
 from cfp.program.misfit import misfit, uneven
 from cfp.program.outline import Outline, other_program
 from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
-from cfp.program.trace import lower_step, read_lowering
+from cfp.program.trace import Lowering, lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.runtime.kept import Executables
 from cfp.runtime.raced import Raced
@@ -118,6 +119,43 @@ class CompiledStep:
         return self.compiled.as_text() or ""
 
 
+def lower_planned(
+    step: FlatStep,
+    mesh: Mesh,
+    fingerprint: str | None,
+    arg_specs: Sequence[Spec],
+    output_specs: Sequence[Spec],
+    constraints: Constraints,
+    planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
+) -> bytes:
+    """Writes the program of a step under a plan as bytecode, ready to compile.
+
+    Args:
+        step: the step and its arguments.
+        mesh, fingerprint, arg_specs, output_specs, constraints, planned: as of
+            `compile_step`.
+
+    Raises:
+        PlanMismatch: the step's program is not the one that was planned, or it calls
+            functions of this process, which no bytecode has.
+    """
+    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
+    lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
+    constraints = _fitting(program, mesh, constraints)
+    _constrain(lowering, program, mesh, constraints)
+    if lowering.calls_host or _BY_CALLBACK in lowering.text:
+        raise PlanMismatch(
+            "The step calls functions of this process, which a program in a file "
+            "cannot. Plan with --attention none, --cross-entropy 0 and enough memory "
+            "to rematerialize nothing, to export shardings alone."
+        )
+    return lowering.bare_text
+
+
+# What JAX partitions by a function in Python.
+_BY_CALLBACK = "CustomSPMDPartitioning"
+
+
 def compile_step(
     step: FlatStep,
     mesh: Mesh,
@@ -155,30 +193,8 @@ def compile_step(
         PlanMismatch: the step's program is not the one that was planned.
         CompilerError: the compiler made another program of it.
     """
-    ins = tuple(
-        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
-        for spec, aval in zip(arg_specs, step.avals, strict=True)
-    )
-    results = _results(step)
-    if len(results) != len(output_specs):
-        raise PlanMismatch(
-            f"The plan is for {len(output_specs)} results, the step has {len(results)}."
-        )
-    for kind, avals, specs in (
-        ("argument", step.avals, arg_specs),
-        ("result", results, output_specs),
-    ):
-        _check_even(kind, mesh, avals, specs)
-    outs = tuple(
-        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
-        for spec, aval in zip(output_specs, results, strict=True)
-    )
-    lowering = lower_step(step, ins, list(outs))
-    program = read_lowering(step, lowering)
-    if fingerprint is not None and program.fingerprint != fingerprint:
-        outline, environment_of_plan = planned
-        here = dict(environment_parts([*mesh.devices.flat]))
-        raise other_program(program, outline, environment_of_plan, here)
+    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
+    lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
     plain = not wide and not lowering.calls_host
     if not (
         plain
@@ -186,15 +202,8 @@ def compile_step(
         and raced.does(step, program, ins, outs, constraints, options or {})
     ):
         raced = None
-    constraints = resolved(program, mesh, constraints)
-    if (found := misfit(program, mesh, constraints)) is not None:
-        raise PlanMismatch(
-            f"The plan's constraints do not fit the step's program: {found}. The file "
-            "that it came from is damaged. Plan again."
-        )
-    constrain(lowering.module, program, mesh, constraints)
-    if constraints.replaced:
-        erase_unread(lowering.module)
+    constraints = _fitting(program, mesh, constraints)
+    _constrain(lowering, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
     double = False
     if wide:
@@ -219,6 +228,84 @@ def compile_step(
     return CompiledStep(
         step, compiled, *where, narrow, double, alarm, raced=raced is not None
     )
+
+
+_Shardings = tuple[NamedSharding, ...]
+
+
+def _shardings(
+    step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
+) -> tuple[_Shardings, _Shardings]:
+    """Those of a step's arguments and results.
+
+    Raises:
+        PlanMismatch: they are not the step's.
+    """
+    ins = tuple(
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(arg_specs, step.avals, strict=True)
+    )
+    results = _results(step)
+    if len(results) != len(output_specs):
+        raise PlanMismatch(
+            f"The plan is for {len(output_specs)} results, the step has {len(results)}."
+        )
+    for kind, avals, specs in (
+        ("argument", step.avals, arg_specs),
+        ("result", results, output_specs),
+    ):
+        _check_even(kind, mesh, avals, specs)
+    outs = tuple(
+        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
+        for spec, aval in zip(output_specs, results, strict=True)
+    )
+    return ins, outs
+
+
+def _lowered(
+    step: FlatStep,
+    mesh: Mesh,
+    ins: _Shardings,
+    outs: _Shardings,
+    fingerprint: str | None,
+    planned: tuple[Outline | None, Mapping[str, str]],
+) -> tuple[Lowering, Program]:
+    """A step, lowered.
+
+    Raises:
+        PlanMismatch: its program is not the one that was planned.
+    """
+    lowering = lower_step(step, ins, list(outs))
+    program = read_lowering(step, lowering)
+    if fingerprint is not None and program.fingerprint != fingerprint:
+        outline, environment_of_plan = planned
+        here = dict(environment_parts([*mesh.devices.flat]))
+        raise other_program(program, outline, environment_of_plan, here)
+    return lowering, program
+
+
+def _fitting(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
+    """Constraints with what they replace found again in a program.
+
+    Raises:
+        PlanMismatch: they do not fit it.
+    """
+    constraints = resolved(program, mesh, constraints)
+    if (found := misfit(program, mesh, constraints)) is not None:
+        raise PlanMismatch(
+            f"The plan's constraints do not fit the step's program: {found}. The file "
+            "that it came from is damaged. Plan again."
+        )
+    return constraints
+
+
+def _constrain(
+    lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
+) -> None:
+    """Inserts constraints, and what replaces ops, in place."""
+    constrain(lowering.module, program, mesh, constraints)
+    if constraints.replaced:
+        erase_unread(lowering.module)
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:

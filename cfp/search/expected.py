@@ -141,4 +141,5 @@ def estimate_options(
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
                 found += expected(kind, True)
-    return Explored(tight=tight, estimated=tuple(map(tuple, options)))
+    every = tuple(map(tuple, options))
+    return Explored(tight=tight, estimated=every, kernels=kernels)

@@ -90,7 +90,7 @@ def explore(
             break
         rounds.append(asked)
         records.update(look(_jobs(asked)))
-    return Explored(rounds=rounds, records=records, tight=tight)
+    return Explored(rounds=rounds, records=records, tight=tight, kernels=maker.kernels)
 
 
 def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:

@@ -158,17 +158,35 @@ class Explored:
         tight: whether memory decides, so that segments may be rematerialized.
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
+        kernels: what might compute attentions and cross-entropies.
     """
 
     rounds: Sequence[Sequence[Wanted]] = ((),)
     records: Mapping[str, ProfileRecord] = field(default_factory=dict)
     tight: bool
     estimated: tuple[tuple[Option, ...], ...] = ()
+    kernels: Kernels = field(default_factory=Kernels)
 
     @property
     def wanted(self) -> list[Wanted]:
         """All that was asked for, in order."""
         return [item for asked in self.rounds for item in asked]
+
+    @property
+    def failed_kernels(self) -> dict[str, str]:
+        """Kernels that ran in no candidate, each with the first reason."""
+        failed: dict[str, str] = {}
+        ran: set[str] = set()
+        for item in self.wanted:
+            record = self.records.get(item.own_job.key.digest)
+            kernel = item.candidate.kernel
+            if not kernel or record is None:
+                continue
+            if record.ok:
+                ran.add(kernel)
+            else:
+                failed.setdefault(kernel, f"{record.status}: {record.reason}")
+        return {name: why for name, why in failed.items() if name not in ran}
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,22 @@ import pytest
 
 import cfp
 from cfp.attention import chunked
-from cfp.attention.matching.matches import attentions
+from cfp.attention.matching.graft import Way, refused
+from cfp.attention.matching.matches import attentions, replacements
+from cfp.attention.problem import Problem
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.cost.choice import segment_candidate
 from cfp.errors import PlanMismatch
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
+from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.figures import with_figures
 from cfp.report.tables import plan_text
 from cfp.search.kernels import Kernels
+from cfp.settings import Replacing
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
@@ -110,14 +114,47 @@ def test_it_is_the_same_behind_its_file(planned, mesh, tmp_path):
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
     applied = loaded.apply(step)
     assert_same(applied(*arguments()))
-    with pytest.raises(PlanMismatch, match="attentions"):
-        plan.export_python(tmp_path / "sharded.py")
+    with pytest.raises(PlanMismatch, match="made from the step"):
+        loaded.export_python(tmp_path / "sharded.py")
+
+
+def test_a_module_computes_by_its_kernels_and_refuses_another_step(
+    planned, mesh, tmp_path
+):
+    plan, _ = planned
+    plan.save(tmp_path / "plan.json")
+    bound = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).bind(step, *arguments())
+    bound.export_python(tmp_path / "exported.py")
+    text = (tmp_path / "exported.py").read_text()
+    assert "import cfp" not in text and "from cfp" not in text
+    module = {"__name__": "exported"}
+    exec(compile(text, "exported", "exec"), module)
+    exported = module["shard"](step, *arguments(), mesh=mesh)
+    ours = plan.compile(step, *arguments())
+    assert collectives_in(exported.compiled.as_text()) == collectives_in(ours.as_text())
+    assert squares_in(exported.compiled.as_text()) == []
+    for found, wanted in zip(
+        jax.tree.leaves(exported(*arguments())),
+        jax.tree.leaves(ours(*arguments())),
+        strict=True,
+    ):
+        assert (found == wanted).all()
+
+    def faster(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.2 * g, params, gradients), value
+
+    with pytest.raises(ValueError, match=r"digest .* Export the plan again"):
+        module["shard"](faster, *arguments(), mesh=mesh)
 
 
 def squares(plan):
     """Shapes with two dims of all tokens, in the program that a plan compiles to."""
-    compiled = plan.compile(step, *arguments()).compiled
-    shapes = set(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text()))
+    return squares_in(plan.compile(step, *arguments()).as_text())
+
+
+def squares_in(text):
+    shapes = set(re.findall(r"\w\d+\[([\d,]+)\]", text))
     return [one for one in shapes if one.split(",").count(str(TOKENS)) > 1]
 
 
@@ -157,7 +194,7 @@ def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_pat
     assert loaded.figures.left == plan.figures.left != ()
     data = explain_data(loaded)["attentions_as_written"]
     assert [one["count"] for one in data] == [1] * len(data)
-    # Nothing is looked for, and said, where no kernel is asked for.
+    # Nothing is looked for, and said, where no kernel may be used.
     plain = cfp.plan(double, params, x[:, :16], mesh=mesh, cache_dir=tmp_path)
     assert plain.figures.left == ()
 
@@ -170,12 +207,97 @@ def test_a_check_of_it_passes(planned):
         assert check.step().failures(check.tolerance) == []
 
 
-def test_on_virtual_devices_no_kernel_is_tried_unless_it_is_asked_for(mesh, tmp_path):
+def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
+    """Where times decide XLA's own attention stays: it is the fastest on a CPU."""
     with open_context(mesh, tmp_path) as context:
-        assert not context.settings.attention
-    asked = cfp.PlannerSettings(attention=("chunked",))
-    with open_context(mesh, tmp_path, None, asked) as context:
-        assert context.settings.attention == ("chunked",)
+        assert context.rules.replacing == Replacing()
+        assert context.rules.replacing_for_memory.attention == ("chunked",)
+    for asked in (("xla",), ()):
+        settings = cfp.PlannerSettings(attention=asked, cross_entropy=0)
+        with open_context(mesh, tmp_path, None, settings) as context:
+            assert context.rules.replacing == Replacing(attention=asked)
+            assert context.rules.replacing_for_memory == context.rules.replacing
+
+
+def half(params, x):
+    """The step, computed in bfloat16."""
+
+    def rounded(params):
+        return loss(*jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x)))
+
+    value, gradients = jax.value_and_grad(rounded)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def on_described(step, folder, **settings):
+    how = {"cache_dir": folder, "settings": cfp.PlannerSettings(**settings)}
+    return cfp.plan(step, *arguments(), mesh=cfp.described("4xh200"), **how)
+
+
+def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(tmp_path):
+    plan = on_described(half, tmp_path)
+    assert {one.functions.how[0] for one in plan.constraints.replaced} == {"cudnn"}
+    line = "Replaced, in the same dtypes: 1 attention by cudnn; as written by"
+    assert f"{line} --attention none" in plan_text(plan, width=200)
+    assert "PlannerSettings(attention=())" in " ".join(repr(plan).split())
+    assert plan.predicted_ms < on_described(half, tmp_path, attention=()).predicted_ms
+
+
+def test_by_default_no_precision_is_lost(tmp_path):
+    """No kernel for float32 computes in float32 and is faster; none is for float64."""
+    plan = on_described(step, tmp_path)
+    assert not plan.constraints.replaced
+    with jax.enable_x64(True):
+        problem = Problem(
+            batch=1,
+            queries=8,
+            keys=8,
+            heads=1,
+            kv_heads=1,
+            head_dim=8,
+            dtype="float64",
+            scale=1.0,
+        )
+        reason = refused(problem, Way("chunked"), {}, "cpu")
+    assert reason == "kernels compute in float32 at most, and it is in float64"
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
+    def asked(params, x):
+        with jax.default_matmul_precision(precision):
+            return step(params, x)
+
+    program = analyze_step(
+        flatten_step(asked, arguments()), mesh
+    ).analysis.frame.program
+    [match] = attentions(program).matches.values()
+    for one in replacements(program, match, Way("chunked")):
+        function = one.functions.stages(mesh)[0]
+        shapes = [jax.ShapeDtypeStruct(s, d) for s, d, _ in one.functions.reads[0]]
+        text = jax.jit(function).lower(*shapes).as_text()
+        assert text.count("precision = [HIGHEST, HIGHEST]") == (
+            text.count("stablehlo.dot_general") if precision == "highest" else 0
+        )
+
+
+def test_a_kernel_that_does_not_load_is_a_failed_candidate(mesh, tmp_path):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("cuDNN is not detected.")
+
+    with patch.object(chunked, "attend", refuse):
+        plan = cfp.plan(
+            half,  # What was lowered for others is remembered.
+            *arguments(),
+            mesh=mesh,
+            cache_dir=tmp_path,
+            settings=cfp.PlannerSettings(
+                attention=("chunked",), measure=True, race=False, **SETTINGS
+            ),
+        )
+    assert not plan.constraints.replaced
+    why = "chunked failed: compile_error: RuntimeError: cuDNN is not detected."
+    assert f"Attention as written: {why}" in plan_text(plan, width=200)
 
 
 def ahead(folder, *kernels):
@@ -210,7 +332,7 @@ def test_attentions_that_no_kernel_can_compute_are_told(tmp_path):
     plan = ahead(tmp_path, "cudnn")
     assert not plan.constraints.replaced
     [left] = plan.figures.left
-    assert left.reason == "no kernel that was asked for can compute it"
+    assert left.reason == "no kernel that may be used can compute it"
     text = plan_text(plan, width=200)
     assert f"Attention as written: {left.reason}" in text
     assert "Attention not by cudnn: it computes in float16" in text

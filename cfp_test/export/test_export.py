@@ -164,7 +164,7 @@ def test_a_module_is_readable(plan):
     text = python_module(loaded, loaded.sites)
     assert "('params/layers/0/up', 'float32[16,64]', P('x'), True)," in text
     assert "MESH = {'x': 4}" in text and "STATIC = (2,)" in text
-    assert len(text.splitlines()) < 500
+    assert len(text.splitlines()) < 550
     assert "import cfp" not in text and "from cfp" not in text
 
 
@@ -206,7 +206,7 @@ def test_what_a_module_cannot_say_is_refused(plan):
     with pytest.raises(PlanMismatch, match="does not say where in the step"):
         python_module(loaded, None)
     again = replace(loaded.constraints, rematerialized=(Rematerialization((0,), (1,)),))
-    with pytest.raises(PlanMismatch, match="rematerializes segments"):
+    with pytest.raises(PlanMismatch, match="made from the step"):
         python_module(replace(loaded, constraints=again), loaded.sites)
 
 

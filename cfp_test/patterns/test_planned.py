@@ -61,14 +61,16 @@ def test_where_memory_is_short_it_is_planned_raced_saved_loaded_and_applied(tmp_
         )
 
     with pytest.raises(cfp.MemoryBudgetError):
-        planned()
+        planned(cross_entropy=0)
     plan = planned(cross_entropy=8)
     with pytest.raises(cfp.MemoryBudgetError):
-        planned()  # What was compiled is remembered, and not asked for.
+        planned(cross_entropy=0)  # What was compiled is remembered, and not asked for.
     [one] = json.loads(plan.to_json())["replaced"]
     assert (one["name"], one["how"][0]) == ("cross-entropy", "vocabulary/8")
     assert plan.peak_bytes is not None and plan.peak_bytes < 1_600_000
     assert any(row.name == plan.winner and row.samples_ms for row in plan.race)
+    assert planned().constraints == plan.constraints  # Where memory is short it is
+    assert "cross-entropy in 8 parts of the vocabulary" in " ".join(repr(plan).split())
     plan.save(tmp_path / "plan.json")
     applied = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).apply(step)
     for found, right in zip(

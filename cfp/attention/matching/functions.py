@@ -68,6 +68,7 @@ class AttentionFunctions:
         reads: of the values that each stage reads.
         makes: of the values that it makes.
         stage_names: "forward" and "backward", or one of them.
+        precision: of matrix products, as JAX names it.
         jax_version: kernels and their times may depend on it.
     """
 
@@ -77,6 +78,7 @@ class AttentionFunctions:
     reads: tuple[tuple[Shaped, ...], ...]
     makes: tuple[tuple[Shaped, ...], ...]
     stage_names: tuple[str, ...]
+    precision: str = "default"
     jax_version: str = jax.__version__
 
     @property
@@ -88,7 +90,7 @@ class AttentionFunctions:
         """A function for each stage, see `cfp.program.replace`."""
         made = {"forward": self._forward, "backward": self._backward}
         return [
-            _on_mesh(made[name], mesh, number)
+            _on_mesh(made[name], mesh, number, self.precision)
             for number, name in enumerate(self.stage_names)
         ]
 
@@ -219,9 +221,10 @@ class AttentionFunctions:
         return {"bias": _spread(value, letters, names, sizes).reshape(count)}
 
 
-def _on_mesh(function: Any, mesh: Mesh, number: int) -> Any:
+def _on_mesh(function: Any, mesh: Mesh, number: int, precision: str) -> Any:
     def run(*given: jax.Array) -> list[jax.Array]:
-        return function(mesh, number, *given)
+        with jax.default_matmul_precision(precision):
+            return function(mesh, number, *given)
 
     return run
 

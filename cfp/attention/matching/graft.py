@@ -117,6 +117,8 @@ def refused(
         sizes: of the mesh's axes.
         platform: of its devices, such as "cpu" or "gpu".
     """
+    if problem.dtype == "float64":
+        return "kernels compute in float32 at most, and it is in float64"
     try:
         strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))
     except AttentionError as error:
@@ -141,6 +143,15 @@ def grafts(
     if backward is not None and partner is None:
         made.append(_replacement(program, found, meaning, way, [backward]))
     return tuple(made)
+
+
+def _precision(program: Program, found: Found) -> str:
+    """The highest precision that the products of an attention are asked for in."""
+    texts = [program.ops[op].attributes for op in (found.op, *found.dots.values())]
+    for name in ("HIGHEST", "HIGH"):
+        if any(f"precision {name}>" in text for text in texts):
+            return name.lower()
+    return "default"
 
 
 def _user(one: Pass) -> int:
@@ -182,7 +193,13 @@ def _replacement(
         )
         names.append("backward" if "dout" in one.reads else "forward")
     functions = AttentionFunctions(
-        meaning, way, heads_of(found), tuple(reads), tuple(makes), tuple(names)
+        meaning,
+        way,
+        heads_of(found),
+        tuple(reads),
+        tuple(makes),
+        tuple(names),
+        _precision(program, found),
     )
     return Replacement(NAME, found.op, tuple(stages), functions)
 

@@ -87,18 +87,22 @@ def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> 
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """A scatter's rule; one that writes to a single place keeps that dim whole.
+    """A scatter's rule; one that writes to a single place keeps indexed dims whole.
 
     XLA turns it into an update in place. Where the dim is sharded, that write may go
-    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12).
+    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12). A
+    dim that is written from end to end, as heads are in a cache of keys, has its factor
+    in the update, too, and may be sharded.
     """
     found = _SCATTER.search(str(op.attributes["scatter_dimension_numbers"]))
     dims = [int(d) for d in found.group(1).split(",")] if found else []
     if prod(indices) != len(dims):
         return rule
     written = rule.operands[: len(rule.results)]
+    updates = rule.operands[len(rule.results) + 1 :]
     indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
-    return replace(rule, fixed=rule.fixed | indexed)
+    whole = {factor for tensor in updates for dim in tensor for factor in dim}
+    return replace(rule, fixed=rule.fixed | (indexed - whole))
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:

@@ -246,6 +246,13 @@ def test_writes_to_one_place_keep_that_dim_whole():
     assert rule.results[0][0][0] not in rule.fixed
 
 
+def test_a_write_to_one_row_of_a_cache_keeps_positions_whole_and_not_heads():
+    for rule in correction("decoding", "scatter"):
+        _, length, heads, size = (dim[0] for dim in rule.results[0])
+        assert length in rule.fixed
+        assert not {heads, size} & rule.fixed
+
+
 def test_updates_of_one_place_keep_that_dim_whole():
     def update(x, piece, i):
         return jax.lax.dynamic_update_slice_in_dim(x, piece, i, 0)

@@ -196,3 +196,34 @@ def serving_step():
     cache = {"k": normal(4, 8, 8, 4, 4), "v": normal(5, 8, 8, 4, 4)}
     args = (params, cache, normal(6, 8, 16), jnp.int32(3))
     return serve, args, {"donate_argnums": (1,)}
+
+
+def decoding_step(rows=1, length=8, features=16, heads=4):
+    """Decodes a token a row, each row at a position of its own."""
+    size = features // heads
+    params = {n: normal(i, features, heads, size) for i, n in enumerate("qkv")}
+    params["o"] = normal(3, heads, size, features)
+
+    def write(cache, new, position):
+        return jax.lax.dynamic_update_slice(cache, new[None], (position, 0, 0))
+
+    def serve(p, cache, x, positions):
+        q, k, v = (jnp.einsum("bd,dhe->bhe", x, p[n]) for n in "qkv")
+        keys = jax.vmap(write)(cache["k"], k, positions)
+        values = jax.vmap(write)(cache["v"], v, positions)
+        scores = jnp.einsum("bhe,bthe->bht", q, keys)
+        seen = jnp.arange(length) <= positions[:, None, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+        out = jnp.einsum("bht,bthe->bhe", weights, values)
+        return {"k": keys, "v": values}, jnp.einsum("bhe,hed->bd", out, p["o"])
+
+    shape = (rows, length, heads, size)
+    cache = {"k": normal(4, *shape), "v": normal(5, *shape)}
+    positions = jnp.arange(3, 3 + rows, dtype=jnp.int32)
+    args = (params, cache, normal(6, rows, features), positions)
+    return serve, args, {"donate_argnums": (1,)}
+
+
+def batched_decoding_step():
+    """Decodes a token in each of several rows."""
+    return decoding_step(rows=4)

@@ -75,14 +75,18 @@ def throughput_text(found: Throughput) -> str:
     """The same in a line."""
     share = "" if found.rate_share is None else f" ({found.rate_share:.1%} of its rate)"
     parts = [
-        f"{found.model_tflop:.3g} TFLOP of the model a step",
-        f"{found.tflop_per_s:.3g} TFLOP/s on each device{share}",
+        f"{_flop_text(found.model_tflop)} of the model a step",
+        f"{_flop_text(found.tflop_per_s)}/s on each device{share}",
     ]
     if found.tokens_per_s is not None:
         parts.append(f"{found.tokens_per_s:,.0f} tokens/s")
     if found.samples_per_s is not None:
         parts.append(f"{found.samples_per_s:,.0f} samples/s")
     return "; ".join(parts)
+
+
+def _flop_text(tflop: float) -> str:
+    return f"{tflop:.3g} TFLOP" if tflop >= 0.1 else f"{1e3 * tflop:.3g} GFLOP"
 
 
 def throughput_data(plan: Plan, step_ms: float | None = None) -> dict[str, Any] | None:

@@ -105,7 +105,7 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
 def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
     plan = planned()
     line = throughput_text(throughput(plan))
-    assert "TFLOP/s on each device (" in line and "tokens/s" in line
+    assert "FLOP/s on each device (" in line and "tokens/s" in line
     flat = " ".join(short_text(plan).split())
     assert line in flat and line in " ".join(plan_text(plan).split())
     assert line in page_html(plan)
@@ -125,7 +125,7 @@ def test_plan_and_run_print_them(tmp_path):
         tmp_path,
     )
     assert (plan.code, run.code, data.code) == (0, 0, 0), plan.err + run.err
-    assert "TFLOP/s on each device" in run.out and "tokens/s" in run.out
+    assert "FLOP/s on each device" in run.out and "tokens/s" in run.out
     found = json.loads(data.out)
     assert found["throughput"]["step_ms"] == found["median_ms"]
 

@@ -91,6 +91,14 @@ def figures(name):
 
 def test_the_readme_says_the_range_of_all_results():
     text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    found = figures("ranges_h200_202611")
+    assert f"links without P2P {found['p2p_off']} of the best preset's time" in text
+    assert f"NVLink {found['nvlink']}, within a memory budget {found['budget']}" in text
+
+
+def test_a_guide_says_the_range_of_all_results():
+    page = ROOT / "docs" / "performance.md"
+    text = re.sub(r"\s+", " ", page.read_text())
     found, whole = figures("ranges_h200_202611"), figures("full_models_h200x2_202611")
     for said in (
         f"P2P off {found['p2p_off']} of the best preset",

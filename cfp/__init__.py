@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PlanFileError,
         PlanMismatch,
         ProcessError,
+        SettingsError,
         StepNotTraceable,
         TargetError,
     )
@@ -53,6 +54,7 @@ _HOMES = {
         "CfpError",
         "CompilerError",
         "DeviceError",
+        "SettingsError",
         "MemoryBudgetError",
         "MeshError",
         "PinError",
@@ -88,6 +90,7 @@ __all__ = [
     "PlanMismatch",
     "PlannerSettings",
     "ProcessError",
+    "SettingsError",
     "StepNotTraceable",
     "TargetError",
     "Variant",

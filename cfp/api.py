@@ -33,7 +33,7 @@ from cfp.profiling.interrupts import heeded
 from cfp.profiling.store import store_path
 from cfp.program.callbacks import host_calls
 from cfp.program.calling import check_keywords
-from cfp.program.meaning import meaning
+from cfp.program.meaning import check_settings, meaning, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.report.figures import with_figures
 from cfp.report.progress import shown
@@ -176,7 +176,9 @@ def find_plan(
     settings: PlannerSettings | None = None,
 ) -> Found:
     """All passes, for a step over flat arguments; see :func:`plan`."""
-    with heeded(cache_dir), together(agreement_of(mesh).alone):
+    check_settings()
+    alone = agreement_of(mesh).alone
+    with heeded(cache_dir), together(alone), unchecked():
         return _find_plan(
             step,
             mesh=mesh,

@@ -100,6 +100,10 @@ class AttentionError(CfpError):
     """An attention cannot be computed as it was asked for."""
 
 
+class SettingsError(CfpError):
+    """JAX is configured in a way that cfp cannot plan or compile under."""
+
+
 class DeviceError(CfpError):
     """A device is missing, busy, or failed while it was measured."""
 

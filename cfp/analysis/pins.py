@@ -17,8 +17,9 @@ def resolve_pins(
 ) -> dict[int, Spec]:
     """Turns pinned paths into shardings by argument position.
 
-    A pattern is a glob over an argument's path (``state/params/*/kernel``) or over
-    the end of it, from any ``/`` on. Where several patterns match, the last wins.
+    A pattern is an argument's path as cfp writes it, or a glob over that
+    (``state/params/*/kernel``), or either for the end of it, from any ``/`` on. Where
+    several patterns match, the last wins.
 
     Args:
         pins: shardings by pattern.
@@ -46,11 +47,11 @@ def resolve_pins(
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """Whether a glob fits a path or the end of it."""
+    """True if a pattern is a path or the end of it, as it stands there, or its glob."""
     parts = path.split("/")
-    return any(
-        fnmatchcase("/".join(parts[start:]), pattern) for start in range(len(parts))
-    )
+    ends = ["/".join(parts[start:]) for start in range(len(parts))]
+    # A path may have brackets, which a glob takes for one of several letters.
+    return any(end == pattern or fnmatchcase(end, pattern) for end in ends)
 
 
 def _fit(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -121,6 +122,13 @@ class Plan:
 
     def __repr__(self) -> str:
         return short_text(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """A copy with the same step, devices and executables."""
+        shared = ("mesh", "step", "out_tree", "raced", "tuned")
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        copied = {k: v if k in shared else deepcopy(v, memo) for k, v in values.items()}
+        return replace(self, **copied)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the small form of the page of ``cfp show --html``."""

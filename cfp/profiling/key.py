@@ -22,6 +22,7 @@ import jax
 from cfp.errors import DeviceError, compose
 from cfp.profiling.processes import Agreement, mocked_topology
 from cfp.profiling.topology import gpu_parts
+from cfp.program.meaning import compiler_settings
 
 Parts = tuple[tuple[str, str], ...]
 
@@ -42,6 +43,12 @@ _ALLOCATOR_VARIABLES = (
     "XLA_PYTHON_CLIENT_ALLOCATOR",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+# CUDA's and its libraries', that choose kernels, or how many queues there are.
+_CUDA_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
 )
 _SHOWN_CHARACTERS = 60
 # Of a host, and so not the same for all processes of a program.
@@ -163,6 +170,8 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         "xla_flags": normalise_xla_flags(os.environ.get("XLA_FLAGS", "")),
         **configuration(),
     }
+    if settings := compiler_settings():
+        parts["jax_settings"] = shlex.join(f"{name}={text}" for name, text in settings)
     if topology := mocked_topology():
         # Such times are of the computation alone.
         parts["mocked"] = topology
@@ -173,6 +182,8 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
             # What NCCL logs, and where to, changes no time.
             if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG")
         )
+        if cuda := _variables(_CUDA_VARIABLES):
+            parts["cuda"] = cuda
         # These decide what runs out of memory, and what an allocation costs.
         parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
         parts |= gpu_parts([d.local_hardware_id for d in devices if _is_here(d)])

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import jax
 
 from cfp.profiling.key import GPU_PLATFORMS
+from cfp.program.meaning import unchecked
 
 _MOST_THREADS = 24
 _X64_SETTING = "jax_enable_x64"
@@ -55,7 +56,7 @@ def with_settings(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with jax.enable_x64(x64):
+        with jax.enable_x64(x64), unchecked():
             return function(*args, **kwargs)
 
     return wrapped

@@ -9,26 +9,35 @@ setting by its public name takes a thousand times as long (0.17 ms, against 0.00
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src.config import trace_context
 
+from cfp.errors import SettingsError
+
 # What JAX leaves out of that tuple although it changes what runs: the kind of random
-# keys, checks of what was computed, and how the compiler works.
-_ALSO = (
-    "jax_compiler_enable_remat_pass",
-    "jax_debug_infs",
-    "jax_debug_nans",
-    "jax_default_prng_impl",
-    "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort",
-    "jax_memory_fitting_level",
-    "jax_optimization_level",
-)
+# keys, and how the compiler works, with what JAX 0.10.2 to 0.12 has by default. Other
+# settings change what is traced, which fingerprints are of, or only what is reported.
+_ALSO = {
+    "jax_compiler_enable_remat_pass": "True",
+    "jax_cpu_enable_async_dispatch": "True",
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_most_optimizations": "False",
+    "jax_enable_pgle": "False",
+    "jax_exec_time_optimization_effort": "0.0",
+    "jax_memory_fitting_effort": "0.0",
+    "jax_memory_fitting_level": "O2",
+    "jax_no_execution": "False",
+    "jax_optimization_level": "UNKNOWN",
+    "jax_pgle_profiling_runs": "3",
+    "jax_xla_profile_version": "0",
+}
 
 
 def meaning() -> Hashable:
@@ -36,9 +45,73 @@ def meaning() -> Hashable:
     return trace_context(), _others()(jax.config)
 
 
-def compiler_settings() -> tuple[tuple[str, Any], ...]:
-    """Settings, by name, that compiled programs depend on beside their modules."""
-    return tuple((n, getattr(jax.config, n)) for n in _ALSO if hasattr(jax.config, n))
+def compiler_settings() -> tuple[tuple[str, str], ...]:
+    """Settings that compiled programs depend on beside their modules.
+
+    By name, and only those that are not as JAX has them by default.
+    """
+    # Some are no attributes of the configuration.
+    values = jax.config.values
+    found = {
+        name: str(getattr(jax.config, name, values.get(name, usual)))
+        for name, usual in _ALSO.items()
+    }
+    return tuple((name, text) for name, text in found.items() if text != _ALSO[name])
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Turns JAX's checks for NaN and infinity off, in this thread.
+
+    Under them JAX donates no memory, and looks at all that a program returns: what is
+    measured on made-up numbers would take other time and memory, or fail.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
+    """Looks for NaN and infinity as far as `jax_debug_nans` and `jax_debug_infs` say.
+
+    Args:
+        results: by path.
+
+    Raises:
+        FloatingPointError: it names the first that has one.
+    """
+    settings = (("NaN", "nans", jnp.isnan), ("infinity", "infs", jnp.isinf))
+    for name, short, test in settings:
+        if not getattr(jax.config, f"jax_debug_{short}"):
+            continue
+        for path, result in results:
+            inexact = jnp.issubdtype(result.dtype, jnp.inexact)
+            if inexact and bool(test(result).any()):
+                raise FloatingPointError(
+                    f"Result {path} of the step has {name} (jax_debug_{short} is on). "
+                    "To see the operation that makes it, call the step by itself, "
+                    "in jax.jit, with the same arguments."
+                )
+
+
+def check_settings() -> None:
+    """Refuses a configuration of JAX under which nothing can be planned or compiled.
+
+    Raises:
+        SettingsError: it names the setting.
+    """
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        raise SettingsError(
+            "jax_use_shardy_partitioner is off (JAX_USE_SHARDY_PARTITIONER=0, or "
+            "jax.config.update), and cfp shards programs by Shardy. Unset the "
+            'variable, or call jax.config.update("jax_use_shardy_partitioner", True).'
+        )
+    if getattr(jax.config, "jax_disable_jit", False):
+        raise SettingsError(
+            "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), so that "
+            "nothing is traced or compiled, and cfp shards what is compiled. To debug "
+            "the step call it by itself; leave jax.disable_jit() to plan it, or to run "
+            "it under a plan."
+        )
 
 
 @lru_cache(maxsize=1)

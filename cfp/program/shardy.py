@@ -72,6 +72,16 @@ def calls_host(op: ir.Operation) -> bool:
     return "callback" in ir.StringAttr(op.attributes["call_target_name"]).value
 
 
+def inspects_sharding(module: ir.Module) -> bool:
+    """True if JAX is to show how a value inside of the module is sharded."""
+    return any(
+        op.name == "stablehlo.custom_call"
+        and ir.StringAttr(op.attributes["call_target_name"]).value == "InspectSharding"
+        for function in functions(module.operation)
+        for op in walk(function)
+    )
+
+
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
     """The ops that a :class:`~cfp.program.graph.Program` counts, in its order."""
     found: list[ir.Operation] = []

@@ -32,6 +32,7 @@ from cfp.program.calling import (
 )
 from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
+from cfp.program.meaning import check_settings
 from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
@@ -201,6 +202,7 @@ class FlatStep:
             StepNotTraceable: JAX cannot trace the function, or what it changes in
                 place would be lost.
         """
+        check_settings()
         around = in_place.Surroundings(self.fn)
         try:
             traced = traced_with_callbacks(self.flat_fn, self.avals)
@@ -351,6 +353,13 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     Raises:
         StepNotTraceable: it is no array.
     """
+    if isinstance(leaf, jax.Ref):
+        raise StepNotTraceable(
+            f"Argument {name!r} is a jax.Ref, which the step changes in place; cfp "
+            "shards steps that return what is new. Pass the array in it (ref[...]), "
+            "make the Ref inside the step (jax.new_ref), and return its last value "
+            "(jax.freeze)."
+        )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     if isinstance(leaf, jax.Array):

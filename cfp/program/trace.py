@@ -26,6 +26,7 @@ from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
 from cfp.program.given import given_bytes
 from cfp.program.graph import Program
+from cfp.program.meaning import check_settings
 from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
@@ -40,6 +41,7 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     Raises:
         MeshError: it has no axis of size above one.
     """
+    check_settings()
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"Expected a jax.sharding.Mesh, got {type(mesh).__name__}. "
@@ -113,6 +115,7 @@ def lower_step(
         StepNotTraceable: JAX cannot trace the function, or not lower it for several
             devices.
     """
+    check_settings()
     out_avals, out_tree = tree_flatten(step.traced.out_info)
     alarm = Alarm()
     mesh = in_shardings[0].mesh if in_shardings else None
@@ -151,6 +154,12 @@ def lower_step(
     assert module is not None, "JAX lowers to StableHLO"
     if shardy.argument_count(module) > len(step.avals):  # tokens that keep the order
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
+    if shardy.inspects_sharding(module):
+        raise StepNotTraceable(
+            "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
+            "sharding is chosen yet. Leave the call out: plan.explain() and cfp show "
+            "PLAN --explain say how values inside of the step are sharded."
+        )
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, tuple(out_avals), erased, alarm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_leaves, tree_unflatten
+from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
@@ -22,6 +23,7 @@ from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.graph import Program
+from cfp.program.meaning import check_numbers, unchecked
 from cfp.program.misfit import misfit, uneven
 from cfp.program.outline import Outline, other_program
 from cfp.program.replace import erase_unread
@@ -90,14 +92,20 @@ class CompiledStep:
     def run(self, look: Look) -> Any:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
+        is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         try:
-            results = self.compiled(*placed.leaves)
+            with unchecked() if is_checked else nullcontext():
+                results = self.compiled(*placed.leaves)
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):  # JAX does not say which argument.
                 self.dispatch.check_there(placed.leaves)
             raise
         self.dispatch.remember(placed, results)
         made = tree_unflatten(self.out_tree, results)
+        if is_checked:
+            check_numbers(
+                [(keystr(path), x) for path, x in tree_leaves_with_path(made)]
+            )
         if self.alarm is not None:
             jax.block_until_ready(made)
             jax.effects_barrier()
@@ -156,6 +164,7 @@ def lower_planned(
 _BY_CALLBACK = "CustomSPMDPartitioning"
 
 
+@unchecked()
 def compile_step(
     step: FlatStep,
     mesh: Mesh,

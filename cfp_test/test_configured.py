@@ -64,7 +64,6 @@ def test_without_shardy_nothing_is_planned_nor_stored(how, configured, tmp_path)
             assert not list(store)
 
 
-@pytest.mark.explained("A setting of JAX is in the way")
 def test_without_jit_nothing_is_planned(how):
     with jax.disable_jit(), pytest.raises(cfp.SettingsError, match="by itself"):
         cfp.parallelize(step, **how)(WEIGHTS, X)
@@ -110,7 +109,6 @@ def test_steps_that_look_at_shardings_are_refused(how):
         cfp.plan(looking, WEIGHTS, X, **how)
 
 
-@pytest.mark.explained("The step looks at its own shardings, or takes a jax.Ref")
 def test_references_are_refused(how):
     def adding(total, x):
         total[...] += x

@@ -44,6 +44,7 @@ from cfp.program.calling import sequence
 from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
+from cfp.program.memory import in_memory
 from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
@@ -149,6 +150,7 @@ class Plan:
             NamedSharding(self._on_mesh(), partition_spec(spec, len(aval.shape)))
             for spec, aval in zip(self.arg_specs, step.avals, strict=True)
         ]
+        leaves = in_memory(leaves, step.memory_kinds)
         return without_fixed(tree_unflatten(step.in_tree, leaves)[0])
 
     @property
@@ -160,6 +162,7 @@ class Plan:
             NamedSharding(mesh, partition_spec(spec, len(result.shape)))
             for spec, result in zip(self.output_specs, results, strict=True)
         ]
+        leaves = in_memory(leaves, step.result_memory_kinds)
         return without_fixed(tree_unflatten(self.out_tree, leaves))
 
     def bind(

@@ -45,6 +45,7 @@ class InputKind:
       count: of integers that pick something, out of how many; 0 for others.
       given: the bytes of its value, if the caller gave one; otherwise empty.
       key: the name of its kind of random keys, if it is one; else empty.
+      memory: of the host that it is in, if it is; else empty.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class InputKind:
     count: int = 0
     given: bytes = b""
     key: str = ""
+    memory: str = ""
 
 
 def input_kinds(
@@ -64,6 +66,8 @@ def input_kinds(
     positive = above_zero(program, part.ops)
     picking = counts(program, part.ops)
     given = dict(zip(program.args, program.given, strict=False))
+    types = signature(program, part)
+    memories = types.memory[0] or ("",) * len(avals)
     return tuple(
         InputKind(
             array.shape,
@@ -73,9 +77,10 @@ def input_kinds(
             picking.get(value, 0) if jnp.issubdtype(array.dtype, jnp.integer) else 0,
             given.get(value, b""),
             key_name(seen.dtype) if is_key(seen.dtype) else "",
+            memory,
         )
-        for value, array, seen, spec in zip(
-            part.inputs, avals, signature(program, part).inputs, specs, strict=True
+        for value, array, seen, memory, spec in zip(
+            part.inputs, avals, types.inputs, memories, specs, strict=True
         )
     )
 
@@ -120,6 +125,8 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
         made = jax.eval_shape(partial(_made, kind))
         # Inside of a program keys have dims that JAX does not show.
         sharding = NamedSharding(mesh, partition_spec(kind.spec, len(made.shape)))
+        if kind.memory:
+            sharding = sharding.with_memory_kind(kind.memory)
         lowered = jax.jit(partial(_made, kind), out_shardings=sharding).lower()
     return lowered.compile(compiler_options=dict(_UNTUNED) if is_gpu else None)
 

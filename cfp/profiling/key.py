@@ -50,6 +50,7 @@ _CUDA_VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
+_PRNG_IMPL = "jax_default_prng_impl"  # Has a part of its own.
 _SHOWN_CHARACTERS = 60
 # Of a host, and so not the same for all processes of a program.
 _OF_A_HOST = frozenset(
@@ -170,8 +171,9 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
         "xla_flags": normalise_xla_flags(os.environ.get("XLA_FLAGS", "")),
         **configuration(),
     }
-    if settings := compiler_settings():
-        parts["jax_settings"] = shlex.join(f"{name}={text}" for name, text in settings)
+    settings = [f"{n}={text}" for n, text in compiler_settings() if n != _PRNG_IMPL]
+    if settings:
+        parts["jax_settings"] = shlex.join(settings)
     if topology := mocked_topology():
         # Such times are of the computation alone.
         parts["mocked"] = topology
@@ -285,7 +287,7 @@ def configuration() -> dict[str, str]:
     return {
         "matmul_precision": _setting("jax_default_matmul_precision"),
         "enable_x64": _setting("jax_enable_x64"),
-        "prng_impl": _setting("jax_default_prng_impl"),
+        "prng_impl": _setting(_PRNG_IMPL),
         "threefry_partitionable": _setting("jax_threefry_partitionable"),
     }
 

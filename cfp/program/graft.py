@@ -24,7 +24,7 @@ from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
-from cfp.program.signature import aval, shardings, signature
+from cfp.program.signature import aval, signature
 
 __all__ = [
     "Constraints",
@@ -51,7 +51,8 @@ def lower_part(
 ) -> jax.stages.Lowered:
     """Makes a part of a program ready to compile by itself.
 
-    Calls of the host are left out; what they return is zero.
+    Calls of the host are left out; what they return is zero. What is in the memory of
+    the host is there in a whole program, and on the devices in a part of one.
 
     Args:
         program: the program.
@@ -62,11 +63,7 @@ def lower_part(
         donated: positions of inputs whose memory the part may overwrite.
     """
     types = signature(program, part)
-    lowered = types.lower(
-        in_shardings=shardings(mesh, in_specs, types.inputs),
-        out_shardings=shardings(mesh, out_specs, types.outputs),
-        donate_argnums=tuple(donated),
-    )
+    lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     cut = _excerpt(program, part)
@@ -79,6 +76,8 @@ def lower_part(
             erase_unread(module)
         for function in shardy.functions(module.operation):
             _silence_callbacks(function)
+            if not part.is_whole(program):
+                _leave_in_place(function)
         module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
     return lowered
 
@@ -167,6 +166,17 @@ def _silence_callbacks(function: ir.Operation) -> None:
                 )
                 result.replace_all_uses_with(zero.results[0])
         op.erase()
+
+
+def _leave_in_place(function: ir.Operation) -> None:
+    """Takes out what moves values between the memory of the host and the device's.
+
+    A part takes and gives everything in the device's memory.
+    """
+    for op in list(shardy.walk(function)):
+        if shardy.moves_to_memory(op):
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
 
 
 def _zeros(kind: ir.Type) -> ir.Attribute:

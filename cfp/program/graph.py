@@ -127,6 +127,7 @@ class Program:
             predicate or a scalar; empty for all others, and if there is no example.
         arg_avals, output_avals: types of arguments and results as JAX shows them, which
             say more than the program's: keys of random numbers, and weak types.
+        arg_memory, output_memory: the memory of the host that each is in, or "".
     """
 
     values: tuple[Value, ...]
@@ -144,6 +145,8 @@ class Program:
     given: tuple[bytes, ...] = ()
     arg_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     output_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    arg_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    output_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:

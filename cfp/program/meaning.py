@@ -70,6 +70,12 @@ def unchecked() -> Iterator[None]:
         yield
 
 
+def checks_numbers() -> bool:
+    """True if JAX is to look for NaN or infinity in what programs return."""
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
+
+
 def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
     """Looks for NaN and infinity as far as `jax_debug_nans` and `jax_debug_infs` say.
 

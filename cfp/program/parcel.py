@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from cfp.program.graph import Spec
-from cfp.program.signature import Signature, is_key, key_name, shardings
+from cfp.program.signature import Signature, is_key, key_name
 
 
 class WrongPlace(Exception):
@@ -36,6 +36,7 @@ class Parcel:
         module: StableHLO, as bytecode of MLIR. Only the version of JAX that wrote it
             is sure to read it.
         inputs, outputs: their types.
+        memory: of the host that they are in; see `Signature`.
         in_specs, out_specs: their shardings.
         donated: positions of inputs whose memory the program may overwrite.
         axes: names and sizes of the mesh's axes.
@@ -46,6 +47,7 @@ class Parcel:
     module: bytes
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
+    memory: tuple[tuple[str, ...], tuple[str, ...]]
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
     donated: tuple[int, ...]
@@ -93,6 +95,7 @@ def pack(
         module=buffer.getvalue(),
         inputs=tuple(map(_array, types.inputs)),
         outputs=tuple(map(_array, types.outputs)),
+        memory=types.memory,
         in_specs=tuple(in_specs),
         out_specs=tuple(out_specs),
         donated=tuple(donated),
@@ -114,12 +117,10 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
             f"{parcel.jax_version}"
         )
 
-    types = Signature(*(tuple(map(_aval, s)) for s in (parcel.inputs, parcel.outputs)))
-    lowered = types.lower(
-        in_shardings=shardings(mesh, parcel.in_specs, types.inputs),
-        out_shardings=shardings(mesh, parcel.out_specs, types.outputs),
-        donate_argnums=parcel.donated,
-    )
+    inputs, outputs = (tuple(map(_aval, s)) for s in (parcel.inputs, parcel.outputs))
+    types = Signature(inputs, outputs, parcel.memory)
+    where = types.shardings(mesh, parcel.in_specs, parcel.out_specs)
+    lowered = types.lower(*where, parcel.donated)
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     with module.context, ir.Location.unknown():

@@ -72,6 +72,14 @@ def calls_host(op: ir.Operation) -> bool:
     return "callback" in ir.StringAttr(op.attributes["call_target_name"]).value
 
 
+def moves_to_memory(op: ir.Operation) -> bool:
+    """True if an op moves a value to the memory of the host, or to the device's."""
+    if op.name != "stablehlo.custom_call":
+        return False
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    return target == "annotate_device_placement"
+
+
 def inspects_sharding(module: ir.Module) -> bool:
     """True if JAX is to show how a value inside of the module is sharded."""
     return any(

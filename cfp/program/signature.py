@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.program.constrain import partition_spec
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.graph import Program, Spec
+from cfp.program.memory import in_memory, placed_avals
 from cfp.program.part import Part
 
 Avals = tuple[jax.ShapeDtypeStruct, ...]
@@ -27,22 +28,49 @@ Avals = tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Types of a program's inputs and outputs, in their order."""
+    """Types of a program's inputs and outputs, in their order.
+
+    Attributes:
+        inputs, outputs: the types.
+        memory: of the inputs and of the outputs, the memory of the host that each is
+            in, or ""; empty if none is.
+    """
 
     inputs: Avals
     outputs: Avals
+    memory: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
-    def lower(self, **options: Any) -> jax.stages.Lowered:
-        """Lowers a function of these types, whose body is to be replaced.
+    def shardings(
+        self, mesh: Mesh, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
+    ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+        """Specs as shardings of the inputs, and of the outputs."""
+        ins, outs = self.memory
+        return (
+            in_memory(shardings(mesh, in_specs, self.inputs), ins),
+            in_memory(shardings(mesh, out_specs, self.outputs), outs),
+        )
 
-        Args:
-            options: of `jax.jit`.
-        """
+    def lower(
+        self,
+        in_shardings: Sequence[NamedSharding] | None = None,
+        out_shardings: Sequence[NamedSharding] | None = None,
+        donate_argnums: Sequence[int] = (),
+    ) -> jax.stages.Lowered:
+        """Lowers a function of these types, whose body is to be replaced."""
 
         def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(map(_zero, self.outputs))
 
-        return jax.jit(stand_in, keep_unused=True, **options).lower(*self.inputs)
+        if in_shardings is None or out_shardings is None:
+            return jax.jit(stand_in, keep_unused=True).lower(*self.inputs)
+        jitted = jax.jit(
+            stand_in,
+            keep_unused=True,
+            in_shardings=tuple(in_shardings),
+            out_shardings=tuple(out_shardings),
+            donate_argnums=tuple(donate_argnums),
+        )
+        return jitted.lower(*placed_avals(self.inputs, in_shardings))
 
 
 def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
@@ -54,7 +82,8 @@ def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
 def signature(program: Program, part: Part) -> Signature:
     """Types of a part's inputs and outputs; of a whole program those of its step."""
     if part.is_whole(program) and program.arg_avals:
-        return Signature(program.arg_avals, program.output_avals)
+        memory = (program.arg_memory, program.output_memory)
+        return Signature(program.arg_avals, program.output_avals, memory)
     return Signature(
         tuple(aval(program, v) for v in part.inputs),
         tuple(aval(program, v) for v in part.outputs),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jax.tree_util import (
     tree_flatten,
     tree_flatten_with_path,
@@ -33,6 +34,7 @@ from cfp.program.calling import (
 from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
 from cfp.program.meaning import check_settings
+from cfp.program.memory import in_memory, memory_kind, placed_avals, result_memory_kinds
 from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
@@ -59,6 +61,8 @@ class FlatStep:
         static: static arguments, by position or keyword.
         examples: leaves whose values are measured with, see `cfp.program.given`; None
             for all others.
+        memory_kinds: for each argument leaf the memory of the host that it is in, or
+            "" for the device's.
     """
 
     fn: Callable[..., Any]
@@ -68,6 +72,12 @@ class FlatStep:
     in_tree: Any
     static: tuple[tuple[int | str, Any], ...]
     examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    memory_kinds: tuple[str, ...] = ()
+
+    @cached_property
+    def result_memory_kinds(self) -> tuple[str, ...]:
+        """For each result leaf the memory of the host that it is in, or ""."""
+        return result_memory_kinds(self.traced.jaxpr.jaxpr)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure.
@@ -205,7 +215,11 @@ class FlatStep:
         check_settings()
         around = in_place.Surroundings(self.fn)
         try:
-            traced = traced_with_callbacks(self.flat_fn, self.avals)
+            here = SingleDeviceSharding(jax.devices()[0])
+            avals = placed_avals(
+                self.avals, in_memory([here] * len(self.avals), self.memory_kinds)
+            )
+            traced = traced_with_callbacks(self.flat_fn, avals)
         except Exception as error:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(
@@ -294,13 +308,14 @@ def flatten_step(
             )
     dynamic = fixed(dynamic_part(args, kwargs, static))
     in_tree = tree_structure(dynamic)
-    avals, arg_names, donated, examples = [], [], [], []
+    avals, arg_names, donated, examples, memory_kinds = [], [], [], [], []
     for key, name, leaf in _named_leaves(fn, dynamic, static):
         arg_names.append(name)
         donated.append(key in donate)
         avals.append(abstract(leaf, name))
         _check_width(avals[-1].dtype, name)
         examples.append(leaf if may_be_given(leaf) else None)
+        memory_kinds.append(memory_kind(leaf))
     return FlatStep(
         fn,
         tuple(avals),
@@ -309,6 +324,7 @@ def flatten_step(
         in_tree,
         tuple(static.items()),
         tuple(examples),
+        tuple(memory_kinds),
     )
 
 

@@ -27,6 +27,7 @@ from cfp.program.callbacks import Alarm, guarded
 from cfp.program.given import given_bytes
 from cfp.program.graph import Program
 from cfp.program.meaning import check_settings
+from cfp.program.memory import in_memory, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.step import FlatStep
@@ -117,6 +118,12 @@ def lower_step(
     """
     check_settings()
     out_avals, out_tree = tree_flatten(step.traced.out_info)
+    in_shardings = in_memory(in_shardings, step.memory_kinds)
+    if any(kinds := step.result_memory_kinds):
+        if isinstance(out_shardings, NamedSharding):
+            out_shardings = [out_shardings] * len(kinds)
+        out_shardings = [*in_memory(out_shardings, kinds)]
+    avals = placed_avals(step.avals, in_shardings)
     alarm = Alarm()
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)
@@ -131,13 +138,13 @@ def lower_step(
     replay.__name__ = replay.__qualname__ = step.flat_fn.__name__
     jitted = jax.jit(
         replay,
-        in_shardings=tuple(in_shardings),
+        in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=tuple(i for i, d in enumerate(step.donated) if d),
         keep_unused=True,
     )
     try:
-        lowered = jitted.trace(*step.avals).lower(
+        lowered = jitted.trace(*avals).lower(
             lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
             _private_parameters=lowering_parameters(mesh),
         )
@@ -202,7 +209,13 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
         jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
         for made in step.traced.jaxpr.out_avals
     )
-    return replace(program, arg_avals=step.avals, output_avals=results)
+    return replace(
+        program,
+        arg_avals=step.avals,
+        output_avals=results,
+        arg_memory=step.memory_kinds,
+        output_memory=step.result_memory_kinds,
+    )
 
 
 def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:

@@ -23,7 +23,8 @@ from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released, without_fixed
 from cfp.program.graft import Constraints, constrain, partition_spec
 from cfp.program.graph import Program
-from cfp.program.meaning import check_numbers, unchecked
+from cfp.program.meaning import check_numbers, checks_numbers, unchecked
+from cfp.program.memory import in_memory
 from cfp.program.misfit import misfit, uneven
 from cfp.program.outline import Outline, other_program
 from cfp.program.replace import erase_unread
@@ -92,7 +93,7 @@ class CompiledStep:
     def run(self, look: Look) -> Any:
         """Runs the step on flat arguments that were looked at."""
         placed = self.dispatch.place(look)
-        is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        is_checked = checks_numbers()
         try:
             with unchecked() if is_checked else nullcontext():
                 results = self.compiled(*placed.leaves)
@@ -268,7 +269,10 @@ def _shardings(
         NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
         for spec, aval in zip(output_specs, results, strict=True)
     )
-    return ins, outs
+    return (
+        in_memory(ins, step.memory_kinds),
+        in_memory(outs, step.result_memory_kinds),
+    )
 
 
 def _lowered(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.profiling.builder import Built, Job
 from cfp.program.graft import Constraints
 from cfp.program.graph import Program
-from cfp.program.signature import Signature, shardings, signature
+from cfp.program.signature import Signature, signature
 from cfp.program.step import FlatStep
 
 
@@ -63,7 +63,7 @@ class Raced:
             and job.constraints == constraints
             and dict(job.options) == dict(options)
             and types == signature(program, job.part)
-            and shardings(self.mesh, job.in_specs, types.inputs) == tuple(ins)
-            and shardings(self.mesh, job.out_specs, types.outputs) == tuple(outs)
+            and types.shardings(self.mesh, job.in_specs, job.out_specs)
+            == (tuple(ins), tuple(outs))
             and set(job.donated) == {i for i, given in enumerate(step.donated) if given}
         )

@@ -1,0 +1,68 @@
+"""Memory of the host that arguments and results of a step may be in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.sharding import Sharding
+
+# The memory that JAX means by `jax.memory.Space.Host`.
+HOST = "pinned_host"
+_OF_THE_HOST = (HOST, "unpinned_host")
+
+_S = TypeVar("_S", bound=Sharding)
+
+
+def memory_kind(leaf: Any) -> str:
+    """The memory of the host that an array is in, or is to be; "" for the device's."""
+    return _host_kind(getattr(leaf, "sharding", None))
+
+
+def result_memory_kinds(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """For each result the memory of the host that it is in, or "".
+
+    JAX has it in types, but for what a jax.jit inside puts there by its out_shardings.
+    """
+    put: dict[int, str] = {}
+    for eqn in jaxpr.eqns:
+        if (shardings := eqn.params.get("out_shardings")) is not None:
+            inner = result_memory_kinds(eqn.params["jaxpr"].jaxpr)
+            for var, sharding, kind in zip(eqn.outvars, shardings, inner, strict=True):
+                put[id(var)] = _host_kind(sharding) or kind
+    spaces = [getattr(var.aval, "memory_space", None) for var in jaxpr.outvars]
+    return tuple(
+        HOST if space == jax.memory.Space.Host else put.get(id(var), "")
+        for var, space in zip(jaxpr.outvars, spaces, strict=True)
+    )
+
+
+def _host_kind(sharding: Any) -> str:
+    kind = getattr(sharding, "memory_kind", None)
+    return kind if kind in _OF_THE_HOST else ""
+
+
+def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
+    """Shardings in these kinds of memory; without any kinds, as they are."""
+    if not any(kinds):
+        return tuple(shardings)
+    return tuple(
+        sharding.with_memory_kind(kind) if kind else sharding
+        for sharding, kind in zip(shardings, kinds, strict=True)
+    )
+
+
+def placed_avals(
+    avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types; those in the memory of the host with shardings, which tell JAX so."""
+    return tuple(
+        jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+        )
+        if sharding.memory_kind in _OF_THE_HOST
+        else aval
+        for aval, sharding in zip(avals, shardings, strict=True)
+    )

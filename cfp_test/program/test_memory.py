@@ -1,0 +1,144 @@
+"""State in the memory of the host stays there, as it does without cfp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cfp
+from cfp.program.graft import Constraints, lower_part
+from cfp.program.part import cut_part
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+
+HOST, Space = "pinned_host", jax.memory.Space
+SETTINGS = cfp.PlannerSettings(per_kind=1, in_context=False)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh(
+        (2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+
+def state_on(mesh):
+    weights = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    everywhere = NamedSharding(mesh, P())
+    return {
+        "momentum": jax.device_put(0 * weights, everywhere.with_memory_kind(HOST)),
+        "weights": jax.device_put(weights, everywhere),
+    }
+
+
+def data():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), jnp.float32)
+
+
+def update(weights, momentum, x):
+    def loss(weights):
+        return jnp.mean((jnp.tanh(x @ weights) @ weights.T - x) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    momentum = 0.9 * momentum + gradient
+    return weights - 0.1 * momentum, momentum, value
+
+
+def to_spaces(mesh):
+    def step(state, x):
+        momentum = jax.device_put(state["momentum"], Space.Device)
+        weights, momentum, loss = update(state["weights"], momentum, x)
+        return {
+            "momentum": jax.device_put(momentum, Space.Host),
+            "weights": weights,
+        }, loss
+
+    return step
+
+
+def to_shardings(mesh):
+    device = NamedSharding(mesh, P())
+
+    def step(state, x):
+        momentum = jax.device_put(state["momentum"], device)
+        weights, momentum, loss = update(state["weights"], momentum, x)
+        host = device.with_memory_kind(HOST)
+        return {"momentum": jax.device_put(momentum, host), "weights": weights}, loss
+
+    return step
+
+
+def by_jit(mesh):
+    """A jax.jit whose shardings say where state is."""
+    device = NamedSharding(mesh, P())
+    state = {"momentum": device.with_memory_kind(HOST), "weights": device}
+
+    def step(state, x):
+        momentum = jax.device_put(state["momentum"], Space.Device)
+        weights, momentum, loss = update(state["weights"], momentum, x)
+        return {"momentum": momentum, "weights": weights}, loss
+
+    return jax.jit(step, in_shardings=(state, device), out_shardings=(state, device))
+
+
+@pytest.mark.parametrize("make", [to_spaces, to_shardings, by_jit])
+@pytest.mark.parametrize("preset", ["fully_sharded", None])
+def test_state_in_the_memory_of_the_host_comes_back_there(make, preset, mesh, tmp_path):
+    step, x = make(mesh), data()
+    run = cfp.parallelize(
+        step,
+        mesh=mesh,
+        preset=preset,
+        cache_dir=tmp_path,
+        settings=SETTINGS,
+        quiet=True,
+        donate_argnums=0 if make is not by_jit else (),
+    )
+    plain = step if make is by_jit else jax.jit(step)
+    found, wanted = state_on(mesh), state_on(mesh)
+    for _ in range(3):
+        found, loss = run(found, x)
+        wanted, expected = plain(wanted, x)
+        for name, kind in (("momentum", HOST), ("weights", "device")):
+            assert found[name].sharding.memory_kind == kind
+            assert wanted[name].sharding.memory_kind == kind
+            np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    plan = run.plan
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, found)
+    assert plan.out_shardings[0] == shardings == plan.in_shardings[0]
+    assert plan.raced is not None and plan.compile_bound().raced
+
+
+def test_what_is_on_the_device_is_put_where_the_step_takes_it(mesh, tmp_path):
+    step, x = to_spaces(mesh), data()
+    state = state_on(mesh)
+    how = {"mesh": mesh, "preset": "fully_sharded", "cache_dir": tmp_path}
+    plan = cfp.plan(step, state, x, settings=SETTINGS, quiet=True, **how)
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.bind(step, state, x).in_shardings == plan.in_shardings
+    run = loaded.compile(step, state, x)
+    on_device = jax.device_put(
+        state, NamedSharding(mesh, P()).with_memory_kind("device")
+    )
+    found, _ = run(on_device, x)
+    assert found["momentum"].sharding.memory_kind == HOST
+
+
+def test_parts_have_everything_on_the_devices(mesh):
+    """What GPUs are given; for CPUs JAX writes no such ops."""
+    step = flatten_step(to_spaces(mesh), (state_on(mesh), data()))
+    program, _ = trace(step, jax.sharding.AbstractMesh((2,), ("x",)))
+    moving = [op for op in program.ops if "annotate_device_placement" in op.structure]
+    assert len(moving) >= 2 and all(op.rule is not None for op in moving)
+    part = cut_part(program, [moving[0].id, moving[0].id + 1])
+    specs = [
+        [((),) * len(program.values[v].shape) for v in side]
+        for side in (part.inputs, part.outputs)
+    ]
+    nothing = Constraints({}, {})
+    lowered = lower_part(program, part, mesh, nothing, *specs)
+    assert "annotate_device_placement" not in lowered.as_text()

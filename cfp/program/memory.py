@@ -48,10 +48,11 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
     """Shardings in these kinds of memory; without any kinds, as they are."""
     if not any(kinds):
         return tuple(shardings)
-    return tuple(
+    found: list[Any] = [
         sharding.with_memory_kind(kind) if kind else sharding
         for sharding, kind in zip(shardings, kinds, strict=True)
-    )
+    ]
+    return tuple(found)
 
 
 def placed_avals(

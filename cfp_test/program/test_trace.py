@@ -79,7 +79,7 @@ def test_leaves_keep_type_and_weakness():
         "bfloat16",
         "int8",
     ]
-    assert [a.weak_type for a in avals] == [True, False, False, True, False, False]
+    assert [a.weak_type for a in avals] == [True, False, False, False, False, False]
 
 
 def test_keys_keep_their_type():

@@ -61,6 +61,11 @@ MLIR_ATTRIBUTES = ("_lowering",)
 NON_PUBLIC: set[tuple[str, str]] = {
     # The key by which jax.jit knows one configuration from another.
     ("program/meaning.py", "jax._src.config.trace_context"),
+    # The setting by which jax.lax.ragged_dot is lowered to products with rules.
+    (
+        "program/trace.py",
+        "jax._src.config.jax_ragged_dot_use_ragged_dot_instruction",
+    ),
     # The client of jax.distributed, which carries what processes say to each other.
     ("program/channel.py", "jax._src.distributed"),
     # custom_partitioning ops: the op and the rule that comes with it, as JAX lowers

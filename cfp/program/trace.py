@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax._src.config import jax_ragged_dot_use_ragged_dot_instruction
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import (
@@ -96,6 +99,21 @@ class Lowering:
         return any(shardy.calls_host(op) for f in functions for op in shardy.walk(f))
 
 
+@contextmanager
+def _ragged_products_expanded() -> Iterator[None]:
+    """Lowers `jax.lax.ragged_dot` to products of masked operands.
+
+    On GPUs JAX lowers it to ``chlo.ragged_dot``, which has no sharding rule, and which
+    XLA, at its defaults, expands to these same products, but after partitioning: every
+    device would compute all of it. Where ``XLA_FLAGS`` asks for a kernel it stays.
+    """
+    if "ragged_dot" in os.environ.get("XLA_FLAGS", ""):
+        yield
+        return
+    with jax_ragged_dot_use_ragged_dot_instruction(False):
+        yield
+
+
 def lower_step(
     step: FlatStep,
     in_shardings: Sequence[NamedSharding],
@@ -144,10 +162,11 @@ def lower_step(
         keep_unused=True,
     )
     try:
-        lowered = jitted.trace(*avals).lower(
-            lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
-            _private_parameters=lowering_parameters(mesh),
-        )
+        with _ragged_products_expanded():
+            lowered = jitted.trace(*avals).lower(
+                lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
+                _private_parameters=lowering_parameters(mesh),
+            )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
         advice = (

@@ -1,0 +1,123 @@
+"""Ragged products, as mixtures of experts have them, on GPUs as on CPUs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import cfp
+from cfp.analysis.flops import program_flops
+from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.checking import compile_choice, differences, make_mesh, prepare
+from cfp_test.programs.registry import PROGRAMS
+
+MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
+CUDA = cfp.described("4xh200").abstract
+MODES = {
+    "rows": ((64, 32), (4, 32, 16), ((1,), (1,)), ((), ()), 0, [0]),
+    "contracted": ((64, 32), (64, 16), ((0,), (0,)), ((), ()), 0, []),
+    "batch": ((64, 8, 32), (64, 32, 16), ((2,), (1,)), ((0,), (0,)), 0, []),
+}
+
+
+def program_of(name, mesh=CUDA):
+    fn, args, *_ = PROGRAMS[name]()
+    return trace(flatten_step(fn, args), mesh)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_has_rules_and_flops_on_gpus(mode):
+    left, right, contracting, batch, ragged, groups = MODES[mode]
+    numbers = lax.RaggedDotDimensionNumbers((contracting, batch), [ragged], groups)
+
+    def product(x, w, sizes):
+        return lax.ragged_dot_general(x, w, sizes, numbers)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (left, right)]
+    args = (*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
+    program, _ = trace(flatten_step(product, args), CUDA)
+    (dot,) = (op for op in program.ops if "dot" in op.kind)
+    assert dot.kind == "dot_general"
+    # As XLA computes it: every row with every expert, but for batches.
+    experts = 1 if mode == "batch" else 4
+    rows = 64 * (8 if mode == "batch" else 1)
+    assert program_flops(program) == 2 * rows * 32 * 16 * experts
+
+
+def test_a_step_has_the_same_products_on_gpus_and_cpus():
+    on_gpus, here = (
+        program_of("moe_ragged", m) for m in (CUDA, make_mesh((("x", 4),)))
+    )
+    products = [
+        [op.rule for op in program.ops if op.kind == "dot_general"]
+        for program in (on_gpus, here)
+    ]
+    assert products[0] == products[1]
+    assert "ragged_dot" not in {op.kind for op in on_gpus.ops}
+    assert program_flops(on_gpus) == program_flops(here) > 0
+
+
+def test_a_kernel_that_is_asked_for_stays(monkeypatch):
+    flag = "--xla_gpu_experimental_use_ragged_dot_fusion=true"
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    kinds = {op.name for op in program_of("moe_ragged").ops}
+    assert "chlo.ragged_dot" in kinds
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_experts_are_sharded_and_right(mesh):
+    case = prepare("moe_ragged", PROGRAMS["moe_ragged"], MESHES[mesh])
+    program, frame = case.frame.program, case.frame
+    experts, *inside = whole = [4, 16, 16]
+    strategies, sharded = [], 0
+    for block in frame.blocks:
+        op = program.ops[block.anchor]
+        own = [
+            dims[0][0]
+            for v, dims in zip(op.operands, op.rule.operands, strict=True)
+            if [*program.values[v].shape] == whole
+        ]
+        choice = (AxisChoice(own[0]) if own else AxisChoice(), *[AxisChoice()] * 3)
+        strategies.append(choice[: len(frame.mesh)])
+        assert strategies[-1] in block_strategies(program, block, frame.mesh)
+        sharded += bool(own)
+    assert sharded
+    choice = Choice(tuple(strategies), (Storage.USED,) * len(frame.groups))
+    run = compile_choice(case, choice)
+    local = [experts // frame.mesh[0][1], *inside]
+    assert re.search(rf"f32\[{','.join(map(str, local))}\]", run.compiled.as_text())
+    assert differences(case, run()) == {}
+
+
+def test_a_mixture_of_experts_planned_for_gpus_shards_them(tmp_path):
+    sizes = {"up": (32, 1024, 4096), "down": (32, 4096, 1024), "router": (1024, 32)}
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in sizes.items()}
+
+    def loss(p, x):
+        expert = jnp.argmax(x @ p["router"], axis=-1)
+        order = jnp.argsort(expert)
+        groups = jnp.bincount(expert, length=32).astype(jnp.int32)
+        h = jax.nn.gelu(lax.ragged_dot(x[order], p["up"], groups))
+        y = lax.ragged_dot(h, p["down"], groups)
+        return jnp.square(jnp.zeros_like(x).at[order].set(y)).mean()
+
+    def train_step(p, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
+
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    mesh = cfp.described("4xh200")
+    plan = cfp.plan(
+        train_step, params, x, mesh=mesh, donate_argnums=0, cache_dir=tmp_path
+    )
+    specs = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
+    found = [spec for name, spec in specs.items() if name.endswith(("up", "down"))]
+    assert len(found) == 2
+    assert all(any(spec) for spec in found)
+    program, _ = trace(flatten_step(train_step, (params, x)), CUDA)
+    # Five products of all rows with all experts: two of them forward.
+    assert program_flops(program) >= 5 * 2 * 512 * 1024 * 4096 * 32

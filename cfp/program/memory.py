@@ -1,13 +1,17 @@
-"""Memory of the host that arguments and results of a step may be in."""
+"""What JAX asks of arrays' shardings while it traces, beside their types.
+
+That is the memory of the host that they may be in, and their shardings on meshes with
+explicit axes, which are a part of types there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr
-from jax.sharding import Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 # The memory that JAX means by `jax.memory.Space.Host`.
 HOST = "pinned_host"
@@ -44,6 +48,17 @@ def _host_kind(sharding: Any) -> str:
     return kind if kind in _OF_THE_HOST else ""
 
 
+def explicit_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array on a mesh with explicit axes; None for all others."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if _is_explicit(sharding) else None
+
+
+def _is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
+    is_named = isinstance(sharding, NamedSharding)
+    return is_named and AxisType.Explicit in sharding.mesh.axis_types
+
+
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
     """Shardings in these kinds of memory; without any kinds, as they are."""
     if not any(kinds):
@@ -58,12 +73,12 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
 def placed_avals(
     avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Types; those in the memory of the host with shardings, which tell JAX so."""
+    """Types, with shardings where tracing depends on them."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
         )
-        if sharding.memory_kind in _OF_THE_HOST
+        if sharding.memory_kind in _OF_THE_HOST or _is_explicit(sharding)
         else aval
         for aval, sharding in zip(avals, shardings, strict=True)
     )

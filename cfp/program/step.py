@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     tree_flatten,
     tree_flatten_with_path,
@@ -34,7 +34,13 @@ from cfp.program.calling import (
 from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
 from cfp.program.meaning import check_settings
-from cfp.program.memory import in_memory, memory_kind, placed_avals, result_memory_kinds
+from cfp.program.memory import (
+    explicit_sharding,
+    in_memory,
+    memory_kind,
+    placed_avals,
+    result_memory_kinds,
+)
 from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
@@ -63,6 +69,8 @@ class FlatStep:
             for all others.
         memory_kinds: for each argument leaf the memory of the host that it is in, or
             "" for the device's.
+        explicit: its sharding, if that is on a mesh with explicit axes: the step may
+            have to be traced with it; the plan chooses another.
     """
 
     fn: Callable[..., Any]
@@ -73,6 +81,7 @@ class FlatStep:
     static: tuple[tuple[int | str, Any], ...]
     examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     memory_kinds: tuple[str, ...] = ()
+    explicit: tuple[NamedSharding | None, ...] = ()
 
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:
@@ -202,6 +211,24 @@ class FlatStep:
             return []
         return in_place.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
+    def _trace(self) -> jax.stages.Traced:
+        """Traces the function without shardings, or else with those on explicit axes.
+
+        A step may need them for a shard_map of its own; others that JAX refuses with
+        the shardings that the arguments happen to have can be planned without.
+        """
+        here = SingleDeviceSharding(jax.devices()[0])
+        plain: list[Sharding] = [here] * len(self.avals)
+        typed: list[Sharding] = [one or here for one in self.explicit]
+        try:
+            avals = placed_avals(self.avals, in_memory(plain, self.memory_kinds))
+            return traced_with_callbacks(self.flat_fn, avals)
+        except Exception:
+            if not any(self.explicit):
+                raise
+        avals = placed_avals(self.avals, in_memory(typed, self.memory_kinds))
+        return traced_with_callbacks(self.flat_fn, avals)
+
     @cached_property
     def traced(self) -> jax.stages.Traced:
         """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
@@ -215,11 +242,7 @@ class FlatStep:
         check_settings()
         around = in_place.Surroundings(self.fn)
         try:
-            here = SingleDeviceSharding(jax.devices()[0])
-            avals = placed_avals(
-                self.avals, in_memory([here] * len(self.avals), self.memory_kinds)
-            )
-            traced = traced_with_callbacks(self.flat_fn, avals)
+            traced = self._trace()
         except Exception as error:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(
@@ -308,7 +331,8 @@ def flatten_step(
             )
     dynamic = fixed(dynamic_part(args, kwargs, static))
     in_tree = tree_structure(dynamic)
-    avals, arg_names, donated, examples, memory_kinds = [], [], [], [], []
+    avals, arg_names, donated, examples = [], [], [], []
+    memory_kinds, explicit = [], []
     for key, name, leaf in _named_leaves(fn, dynamic, static):
         arg_names.append(name)
         donated.append(key in donate)
@@ -316,6 +340,7 @@ def flatten_step(
         _check_width(avals[-1].dtype, name)
         examples.append(leaf if may_be_given(leaf) else None)
         memory_kinds.append(memory_kind(leaf))
+        explicit.append(explicit_sharding(leaf))
     return FlatStep(
         fn,
         tuple(avals),
@@ -325,6 +350,7 @@ def flatten_step(
         tuple(static.items()),
         tuple(examples),
         tuple(memory_kinds),
+        tuple(explicit),
     )
 
 

@@ -1,0 +1,88 @@
+"""Steps with a shard_map of the user's own, on meshes of any kind of axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cfp
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request):
+    return jax.make_mesh((4,), ("x",), (request.param,), devices=jax.devices()[:4])
+
+
+def step_on(mesh):
+    @jax.shard_map(mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    def layer(x, weights):
+        return jnp.tanh(x @ weights)
+
+    def step(weights, x):
+        def loss(weights):
+            hidden = layer(x, weights["up"])
+            return jnp.mean((hidden @ weights["down"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    return step
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded", None])
+def test_arguments_are_traced_with_their_shardings(preset, shapes_only, mesh, tmp_path):
+    random = np.random.default_rng(0)
+
+    def placed(spec):
+        array = jnp.asarray(random.normal(size=(8, 8)), jnp.float32)
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    args = {"up": placed(P()), "down": placed(P())}, placed(P("x"))
+    step, planned_for = step_on(mesh), args
+    if shapes_only:
+        planned_for = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args
+        )
+    plan = cfp.plan(
+        step,
+        *planned_for,
+        mesh=mesh,
+        preset=preset,
+        cache_dir=tmp_path,
+        quiet=True,
+        settings=cfp.PlannerSettings(race=False, per_kind=1, in_context=False),
+    )
+    run = plan.compile_bound()
+    weights, loss = run(*args)
+    expected, expected_loss = jax.jit(step)(*args)
+    np.testing.assert_allclose(np.asarray(loss), np.asarray(expected_loss), rtol=1e-5)
+    for name in expected:
+        found, wanted = np.asarray(weights[name]), np.asarray(expected[name])
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    run(weights, args[1])
+    if preset == "data_parallel":
+        assert plan.arg_specs[-1] == (("x",), ())
+    if preset == "fully_sharded":
+        assert all(any(spec) for spec in plan.arg_specs)
+        text = run.as_text()
+        assert "all-gather" in text and "all-reduce" in text
+
+
+def test_shardings_that_explicit_axes_refuse_are_no_obstacle(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    x, weights = (
+        jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+        for spec in (P("x"), P(None, "x"))
+    )
+
+    def step(weights, x):
+        return jnp.sum(x @ weights)
+
+    with pytest.raises(Exception, match="dot_general"):
+        jax.jit(step)(weights, x)
+    settings = cfp.PlannerSettings(race=False, per_kind=1, in_context=False)
+    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings, "quiet": True}
+    assert cfp.plan(step, weights, x, **how).compile_bound()(weights, x) == 8**3

@@ -53,7 +53,7 @@ def refusal(problem: Problem, platform: str) -> str | None:
     if problem.right is not None or (problem.left is not None and not problem.causal):
         return "its window is to the left of a causal mask only"
     if problem.bias and (problem.queries % 2 or problem.keys % 2):
-        return "with a bias its lengths are even"
+        return f"with a {problem.bias_text} its lengths are even"
     return None
 
 
@@ -86,13 +86,19 @@ def whole(
         q,
         k,
         v,
-        bias=None if bias is None else bias.astype(q.dtype),
+        bias=None if bias is None else _finite(bias, q.dtype),
         scale=scores.scale,
         is_causal=mask.causal,
         key_value_seq_lengths=lengths,
         local_window_size=None if mask.left is None else (mask.left, 0),
         implementation="cudnn",
     )
+
+
+def _finite(bias: jax.Array, dtype: Any) -> jax.Array:
+    """A bias in another dtype, in which a hidden key's stays a number."""
+    least = float(jnp.finfo(dtype).min) / 2
+    return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
 
 
 def attend(

@@ -89,6 +89,8 @@ def _refuse_nothing(problem: Problem, platform: str) -> str | None:
 
 
 def _refuse_bias(problem: Problem, platform: str) -> str | None:
+    if problem.dense_mask:
+        return "it takes no mask of queries by keys, which is as large as the scores"
     if problem.bias:
         return "it has no bias, whose gradient is as large as the scores"
     return None

@@ -58,7 +58,7 @@ def refusal(problem: Problem, platform: str) -> str | None:
         return f"its lengths are multiples of {BLOCK}, not {problem.queries}"
     for unable, name in (
         (problem.window, "window"),
-        (problem.bias, "bias"),
+        (problem.bias, problem.bias_text),
         (problem.softcap is not None, "soft cap"),
         (problem.padded_keys, "mask of padded keys"),
     ):

@@ -30,6 +30,7 @@ class Problem:
       segments: whether tokens have segment ids.
       same_segments: whether queries and keys have the same ids.
       bias: whether something is added to the scores.
+      dense_mask: whether that is a mask of queries by keys, and nothing else.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
       dropout: share of the weights that are dropped.
@@ -49,6 +50,7 @@ class Problem:
     segments: bool = False
     same_segments: bool = True
     bias: bool = False
+    dense_mask: bool = False
     scale: float
     softcap: float | None = None
     dropout: float = 0.0
@@ -57,6 +59,11 @@ class Problem:
     @property
     def scores(self) -> Scores:
         return Scores(scale=self.scale, softcap=self.softcap)
+
+    @property
+    def bias_text(self) -> str:
+        """The bias in words."""
+        return "mask of queries by keys" if self.dense_mask else "bias"
 
     @property
     def window(self) -> bool:

@@ -140,7 +140,10 @@ class AttentionStrategy:
         if self.spread is None:
             return None
         if problem.bias:
-            return "a bias has a column for each key: keys stay together for it"
+            return (
+                f"a {problem.bias_text} has a column for each key: keys stay "
+                "together for it"
+            )
         return self._refused_by(kernel, problem)
 
     def _refused_by(self, kernel: Kernel, problem: Problem) -> str | None:

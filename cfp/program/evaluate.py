@@ -127,10 +127,9 @@ class Evaluator:
                 stack += missing
                 continue
             sizes = [self._sizes(r, coordinates) for r in op.results]
-            # What stands for a value may have other dims of size 1.
             try:
                 arrays = [
-                    found[x].reshape(self._sizes(operand, coordinates))
+                    self._stand_in(operand, found[x], coordinates)
                     for operand, x in zip(op.operands, reads, strict=True)
                 ]
                 with np.errstate(all="ignore"):
@@ -141,7 +140,13 @@ class Evaluator:
                 if list(array.shape) != size:
                     raise NotEvaluated(f"{op.name}: coordinates do not fit")
                 found[r] = array
-        return [found[stands(v)] for v in wanted]
+        return [_as(self._program.values[v].dtype, found[stands(v)]) for v in wanted]
+
+    def _stand_in(self, v: int, x: np.ndarray, coordinates: Coordinates) -> np.ndarray:
+        """What stands for a value, which may have other dims of size 1 and be cast."""
+        return _as(self._program.values[v].dtype, x).reshape(
+            self._sizes(v, coordinates)
+        )
 
     def _sizes(self, v: int, coordinates: Coordinates) -> list[int]:
         shape = self._program.values[v].shape

@@ -17,12 +17,11 @@ from cfp.attention.matching.found import (
     Different,
     Found,
     LeftAlone,
-    Letters,
     Pass,
     Tensor,
-    Use,
 )
-from cfp.attention.matching.letters import Dims, Lettering, majors_of
+from cfp.attention.matching.letters import Dims, Lettering
+from cfp.attention.matching.sides import Sides
 from cfp.attention.matching.view import View
 from cfp.program.evaluate import KNOWN
 from cfp.program.graph import Op
@@ -117,6 +116,7 @@ class _Finder:
         for t in tensors:
             shape = self.program.values[t.value].shape
             sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
+        sides = Sides(self.view, letters, self.inside, self.region)
         return Found(
             op=self.scores.id,
             scope=self.scores.scope,
@@ -126,7 +126,7 @@ class _Finder:
             argument=argument,
             inside=frozenset(self.inside),
             between=frozenset(self.view.all_of(self.region)),
-            sides=self._sides(letters),
+            options=sides.options([*forward, *([backward] if backward else [])]),
             forward=tuple(forward),
             backward=backward,
             dots={name: ops[0][0].id for name, ops in sinks.items()},
@@ -357,37 +357,3 @@ class _Finder:
             if any(x[:1] == "q" for x in letters.operand(weights, index, "e").letters):
                 return index
         raise Different("the gradient of the weights has no queries")
-
-    # -- what enters besides -----------------------------------------------------------
-
-    def _sides(self, letters: Lettering) -> tuple[Tensor, ...]:
-        found: dict[int, Tensor] = {}
-        for op_id in self.inside:
-            op = self.program.ops[op_id]
-            for index, v in enumerate(op.operands):
-                if self._number(v) in self.region or self.view.is_leaf(v):
-                    continue
-                names = letters.of_operand(op, index)
-                for side in self._traced(v, (op_id, index), names):
-                    found.setdefault(self._number(side.value), side)
-        return tuple(found.values())
-
-    def _traced(self, v: int, use: Use, names: Letters) -> list[Tensor]:
-        """The smallest values that a mask or a bias is made of."""
-        v_op = self.view.producer(v)
-        spans = "k" in names and any(x[:1] == "q" for x in names)
-        shapes = ("broadcast_in_dim", "convert", "transpose", "reshape")
-        if v_op is None or v_op.rule is None or v_op.kind not in KNOWN:
-            return [Tensor(v, use, names)]
-        ends = v_op.kind in ("reduce", "dot_general")
-        if ends or not (spans or v_op.kind in shapes):
-            return [Tensor(v, use, names)]
-        found = []
-        of = dict(zip(majors_of(v_op.rule, v_op.rule.results[0]), names, strict=False))
-        for index, operand in enumerate(v_op.operands):
-            if self.view.is_leaf(operand):
-                continue
-            own = majors_of(v_op.rule, v_op.rule.operands[index])
-            letters = tuple("" if f is None else of.get(f, "") for f in own)
-            found += self._traced(operand, (v_op.id, index), letters)
-        return found

@@ -42,6 +42,28 @@ class Pass:
     makes: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A mask or a bias that enters an attention.
+
+    Attributes:
+        parts: the values that it is made of, and their letters: one, or the segment
+            ids of queries and those of keys.
+        reads: what a kernel reads for each part: the part itself, or what is made of
+            it where only that is there.
+        uses: for each pass where it reads those.
+    """
+
+    parts: tuple[Tensor, ...]
+    reads: tuple[Tensor, ...]
+    uses: tuple[tuple[Use, ...], ...]
+
+    @property
+    def is_segments(self) -> bool:
+        """Tell whether it compares ids of queries with ids of keys."""
+        return len(self.parts) > 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What may be an attention.
@@ -55,7 +77,9 @@ class Found:
         inside: ids of the ops between the contractions.
         between: ids of the values between them, scores and weights and their gradients,
             wherever they are computed, so that none is made by a kernel.
-        sides: values that enter besides, which some argument makes.
+        options: ways to see the masks and biases that enter, the best one first; each
+            has all of them.
+        sides: the one that is looked at.
         forward, backward: the passes; a backward pass has all three gradients.
     """
 
@@ -67,10 +91,16 @@ class Found:
     argument: Tensor
     inside: frozenset[int]
     between: frozenset[int]
-    sides: tuple[Tensor, ...]
+    options: tuple[tuple[Side, ...], ...]
     forward: tuple[Pass, ...]
     backward: Pass | None
+    sides: tuple[Side, ...] = ()
     dots: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """All passes, the backward pass last."""
+        return (*self.forward, *([self.backward] if self.backward else []))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,20 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Letters
-from cfp.attention.matching.reference import Meaning
+from cfp.attention.matching.reference import (
+    BIAS,
+    MASK,
+    PADDING,
+    SEGMENTS,
+    Meaning,
+    SideMeaning,
+)
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
 
 NAME = "attention"
 _MASKED = -1e30
+_NO_SEGMENT = -(2**31)  # The id of keys that are hidden from all queries.
 Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
 
 
@@ -197,28 +205,107 @@ class AttentionFunctions:
         rest: Sequence[jax.Array],
         sizes: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Segment ids or a bias, of what enters besides."""
+        """Segment ids or a bias, of the masks and biases that enter."""
         if not sides:
             return {}
-        [side], [x] = sides, rest
-        letters, kind = side[2], self.meaning.side
-        batch, [tokens], heads, _ = self._order(sizes)("q", "d")
-        if kind in ("padding", "hidden"):
-            names = [[*batch], ["k"]]
-            shown = x if kind == "padding" else ~x
-            count = [product(sizes, group) for group in names]
-            ids = _spread(shown, letters, names, sizes).reshape(count)
-            queries = jnp.ones((count[0], sizes[tokens]), jnp.int32)
-            return {"segment_ids": (queries, ids.astype(jnp.int32))}
-        value = x
-        if kind in ("mask", "inverse mask"):
-            value = jnp.where(x if kind == "mask" else ~x, 0.0, _MASKED)
-        names = [batch, heads, [tokens], ["k"]]
-        for place, group in enumerate(names[:2]):
-            if not set(group) & set(letters):
-                names[place] = []
-        count = [product(sizes, group) for group in names]
-        return {"bias": _spread(value, letters, names, sizes).reshape(count)}
+        values, letters = iter(rest), iter([side[2] for side in sides])
+        given = [
+            (side, [(next(values), next(letters)) for _ in range(_parts(side))])
+            for side in self.meaning.sides
+        ]
+        order = self._order(sizes)("q", "d")
+        if self.meaning.is_dense:
+            return {"bias": _bias(given, order, sizes)}
+        batch, [tokens], *_ = order
+        of_queries, of_keys = [[*batch], [tokens]], [[*batch], ["k"]]
+        count = [product(sizes, group) for group in of_queries]
+        queries = jnp.zeros(count, jnp.int32)
+        keys = jnp.zeros([product(sizes, group) for group in of_keys], jnp.int32)
+        for side, parts in given:
+            if side.kind == SEGMENTS:
+                queries, keys = (
+                    _spread(x.astype(jnp.int32), names, groups, sizes)
+                    for (x, names), groups in zip(
+                        parts, (of_queries, of_keys), strict=True
+                    )
+                )
+                queries = queries.reshape(count)
+                keys = keys.reshape([product(sizes, group) for group in of_keys])
+        if has_same_segments(self.meaning):
+            return {"segment_ids": queries}
+        for side, parts in given:
+            if side.kind == PADDING:
+                [(x, names)] = parts
+                x, names = _seen(side, x, names)
+                shown = _spread(x, names, of_keys, sizes).reshape(keys.shape)
+                keys = jnp.where(shown, keys, _NO_SEGMENT)
+        return {"segment_ids": (queries, keys)}
+
+
+def has_same_segments(meaning: Meaning) -> bool:
+    """Tell whether queries and keys have the same segment ids, and no padding."""
+    return len(meaning.sides) == 1 and meaning.sides[0].same
+
+
+def _parts(side: SideMeaning) -> int:
+    return 2 if side.kind == SEGMENTS else 1
+
+
+def _seen(
+    side: SideMeaning, x: jax.Array, letters: Letters
+) -> tuple[jax.Array, Letters]:
+    """A mask that is true where a key is seen, in the dims that it is made of."""
+    if x.dtype == jnp.bool_:
+        x = x if side.above else ~x
+    else:
+        level = jnp.asarray(side.level, x.dtype)
+        x = x > level if side.above else x < level
+    more = tuple(d for d, a in enumerate(letters) if a and a not in side.letters)
+    left = tuple(a for d, a in enumerate(letters) if d not in more)
+    return x.any(axis=more), left
+
+
+def _floats(given: Sequence[tuple[SideMeaning, Sequence[Any]]]) -> list[Any]:
+    """The dtypes of biases."""
+    found = [parts[0][0].dtype for side, parts in given if side.kind == BIAS]
+    return found or [jnp.float32]
+
+
+def _bias(
+    given: Sequence[tuple[SideMeaning, Sequence[tuple[jax.Array, Letters]]]],
+    order: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+) -> jax.Array:
+    """[1 or batch, 1 or heads, query, key], of all masks and biases that enter."""
+    batch, [tokens], heads, _ = order
+    read = {a for _, parts in given for _, letters in parts for a in letters}
+    groups = [
+        [*batch] if read & {*batch} else [],
+        [*heads] if read & {*heads} else [],
+        [tokens],
+        ["k"],
+    ]
+
+    def whole(x: jax.Array, letters: Letters) -> jax.Array:
+        count = [product(sizes, group) for group in groups]
+        return _spread(x, letters, groups, sizes).reshape(count)
+
+    total: Any = 0.0
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*_floats(given)))
+    for side, parts in given:
+        if side.kind == BIAS:
+            x, letters = parts[0]
+            total = total + side.factor * whole(x.astype(dtype), letters)
+    for side, parts in given:
+        if side.kind == SEGMENTS:
+            (queries, q_letters), (keys, k_letters) = parts
+            shown = whole(queries, q_letters) == whole(keys, k_letters)
+        elif side.kind in (MASK, PADDING):
+            shown = whole(*_seen(side, *parts[0]))
+        else:
+            continue
+        total = jnp.where(shown, total, _MASKED)
+    return total
 
 
 def _on_mesh(function: Any, mesh: Mesh, number: int, precision: str) -> Any:

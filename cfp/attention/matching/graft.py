@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
@@ -14,9 +15,11 @@ from cfp.attention.matching.functions import (
     AttentionFunctions,
     Shaped,
     Way,
+    has_same_segments,
     product,
 )
-from cfp.attention.matching.reference import Meaning
+from cfp.attention.matching.letters import aligned
+from cfp.attention.matching.reference import BIAS, Meaning
 from cfp.attention.problem import Problem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
@@ -57,9 +60,10 @@ def problem_of_found(program: Program, found: Found, meaning: Meaning) -> Proble
         causal=meaning.causal,
         left=meaning.left,
         right=meaning.right,
-        segments=meaning.side in ("padding", "hidden"),
-        same_segments=False,
-        bias=meaning.side in ("bias", "mask", "inverse mask"),
+        segments=bool(meaning.sides) and not meaning.is_dense,
+        same_segments=has_same_segments(meaning),
+        bias=meaning.is_dense,
+        dense_mask=meaning.is_dense and all(s.kind != BIAS for s in meaning.sides),
         scale=meaning.scale,
         softcap=meaning.softcap,
     )
@@ -170,7 +174,12 @@ def _replacement(
     stages, reads, makes, names = [], [], [], []
     for one in passes:
         tensors = [one.reads[name] for name in ("q", "k", "v")]
-        tensors += [*found.sides]
+        number = found.passes.index(one)
+        tensors += [
+            replace(read, use=use)
+            for side in found.sides
+            for read, use in zip(side.reads, side.uses[number], strict=True)
+        ]
         if "dout" in one.reads:
             tensors.append(one.reads["dout"])
         uses = [t.use for t in tensors]
@@ -184,7 +193,7 @@ def _replacement(
         )
         reads.append(
             tuple(
-                _shaped(program, v, t.letters)
+                _shaped(program, v, aligned(t.letters, program.values[v].shape))
                 for v, t in zip(values, tensors, strict=True)
             )
         )

@@ -8,13 +8,23 @@ with these, or the match is none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 
-from cfp.attention.matching.found import Different, Found
+from cfp.attention.matching.found import Different, Found, Side, Tensor
 from cfp.attention.matching.reference import (
+    BIAS,
+    MASK,
+    ORDER,
+    PADDING,
+    SEGMENTS,
     Meaning,
     Named,
     Reference,
+    SideMeaning,
     index,
     real,
     squeezed,
@@ -25,6 +35,9 @@ from cfp.program.evaluate import Evaluator, NotEvaluated
 
 _MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
 _CLOSE = 1e-6
+_MOST_MASKS = 4
+_MOST_DRAWN = 40
+_HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
 
 
 class Prover:
@@ -35,16 +48,22 @@ class Prover:
         self.view = view
         self.evaluator = Evaluator(view.program)
 
-    def meaning(self, found: Found) -> Meaning:
-        """What an attention computes, proved.
+    def seen(self, found: Found) -> tuple[Found, Meaning]:
+        """An attention with the masks and biases by which it is proved.
 
         Raises:
             Different: it computes something else.
         """
-        try:
-            return _Proof(self.view, self.evaluator, found).run()
-        except NotEvaluated as error:
-            raise Different(f"it has {error}") from error
+        errors: list[Different] = []
+        for option in found.options:
+            one = replace(found, sides=option)
+            try:
+                return one, _Proof(self.view, self.evaluator, one).run()
+            except Different as error:
+                errors.append(error)
+            except NotEvaluated as error:
+                errors.append(Different(f"it has {error}"))
+        raise errors[0]
 
 
 class _Proof(Sample):
@@ -54,15 +73,12 @@ class _Proof(Sample):
         Raises:
             Different, NotEvaluated: there is none, or it cannot be found.
         """
-        found = self.found
-        if len(found.sides) > 1:
-            where = found.sides[0].use
-            source = self.program.ops[where[0]].source if where else ""
-            raise Different(f"several masks or biases enter, one at {source}")
+        self._check_sides()
+        self.neutral = self._neutral()
         scale, softcap = self._scale()
-        side = self._side()
         causal, left, right = self._mask()
-        meaning = Meaning(self.tokens, scale, softcap, causal, left, right, side)
+        sides = tuple(self._read(side) for side in self.found.sides)
+        meaning = Meaning(self.tokens, scale, softcap, causal, left, right, sides)
         for _ in range(2):
             self._prove(meaning)
             self.place(self.positions())
@@ -70,23 +86,56 @@ class _Proof(Sample):
 
     # -- what it computes --------------------------------------------------------------
 
-    def _neutral(self) -> np.ndarray | None:
-        """A value of the side that hides nothing and adds nothing, if there is one."""
-        if not self.found.sides:
-            return None
-        [side] = self.found.sides
-        dtype = self.program.values[side.value].dtype
-        if dtype != "i1":
-            return np.zeros(())
-        seen = [(self.argument_of(0.0, np.asarray(x)) > _MASKED).sum() for x in (0, 1)]
-        self.true_shows = seen[1] > seen[0]
-        return np.asarray(self.true_shows)
+    def _check_sides(self) -> None:
+        for side in self.found.sides:
+            for one in (*side.parts, *side.reads):
+                names = {x for x in one.letters if x}
+                if "?" in names or names & {"d", "e"}:
+                    raise Different("a mask or bias has other dims than the scores")
+            if not side.is_segments and not self._is_mask(side):
+                self._check_bias(side.parts[0])
+            dtype = self._dtype(side.parts[0])
+            if dtype != "i1" and not side.is_segments and not _is_float(dtype):
+                raise Different("what enters besides is neither a mask nor a bias")
 
-    true_shows = True
+    def _check_bias(self, one: Tensor) -> None:
+        if "k" not in one.letters:
+            raise Different(
+                "scores are changed by a value that is the same for all keys: a scale, "
+                "say, that is no constant"
+            )
+
+    def _dtype(self, one: Tensor) -> str:
+        return self.program.values[self.view.made(one.value)].dtype
+
+    def _is_mask(self, side: Side) -> bool:
+        return not side.is_segments and self._dtype(side.parts[0]) == "i1"
+
+    def _neutral(self) -> dict[int, np.ndarray]:
+        """Values of masks and biases that hide nothing and add nothing.
+
+        Raises:
+            Different: there are too many masks to try.
+        """
+        made, zero = self.view.made, np.zeros(())
+        sides = self.found.sides
+        given = {made(part.value): zero for side in sides for part in side.parts}
+        masks = [made(side.parts[0].value) for side in sides if self._is_mask(side)]
+        if len(masks) > _MOST_MASKS:
+            raise Different(f"more than {_MOST_MASKS} masks enter")
+        tried = []
+        for values in product((True, False), repeat=len(masks)):
+            one = given | {v: np.asarray(x) for v, x in zip(masks, values, strict=True)}
+            tried.append(((self.argument_of(0.0, one) > _MASKED).sum(), one))
+        return max(tried, key=lambda pair: pair[0])[1]
+
+    def _shows(self, side: Side) -> bool:
+        """Which value of a mask shows a key."""
+        return bool(self.neutral[self.view.made(side.parts[0].value)])
 
     def _scale(self) -> tuple[float, float | None]:
         """Scale and soft cap, from the argument of a score that all have."""
-        neutral = self._neutral()
+        neutral = self.neutral
         zero = self.argument_of(0.0, neutral)
         seen = zero > _MASKED
         if not seen.any():
@@ -108,27 +157,86 @@ class _Proof(Sample):
             raise Different("scores go through another function before the softmax")
         return _rounded(small), _rounded(cap)
 
-    def _side(self) -> str:
-        if not self.found.sides:
-            return ""
-        [side] = self.found.sides
-        dtype = self.program.values[side.value].dtype
-        names = {x for x in side.letters if x}
-        if "?" in names or names & {"d", "e"}:
-            raise Different("what enters besides has other dims than the scores")
-        by_key = "k" in names and not any(x[:1] == "q" for x in names)
-        if dtype == "i1":
-            if by_key and "k" in names:
-                return "padding" if self.true_shows else "hidden"
-            return "mask" if self.true_shows else "inverse mask"
-        if dtype.startswith(("f", "bf")):
-            return "bias"
-        raise Different("what enters besides is neither a mask nor a bias")
+    def _read(self, side: Side) -> SideMeaning:
+        """What a mask or bias does, by what is read of it.
+
+        Raises:
+            Different: what is read says it in another way than what it is made of.
+        """
+        if side.is_segments:
+            numbers = {self.view.numbers.of[one.value] for one in side.reads}
+            return SideMeaning(SEGMENTS, same=len(numbers) == 1)
+        [part], [read] = side.parts, side.reads
+        letters = tuple(real(part.letters))
+        by_key = "k" in letters and not any(x[:1] == "q" for x in letters)
+        place = self.view.made(part.value)
+        if not self._is_mask(side):
+            drawn = self.drawn_at(place)
+            got = self._evaluated(read, {place: drawn})
+            want = self._along(part, drawn, real(read.letters))
+            # Where keys are hidden by position a bias may have any value.
+            close = np.isclose(got, want, rtol=_CLOSE, atol=_CLOSE)
+            if not (close | (got < _MASKED)).all() or not close.any():
+                raise Different("a bias is read as something else than is added")
+            factor = self._factor(place)
+            return SideMeaning(BIAS, letters=letters, factor=factor)
+        shows = self._shows(side)
+        shown, hidden = (
+            self._evaluated(read, {place: np.asarray(x)}) for x in (shows, not shows)
+        )
+        above = bool(shown.max() > hidden.max() or shown.min() > hidden.min())
+        ends = (shown.max(), hidden.max()) if above else (shown.min(), hidden.min())
+        level = float(sum(np.asarray(ends, np.float64)) / 2)
+        drawn = self.random.random(self.shape_of(place)) < 0.7
+
+        def seen(x: np.ndarray) -> np.ndarray:
+            return x > level if above else x < level
+
+        names = real(read.letters)
+        got = seen(self._evaluated(read, {place: drawn if shows else ~drawn}))
+        want = seen(shown) & self._along(part, drawn, names)
+        more = tuple(i for i, x in enumerate(names) if x not in letters)
+        whole = seen(shown).any(axis=more) if more else self._covers(seen(shown), names)
+        if not (got == want).all() or not np.all(whole):
+            raise Different("a mask is read as something else than it is")
+        kind = PADDING if by_key else MASK
+        return SideMeaning(kind, above, level, letters)
+
+    def _factor(self, place: int) -> float:
+        """What a bias is multiplied with before it is added to the scores."""
+        zero = self.argument_of(0.0, self.neutral)
+        one = self.argument_of(0.0, self.neutral | {place: np.ones(())})
+        seen = zero > _MASKED
+        more = one[seen] - zero[seen]
+        if not np.allclose(more, more[0], rtol=_CLOSE) or more[0] == 0.0:
+            raise Different("a bias is not added to all scores alike")
+        return _rounded(more[0])
+
+    def _evaluated(self, read: Tensor, given: Mapping[int, np.ndarray]) -> np.ndarray:
+        """What is read, with a dim for each of its letters."""
+        known = self.spread(self.neutral | dict(given))
+        [x] = self.evaluated([read], known)
+        return np.asarray(squeezed(x, read.letters), np.float64)
+
+    def _along(self, part: Tensor, x: np.ndarray, names: list[str]) -> np.ndarray:
+        """A part with a dim for each of some letters."""
+        x = squeezed(x.reshape(self.shape_of(part.value)), part.letters)
+        own = real(part.letters)
+        x = np.transpose(x, [own.index(a) for a in names if a in own])
+        return x.reshape([len(self.at[a]) if a in own else 1 for a in names])
+
+    def _covers(self, seen: np.ndarray, names: list[str]) -> bool:
+        """Tell whether all keys that a query sees by position are among some."""
+        argument = self.argument_of(0.0, self.neutral) > _MASKED
+        scores = real(self.found.scores.letters)
+        order = [names.index(a) for a in scores if a in names]
+        shape = [len(self.at[a]) if a in names else 1 for a in scores]
+        return bool((seen.transpose(order).reshape(shape) | ~argument).all())
 
     def _mask(self) -> tuple[bool, int | None, int | None]:
         """The mask by position: from one query in the middle, along all keys."""
         counts = self.sizes.get(self.tokens, 1), self.sizes["k"]
-        neutral = self._neutral()
+        neutral = self.neutral
 
         def distances() -> tuple[np.ndarray, np.ndarray]:
             x = self.argument_of(0.0, neutral)
@@ -190,20 +298,20 @@ class _Proof(Sample):
             for t in p.reads.values():
                 roots.setdefault(self._root(t.value), np.empty(0))
         known = {v: self.drawn_at(v) for v in roots}
-        self.drawn = self._drawn(meaning)
-        known |= self.drawn
+        drawn = self._drawn(meaning)
+        known |= drawn
         tensors = [t for p in self.passes() for t in p.reads.values()]
         arrays = self.evaluated(tensors, known)
         made = [t for p in self.passes() for t in p.makes.values()]
         results = iter(self.evaluated(made, known))
         inputs = iter(arrays)
-        side = self._named_side(meaning)
+        named = self._named(drawn, meaning)
         for p in self.passes():
             given = {
                 name: (squeezed(next(inputs), t.letters), real(t.letters))
                 for name, t in p.reads.items()
             }
-            expected = Reference(meaning, given, self.at, side).results()
+            expected = Reference(meaning, given, self.at, *named).results()
             for name, t in p.makes.items():
                 got = squeezed(next(results), t.letters)
                 want = np.einsum(
@@ -214,17 +322,25 @@ class _Proof(Sample):
                 far = np.linalg.norm(got - want)
                 if not far <= _CLOSE * (np.linalg.norm(want) + 1e-30):
                     raise Different(_OTHER_RESULT[name])
-        self.drawn = {}
 
-    def _named_side(self, meaning: Meaning) -> Named | None:
-        """The side that was drawn: true where a key is seen, or a bias."""
-        for side in self.found.sides:
-            x = self.drawn[self.view.made(side.value)]
-            x = squeezed(x.reshape(self.shape_of(side.value)), side.letters)
-            if meaning.side != "bias" and not self.true_shows:
-                x = ~x
-            return x, real(side.letters)
-        return None
+    def _named(
+        self, drawn: Mapping[int, np.ndarray], meant: Meaning
+    ) -> tuple[list[Named], list[Named], list[tuple[Named, Named]]]:
+        """Biases, masks that are true where a key is seen, and ids, that were drawn."""
+        biases, masks, ids = [], [], []
+        for side, meaning in zip(self.found.sides, meant.sides, strict=True):
+            parts = []
+            for one in side.parts:
+                x = drawn[self.view.made(one.value)].reshape(self.shape_of(one.value))
+                parts.append((squeezed(x, one.letters), real(one.letters)))
+            if side.is_segments:
+                ids.append((parts[0], parts[1]))
+            elif self._is_mask(side):
+                [(x, names)] = parts
+                masks.append((x if self._shows(side) else ~x, names))
+            else:
+                biases += [(meaning.factor * x, names) for x, names in parts]
+        return biases, masks, ids
 
     def _root(self, v: int) -> int:
         """What a contraction reads, before it is transposed."""
@@ -236,23 +352,46 @@ class _Proof(Sample):
             v = op.operands[0]
 
     def _drawn(self, meaning: Meaning) -> dict[int, np.ndarray]:
-        """A random side: a bias, or a mask that shows each query some key."""
-        found = {}
-        for side in self.found.sides:
-            v = self.view.made(side.value)
-            if meaning.side == "bias":
-                found[v] = self.drawn_at(v)
-                continue
-            array = self.random.random(self.shape_of(side.value)) < 0.7
-            names = [x for x in side.letters]
-            if "k" in names:
-                # The first key is seen by all, a causal mask or not.
-                place = [slice(None)] * array.ndim
-                place[names.index("k")] = slice(0, 1)
-                array[tuple(place)] = True
-            array = array if self.true_shows else ~array
-            found[v] = array.reshape(self.shape_of(v))
-        return found
+        """Random masks and biases that show each query some key.
+
+        Raises:
+            Different: masks hide all keys of a query, whatever they are.
+        """
+        rows = [x for x in self.sizes if x not in ("d", "e", "k")]
+        given = {
+            "q": (np.empty([len(self.at[x]) for x in rows]), rows),
+            "k": (np.empty(len(self.at["k"])), ["k"]),
+        }
+        for tried in range(_MOST_DRAWN):
+            hidden = _HIDDEN * 0.8**tried
+            found = {}
+            for side in self.found.sides:
+                for one in side.parts:
+                    v = self.view.made(one.value)
+                    shape = self.shape_of(v)
+                    if side.is_segments:
+                        ids = self.random.random(shape) < hidden
+                        found[v] = ids.astype(
+                            bool if self._dtype(one) == "i1" else np.int64
+                        )
+                    elif self._is_mask(side):
+                        shown = self.random.random(shape) >= hidden
+                        found[v] = shown if self._shows(side) else ~shown
+                    else:
+                        found[v] = self.drawn_at(v)
+            seen = Reference(
+                meaning, given, self.at, *self._named(found, meaning)
+            ).visible()
+            if (
+                np.broadcast_to(seen, [len(self.at[x]) for x in self._pairs()])
+                .any(-1)
+                .all()
+            ):
+                return found
+        raise Different("its masks hide all keys from some query")
+
+    def _pairs(self) -> list[str]:
+        return [x for x in ORDER if x in self.sizes and x not in ("d", "e")]
 
 
 _OTHER_RESULT = {
@@ -261,6 +400,10 @@ _OTHER_RESULT = {
     "dk": "the gradient of the keys is another one",
     "dv": "the gradient of the values is another one",
 }
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("f", "bf"))
 
 
 def _rounded(x: float) -> float:

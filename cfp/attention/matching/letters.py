@@ -115,6 +115,17 @@ class Lettering:
         return tuple("" if f is None else result.get(f, "?") for f in majors)
 
 
+def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:
+    """The letters of a value that equals another one but for dims of size 1.
+
+    Args:
+        letters: of the other one.
+        shape: of the value.
+    """
+    names = iter([x for x in letters if x])
+    return tuple(next(names) if n > 1 else "" for n in shape)
+
+
 def _named(majors: list[int | None], known: dict[int, str], other: str) -> Letters:
     names = tuple("" if f is None else known.get(f, other) for f in majors)
     if len({n for n in names if n}) < sum(bool(n) for n in names) or "?" in names:

@@ -84,7 +84,7 @@ def _find(program: Program) -> Attentions:
             continue
         prover = prover or Prover(view)
         try:
-            meaning = prover.meaning(one)
+            one, meaning = prover.seen(one)
             if out_of_order(program, one, meaning):
                 raise Different("what it reads is made after what it makes")
             if one.sizes.get("d", 1) != one.sizes.get("e", 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,38 @@ def squeezed(x: np.ndarray, letters: Letters) -> np.ndarray:
     return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
 
 
-_NAMES = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
+ORDER = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
 
 
 def index(letter: str) -> int:
     """The number of a letter, as `numpy.einsum` takes it."""
-    return _NAMES.index(letter)
+    return ORDER.index(letter)
+
+
+PADDING, SEGMENTS, MASK, BIAS = "padding", "segments", "mask", "bias"
+
+
+@dataclass(frozen=True, slots=True)
+class SideMeaning:
+    """What a mask or a bias that enters does.
+
+    Attributes:
+        kind: PADDING hides keys from all queries, SEGMENTS those of other ids than the
+            query's, MASK is for pairs of queries and keys, BIAS is added to the scores.
+        above: whether keys are seen where what is read is above the level, or below.
+        level: between what is read where a key is seen and where it is not.
+        letters: what the dims of what a mask is made of run over: a key is seen if it
+            is along any of the dims that are read besides.
+        same: whether queries and keys have the same ids.
+        factor: what a bias is multiplied with.
+    """
+
+    kind: str
+    above: bool = True
+    level: float = 0.5
+    letters: Letters = ()
+    same: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +64,7 @@ class Meaning:
         tokens: the letter of the queries; the other "q" letters are groups of heads.
         scale, softcap: as in `cfp.attention`.
         causal, left, right: the mask by position.
-        side: "", or what enters besides: "padding" (a key is seen where it is true),
-            "hidden" (where it is false), "segments", "mask" (of bool, like "padding"
-            but for pairs), or "bias".
+        sides: what enters besides.
     """
 
     tokens: str
@@ -49,7 +73,12 @@ class Meaning:
     causal: bool = False
     left: int | None = None
     right: int | None = None
-    side: str = ""
+    sides: tuple[SideMeaning, ...] = ()
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether what enters is as large as scores, or as rows of them."""
+        return any(side.kind in (MASK, BIAS) for side in self.sides)
 
     @property
     def mask_text(self) -> str:
@@ -59,8 +88,7 @@ class Meaning:
             words.append(f"window of {self.left} and {self.right}")
         if self.causal:
             words.append("causal")
-        if self.side:
-            words.append(self.side)
+        words += [side.kind for side in self.sides]
         return ", ".join(words) or "full"
 
 
@@ -72,7 +100,9 @@ class Reference:
         meaning: Meaning,
         given: Mapping[str, Named],
         at: Mapping[str, np.ndarray],
-        side: Named | None,
+        biases: Sequence[Named] = (),
+        masks: Sequence[Named] = (),
+        ids: Sequence[tuple[Named, Named]] = (),
     ) -> None:
         """Takes what it is computed of.
 
@@ -80,11 +110,14 @@ class Reference:
             meaning: what is computed.
             given: "q", "k", "v", and "dout" for gradients.
             at: for each letter the coordinates that there are.
-            side: a bias, or a mask that is true where a key is seen.
+            biases: what is added.
+            masks: true where a key is seen.
+            ids: of queries and of keys, equal where a key is seen.
         """
-        self.meaning, self.given, self.at, self.side = meaning, given, at, side
+        self.meaning, self.given, self.at = meaning, given, at
+        self.biases, self.masks, self.ids = biases, masks, ids
         names = {x for _, letters in given.values() for x in letters}
-        self.rows = [x for x in _NAMES if x in names and x not in ("k", "d", "e")]
+        self.rows = [x for x in ORDER if x in names and x not in ("k", "d", "e")]
         self.pairs = [*self.rows, *(["k"] if "k" in names else [])]
 
     def _sum(self, *terms: Named, out: list[str]) -> np.ndarray:
@@ -111,14 +144,22 @@ class Reference:
             seen &= k - q <= meaning.right
         return seen
 
-    def _side(self) -> np.ndarray | None:
-        if self.side is None:
-            return None
-        x, names = self.side
+    def _placed(self, named: Named) -> np.ndarray:
+        """An array with a dim for each of those of the scores."""
+        x, names = named
         wanted = [a for a in self.pairs if a in names]
         x = np.transpose(x, [names.index(a) for a in wanted])
         sizes = iter(x.shape)
         return x.reshape([next(sizes) if a in names else 1 for a in self.pairs])
+
+    def visible(self) -> np.ndarray:
+        """Which keys a query sees."""
+        seen = self._visible()
+        for mask in self.masks:
+            seen = seen & self._placed(mask)
+        for queries, keys in self.ids:
+            seen = seen & (self._placed(queries) == self._placed(keys))
+        return seen
 
     def results(self) -> dict[str, Named]:
         """Output and gradients, each with the letters of its dims."""
@@ -130,12 +171,9 @@ class Reference:
         if meaning.softcap is not None:
             x = meaning.softcap * np.tanh(raw / meaning.softcap)
             slope = meaning.scale * (1 - np.tanh(raw / meaning.softcap) ** 2)
-        seen, side = self._visible(), self._side()
-        if side is not None and meaning.side == "bias":
-            x = x + side
-        elif side is not None:
-            seen = seen & side
-        x = np.where(seen, x, -np.inf)
+        for bias in self.biases:
+            x = x + self._placed(bias)
+        x = np.where(self.visible(), x, -np.inf)
         weights = np.exp(x - x.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         p = (weights, self.pairs)

@@ -34,8 +34,8 @@ class Sample:
 
     def _join_all(self) -> None:
         """Joins the dims of everything that is evaluated."""
-        for side in self.found.sides:
-            self._join_equal(side.value)
+        for t in self.entering():
+            self._join_equal(t.value)
         path = self._to_sides()
         seen: set[int] = set()
         stack = [t.value for p in self.passes() for t in p.makes.values()]
@@ -76,7 +76,7 @@ class Sample:
     def _to_sides(self) -> set[int]:
         """The ops by which what enters besides becomes a mask or a bias."""
         view, inside = self.view, self.found.inside
-        ends = {view.numbers.of[side.value] for side in self.found.sides}
+        ends = {view.numbers.of[t.value] for s in self.found.sides for t in s.parts}
         stack = [v for op in inside for v in self.program.ops[op].operands]
         found: set[int] = set()
         while stack and ends:
@@ -111,8 +111,11 @@ class Sample:
             self.dims.union((v, a), (made, b))
 
     def passes(self) -> list[Pass]:
-        found = self.found
-        return [*found.forward, *([found.backward] if found.backward else [])]
+        return [*self.found.passes]
+
+    def entering(self) -> list[Tensor]:
+        """What masks and biases are made of, and what is read of them."""
+        return [t for side in self.found.sides for t in (*side.parts, *side.reads)]
 
     def _tokens(self) -> str:
         """Which letter runs over queries: that along which there are most."""
@@ -142,7 +145,7 @@ class Sample:
         tensors = [
             t for p in self.passes() for t in (*p.reads.values(), *p.makes.values())
         ]
-        tensors += [self.found.scores, self.found.argument, *self.found.sides]
+        tensors += [self.found.scores, self.found.argument, *self.entering()]
         for t in tensors:
             for d, letter in enumerate(t.letters):
                 if not letter:
@@ -182,28 +185,24 @@ class Sample:
         return [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
 
     def argument_of(
-        self, scores: np.ndarray | float, side: np.ndarray | None = None
+        self, scores: np.ndarray | float, given: Mapping[int, np.ndarray]
     ) -> np.ndarray:
-        """The softmax's argument, for scores (of one value, or as they lie)."""
+        """The softmax's argument, for scores (of one value, or as they lie).
+
+        Args:
+            scores: what the contraction makes.
+            given: what masks and biases are made of, by values; of one value all over,
+                or as they lie.
+        """
         t = self.found.scores
         value = np.broadcast_to(np.asarray(scores, np.float64), self.shape_of(t.value))
-        known = {self.view.made(t.value): value, **self.given_sides(side)}
+        known = {self.view.made(t.value): value, **self.spread(given)}
         [x] = self.evaluated([self.found.argument], known)
         return self.ordered(x, self.found.argument.letters, t.letters)
 
-    def given_sides(self, value: np.ndarray | None = None) -> dict[int, np.ndarray]:
-        """Sides, as they are read: random ones, or all of one value."""
-        known = {}
-        for side in self.found.sides:
-            v = self.view.made(side.value)
-            shape = self.shape_of(v)
-            if value is not None:
-                known[v] = np.broadcast_to(value, shape)
-            elif v in self.drawn:
-                known[v] = self.drawn[v]
-        return known
-
-    drawn: Mapping[int, np.ndarray] = {}
+    def spread(self, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Values in their sizes."""
+        return {v: np.broadcast_to(x, self.shape_of(v)) for v, x in given.items()}
 
     @staticmethod
     def ordered(x: np.ndarray, have: Letters, want: Letters) -> np.ndarray:

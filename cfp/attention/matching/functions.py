@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
+from cfp.attention.mask import NO_MASK, visible
 from cfp.attention.matching.found import Letters
 from cfp.attention.matching.reference import (
     BIAS,
@@ -22,6 +23,7 @@ from cfp.attention.matching.reference import (
     Meaning,
     SideMeaning,
 )
+from cfp.attention.problem import segments_of
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
 
@@ -170,6 +172,8 @@ class AttentionFunctions:
             v4 = _merged(v.astype(dtype), v_letters, order("k", "e"), sizes)
             more = self._more(sides, rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
+            if self.meaning.fills:
+                out = _filled(out, v4, self.meaning, more)
             groups = [[*g] for g in order("q", "e")]
             names = [name for group in groups for name in group]
             out = out.reshape([sizes[name] for name in names])
@@ -344,6 +348,31 @@ def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> A
         out_specs=whole,
         check_vma=False,
     )(q, k, v, dict(more))
+
+
+def _filled(
+    out: jax.Array, v: jax.Array, meaning: Meaning, more: Mapping[str, Any]
+) -> jax.Array:
+    """The output, with the mean of all values for queries that see no key."""
+    queries, keys = out.shape[1], v.shape[1]
+    query_ids, key_ids = segments_of(more.get("segment_ids"))
+    mask = replace(
+        NO_MASK,
+        causal=meaning.causal,
+        left=meaning.left,
+        right=meaning.right,
+        query_segments=query_ids,
+        key_segments=key_ids,
+    )
+    allowed = visible(mask, queries, keys)
+    if (bias := more.get("bias")) is not None:
+        shown = bias > _MASKED / 2
+        allowed = shown if allowed is None else shown & allowed
+    assert allowed is not None, "a mask enters"
+    seen = jnp.swapaxes(allowed.any(axis=-1), 1, 2)[..., None]
+    mean = jnp.mean(v, axis=1, keepdims=True, dtype=jnp.float32).astype(out.dtype)
+    mean = jnp.repeat(mean, out.shape[2] // v.shape[2], axis=2)
+    return jnp.where(seen, out, mean)
 
 
 def _cast(arrays: Sequence[jax.Array], made: Sequence[Shaped]) -> list[jax.Array]:

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 
 from cfp.attention.matching.found import Different, Found, Side, Tensor
+from cfp.attention.matching.letters import aligned
 from cfp.attention.matching.reference import (
     BIAS,
     MASK,
@@ -80,9 +81,16 @@ class _Proof(Sample):
         sides = tuple(self._read(side) for side in self.found.sides)
         meaning = Meaning(self.tokens, scale, softcap, causal, left, right, sides)
         for _ in range(2):
-            self._prove(meaning)
+            self._prove(meaning, self._drawn(meaning))
             self.place(self.positions())
-        return meaning
+        if not any(map(self._is_mask, self.found.sides)):
+            return meaning
+        filled = replace(meaning, fills=True)
+        try:
+            self._prove(filled, self._drawn_with_empty_rows())
+        except Different:
+            return meaning  # Rows without keys have something else, such as no number.
+        return filled
 
     # -- what it computes --------------------------------------------------------------
 
@@ -287,7 +295,7 @@ class _Proof(Sample):
 
     # -- the proof ---------------------------------------------------------------------
 
-    def _prove(self, meaning: Meaning) -> None:
+    def _prove(self, meaning: Meaning, drawn: Mapping[int, np.ndarray]) -> None:
         """Compares outputs and gradients with those of the attention that it means.
 
         Raises:
@@ -298,7 +306,6 @@ class _Proof(Sample):
             for t in p.reads.values():
                 roots.setdefault(self._root(t.value), np.empty(0))
         known = {v: self.drawn_at(v) for v in roots}
-        drawn = self._drawn(meaning)
         known |= drawn
         tensors = [t for p in self.passes() for t in p.reads.values()]
         arrays = self.evaluated(tensors, known)
@@ -351,6 +358,47 @@ class _Proof(Sample):
                 return v
             v = op.operands[0]
 
+    def _drawn_hiding(self, hidden: float) -> dict[int, np.ndarray]:
+        """Random masks and biases.
+
+        Args:
+            hidden: the share of keys that a mask hides.
+        """
+        found = {}
+        for side in self.found.sides:
+            for one in side.parts:
+                v = self.view.made(one.value)
+                shape = self.shape_of(v)
+                if side.is_segments:
+                    ids = self.random.random(shape) < hidden
+                    is_bool = self._dtype(one) == "i1"
+                    found[v] = ids if is_bool else ids.astype(np.int64)
+                elif self._is_mask(side):
+                    shown = self.random.random(shape) >= hidden
+                    found[v] = shown if self._shows(side) else ~shown
+                else:
+                    found[v] = self.drawn_at(v)
+        return found
+
+    def _drawn_with_empty_rows(self) -> dict[int, np.ndarray]:
+        """Random masks and biases; the first keys are hidden from all queries.
+
+        From some queries all keys are.
+        """
+        found = self._drawn_hiding(_HIDDEN)
+        for side in filter(self._is_mask, self.found.sides):
+            [one] = side.parts
+            v = self.view.made(one.value)
+            letters = aligned(one.letters, self.program.values[v].shape)
+            shown = np.array(found[v] == self._shows(side))
+            along = [np.moveaxis(shown, d, 0) for d, x in enumerate(letters) if x]
+            if "k" in letters:
+                np.moveaxis(shown, letters.index("k"), 0)[:2] = False
+            if letters.count("") < len(letters) - 1:
+                along[0][:1] = False
+            found[v] = shown if self._shows(side) else ~shown
+        return found
+
     def _drawn(self, meaning: Meaning) -> dict[int, np.ndarray]:
         """Random masks and biases that show each query some key.
 
@@ -362,31 +410,12 @@ class _Proof(Sample):
             "q": (np.empty([len(self.at[x]) for x in rows]), rows),
             "k": (np.empty(len(self.at["k"])), ["k"]),
         }
+        size = [len(self.at[x]) for x in self._pairs()]
         for tried in range(_MOST_DRAWN):
-            hidden = _HIDDEN * 0.8**tried
-            found = {}
-            for side in self.found.sides:
-                for one in side.parts:
-                    v = self.view.made(one.value)
-                    shape = self.shape_of(v)
-                    if side.is_segments:
-                        ids = self.random.random(shape) < hidden
-                        found[v] = ids.astype(
-                            bool if self._dtype(one) == "i1" else np.int64
-                        )
-                    elif self._is_mask(side):
-                        shown = self.random.random(shape) >= hidden
-                        found[v] = shown if self._shows(side) else ~shown
-                    else:
-                        found[v] = self.drawn_at(v)
-            seen = Reference(
-                meaning, given, self.at, *self._named(found, meaning)
-            ).visible()
-            if (
-                np.broadcast_to(seen, [len(self.at[x]) for x in self._pairs()])
-                .any(-1)
-                .all()
-            ):
+            found = self._drawn_hiding(_HIDDEN * 0.8**tried)
+            named = self._named(found, meaning)
+            seen = Reference(meaning, given, self.at, *named).visible()
+            if np.broadcast_to(seen, size).any(axis=-1).all():
                 return found
         raise Different("its masks hide all keys from some query")
 

@@ -65,6 +65,9 @@ class Meaning:
         scale, softcap: as in `cfp.attention`.
         causal, left, right: the mask by position.
         sides: what enters besides.
+        fills: whether a query that sees no key has the mean of all values, as where all
+            its scores are made the same large negative number; otherwise it has zeros,
+            where the step may have anything.
     """
 
     tokens: str
@@ -74,6 +77,7 @@ class Meaning:
     left: int | None = None
     right: int | None = None
     sides: tuple[SideMeaning, ...] = ()
+    fills: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -173,7 +177,9 @@ class Reference:
             slope = meaning.scale * (1 - np.tanh(raw / meaning.softcap) ** 2)
         for bias in self.biases:
             x = x + self._placed(bias)
-        x = np.where(self.visible(), x, -np.inf)
+        seen = np.broadcast_to(self.visible(), x.shape)
+        empty = ~seen.any(axis=-1, keepdims=True) & meaning.fills
+        x = np.where(empty, 0.0, np.where(seen, x, -np.inf))
         weights = np.exp(x - x.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         p = (weights, self.pairs)
@@ -184,7 +190,7 @@ class Reference:
         dout = given["dout"]
         dp = self._sum(dout, v, out=self.pairs)
         dx = weights * (dp - (weights * dp).sum(axis=-1, keepdims=True))
-        ds = (dx * slope, self.pairs)
+        ds = (np.where(empty, 0.0, dx * slope), self.pairs)
         found["dv"] = (self._sum(p, dout, out=v[1]), v[1])
         found["dq"] = (self._sum(ds, k, out=q[1]), q[1])
         found["dk"] = (self._sum(ds, q, out=k[1]), k[1])

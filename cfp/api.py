@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.cluster.ray.steps import plan_step
+from cfp.cluster.ray.planning import plan_step
 from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, nearest

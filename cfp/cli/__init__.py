@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import bench, finding, planning, reading, running, verifying
+from cfp.cli import bench, finding, planning, reading, running
 from cfp.cli.commands import Command
 from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK
 from cfp.cli.supervise import Supervision
@@ -43,7 +43,7 @@ _COMMANDS = {
     "plan": finding.plan,
     "run": running.run,
     "show": reading.show,
-    "verify": verifying.verify,
+    "verify": running.verify,
     "inspect": reading.inspect,
     "export": reading.export,
     "analyze": planning.analyze,

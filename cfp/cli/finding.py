@@ -22,8 +22,7 @@ from cfp.cli.variants import (
     variants_of,
     variants_view,
 )
-from cfp.cluster.ray.planning import RunnerNeeds, plan_on_ray
-from cfp.cluster.ray.steps import alone
+from cfp.cluster.ray.planning import RunnerNeeds, alone, plan_on_ray
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.marks import Limits

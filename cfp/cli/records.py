@@ -14,7 +14,7 @@ import typer
 from cfp import platform as platforms
 from cfp.cli import values
 from cfp.cli.output import only_json
-from cfp.devices.exported import description_of
+from cfp.devices.schema import description_of
 from cfp.errors import CfpError
 from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
@@ -22,9 +22,8 @@ from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.report.console import literal_console
+from cfp.report.console import Fitted, literal_console
 from cfp.report.curves import curves_data, curves_table, plot_curves
-from cfp.report.fitted import Fitted
 from cfp.report.progress import Display
 
 _PANEL = "Instead of a step's measurements"

@@ -20,7 +20,7 @@ from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant

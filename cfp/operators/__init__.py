@@ -10,6 +10,9 @@ there already: `cfp.operators.inject`. What each takes: ``python -m cfp.operator
 """
 
 from cfp.operators.activations import BIAS_GELU as bias_gelu
+from cfp.operators.activations import CAUSAL_SOFTMAX as causal_softmax
+from cfp.operators.activations import MASKED_SOFTMAX as masked_softmax
+from cfp.operators.activations import SOFTMAX as softmax
 from cfp.operators.activations import SWIGLU as swiglu
 from cfp.operators.attention import BERT_ATTENTION as bert_attention
 from cfp.operators.attention import GPT_ATTENTION as gpt_attention
@@ -26,9 +29,6 @@ from cfp.operators.operator import Argument, Implementation, Operator, OperatorE
 from cfp.operators.projections import EMBEDDING as embedding
 from cfp.operators.projections import QKV_PROJECTION as qkv_projection
 from cfp.operators.projections import ROTARY_EMBEDDING as rotary_embedding
-from cfp.operators.softmaxes import CAUSAL_SOFTMAX as causal_softmax
-from cfp.operators.softmaxes import MASKED_SOFTMAX as masked_softmax
-from cfp.operators.softmaxes import SOFTMAX as softmax
 
 __all__ = [
     "OPERATORS",

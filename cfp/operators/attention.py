@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from cfp.operators import probe
+from cfp.operators.activations import causal_mask, length_mask
 from cfp.operators.norms import tokamaxes
 from cfp.operators.operator import Argument, Implementation, Operator, Reason
-from cfp.operators.softmaxes import causal_mask, length_mask
 
 _HALVES = ("bfloat16", "float16")
 _LEAST = -1e30

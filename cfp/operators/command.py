@@ -13,9 +13,9 @@ from cfp.operators.cases import Shape, check_dtype
 from cfp.operators.document import changes, read, write
 from cfp.operators.environment import environment
 from cfp.operators.inventory import matching
-from cfp.operators.plots import plot
 from cfp.operators.tables import (
     parse_share,
+    plot,
     print_environment,
     print_list,
     print_results,

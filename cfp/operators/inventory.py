@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from cfp.operators.activations import BIAS_GELU, SWIGLU
+from cfp.operators.activations import (
+    BIAS_GELU,
+    CAUSAL_SOFTMAX,
+    MASKED_SOFTMAX,
+    SOFTMAX,
+    SWIGLU,
+)
 from cfp.operators.attention import BERT_ATTENTION, GPT_ATTENTION, T5_ATTENTION
 from cfp.operators.experts import GROUPED_MATMUL, MOE_DISPATCH
 from cfp.operators.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from cfp.operators.norms import DROPOUT_ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
 from cfp.operators.operator import Operator, unknown
 from cfp.operators.projections import EMBEDDING, QKV_PROJECTION, ROTARY_EMBEDDING
-from cfp.operators.softmaxes import CAUSAL_SOFTMAX, MASKED_SOFTMAX, SOFTMAX
 
 # In the order in which they are measured: those that matter most come first.
 OPERATORS: dict[str, Operator] = {

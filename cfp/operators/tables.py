@@ -1,9 +1,10 @@
-"""Tables of measurements: a row for each shape, a column for each implementation."""
+"""Tables and bars of measurements, by shape and implementation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,7 +13,8 @@ from rich.table import Table
 
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
 from cfp.operators.operator import Operator
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted
+from cfp.report.plots import figure
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 
@@ -145,3 +147,33 @@ def parse_share(text: str) -> float:
     if match is None:
         raise ValueError(text)
     return float(match[1]) / (100 if match[2] else 1)
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Draws times and memory of everything that was measured.
+
+    Args:
+        rows: what was measured.
+        file: an image; its ending says which kind.
+
+    Raises:
+        CfpError: matplotlib is not installed, or does not know the kind of image.
+    """
+    measured = [row for row in rows if row.passes]
+    labels = [
+        f"{row.operator}, {row.implementation}\n({row.shape}) {row.dtype}"
+        for row in measured
+    ]
+    passes = [row.passes.get("both", row.passes.get("forward")) for row in measured]
+    places = range(len(measured))
+    height = max(2.0, 0.42 * len(measured) + 1.0)
+    with figure(file, columns=2, figsize=(12, height)) as (times, memory):
+        times.barh(places, [one.median_ms for one in passes if one])
+        times.set_yticks(places, labels, fontsize=7)
+        times.set_xlabel("ms, forward and backward where both were run")
+        memory.barh(places, [(one.temp_bytes or 0) / 1e6 for one in passes if one])
+        memory.set_yticks(places, [""] * len(measured))
+        memory.set_xlabel("MB besides inputs and outputs")
+        for axes in (times, memory):
+            axes.invert_yaxis()
+            axes.set_xscale("symlog", linthresh=0.01)

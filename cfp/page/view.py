@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from cfp.page.memory import KINDS, Moment, is_far, timeline, timeline_drawing
-from cfp.page.scatter import pareto, scatter_drawing
-from cfp.page.tensors import tensor_drawing
+from cfp.page.svg import pareto, scatter_drawing, tensor_drawing
 from cfp.plan.figures import (
     BlockFigures,
     KindFigures,

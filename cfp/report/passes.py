@@ -20,8 +20,7 @@ from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.analysis.summary import Summary, summarize
 from cfp.plan.describe import block_collectives, op_text
 from cfp.printable import columns as columns_of_text
-from cfp.report.console import literal_console
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted, literal_console
 from cfp.search.wanted import Measured
 from cfp.solution import Profiles
 from cfp.units import format_bytes

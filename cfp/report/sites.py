@@ -18,8 +18,7 @@ from cfp.analysis.naming import op_path
 from cfp.plan.words import elided
 from cfp.printable import columns, merged_alike, printable
 from cfp.profiling.hlo_sites import CollectiveSite
-from cfp.report.console import literal_console
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted, literal_console
 from cfp.units import format_bytes
 
 _PATH_PARTS = 2

@@ -34,8 +34,7 @@ from cfp.plan.words import scale_text, summary_line
 from cfp.printable import columns
 from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceRow
-from cfp.report.console import literal_console
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted, literal_console
 from cfp.settings import ENOUGH_SAMPLES
 from cfp.units import format_bytes
 

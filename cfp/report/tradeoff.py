@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
-from cfp.report.fitted import Fitted
+from cfp.report.console import Fitted
 from cfp.report.plots import figure
 from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.problem import Problem, Solved

@@ -17,7 +17,7 @@ import jax, pytest
 import cfp
 from jax.sharding import AbstractMesh
 from cfp.cluster.ray.planning import connected
-from cfp.cluster.ray.steps import plan_step
+from cfp.cluster.ray.planning import plan_step
 from cfp_test.injected import hold_times
 from cfp_test.toy_targets import toy
 

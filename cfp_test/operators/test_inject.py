@@ -18,7 +18,7 @@ from cfp.operators.inject import (
     unregister_policy,
     worth,
 )
-from cfp.operators.inject.worth import Worth
+from cfp.operators.inject.report import Worth
 from cfp.operators.operator import OperatorError
 from cfp_test.operators import models_linen, models_nnx
 from cfp_test.operators.compiling import SOON

@@ -8,9 +8,7 @@ import pytest
 
 from cfp.page.memory import timeline
 from cfp.page.page import page_html, small_html
-from cfp.page.scatter import pareto
-from cfp.page.svg import element, ticks
-from cfp.page.tensors import drawn_dims, tensor_drawing
+from cfp.page.svg import drawn_dims, element, pareto, tensor_drawing, ticks
 from cfp.plan.plan import Plan
 from cfp.plan.text import best_variants
 from cfp.printable import printable

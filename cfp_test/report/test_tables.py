@@ -7,7 +7,7 @@ from rich.console import Console
 from cfp.plan.plan import Plan
 from cfp.plan.text import collapse, merged_name
 from cfp.race.programs import RaceRow
-from cfp.report import picture
+from cfp.report import plots
 from cfp.report.tables import plan_text, print_plan, summary_line
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 
@@ -104,11 +104,11 @@ def test_a_picture_is_drawn_from_a_saved_plan(tmp_path, capsys):
     saved = tmp_path / "plan.json"
     drawn = tmp_path / "plan.svg"
     make_plan(layers([0, 0]), RACE).save(saved)
-    assert picture.main([str(saved), str(drawn)]) == 0
+    assert plots.main([str(saved), str(drawn)]) == 0
     assert "layer_0-1/mlp" in drawn.read_text()
-    assert picture.main([str(drawn), str(drawn)]) == 2
+    assert plots.main([str(drawn), str(drawn)]) == 2
     assert "Cannot read a plan" in capsys.readouterr().err
-    assert picture.main([]) == 2
+    assert plots.main([]) == 2
 
 
 def test_times_of_a_race_have_their_noise_beside_them():

@@ -2,6 +2,6 @@
 
 All that is scheduled here is scheduled by Ray: tasks that compile
 (:mod:`cfp.cluster.ray.place`), an actor with the devices, and one with the records
-(:mod:`cfp.cluster.ray.actors`). Ray is the extra ``cfp[cluster]``: nothing but
+(:mod:`cfp.cluster.ray.place`). Ray is the extra ``cfp[cluster]``: nothing but
 :mod:`cfp.cluster.ray.planning` is imported before it is known to be there.
 """

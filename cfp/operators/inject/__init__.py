@@ -21,8 +21,7 @@ from cfp.operators.inject.policy import (
     register_policy,
     unregister_policy,
 )
-from cfp.operators.inject.report import Part, Report
-from cfp.operators.inject.worth import Worth, worth
+from cfp.operators.inject.report import Part, Report, Worth, worth
 
 del _policies
 

@@ -18,7 +18,7 @@ from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
-from cfp.runtime.execute import compile_step
+from cfp.runtime import execute
 from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.expected import estimate_options
@@ -191,13 +191,13 @@ def test_a_step_is_compiled_with_what_its_race_tuned(monkeypatch, tmp_path):
     asked = {"xla_backend_optimization_level": "1"}
     monkeypatch.setattr(BuildEnvironment, "options", lambda self, platform: asked)
     given = []
-    real = compile_step.__globals__["compile_right"]
+    real = execute.compile_right
 
     def compile_right(lowered, options):
         given.append(dict(options))
         return real(lowered, {})
 
-    monkeypatch.setitem(compile_step.__globals__, "compile_right", compile_right)
+    monkeypatch.setattr(execute, "compile_right", compile_right)
     settings = cfp.PlannerSettings(race=False)
     how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(lambda x: x @ x, jnp.ones((8, 8)), **how, preset="data_parallel")

@@ -420,7 +420,16 @@ def test_model_word_rule(text, words):
 # clean; in the end all of ROOMS are here.
 CLEAN = (
     *("errors", "units", "printable", "settings", "presets", "devices", "cost"),
-    *("export", "page", "models", "targets", "platform", "checking", "report"),
+    *(
+        "profiling",
+        "export",
+        "page",
+        "models",
+        "targets",
+        "platform",
+        "checking",
+        "report",
+    ),
     *("cluster", "operators", "cli", "demo", "__main__"),
 )
 # Question words hide what a function returns, and what a class is.

@@ -86,9 +86,9 @@ class Supervision:
             if in_a_row >= _MOST_IN_A_ROW:
                 raise DeviceError(
                     compose(
-                        "Whatever is run ends the process.",
+                        f"{in_a_row} worker processes crashed in a row.",
                         expected="devices that run most programs",
-                        got=f"{in_a_row} processes that died, one after another",
+                        got="no program that ran to its end",
                         attempt="see whether JAX runs anything on them; then go on "
                         "with --retry-failures",
                     )

@@ -1,4 +1,4 @@
-"""What a measurement depends on, as a list of named parts.
+"""Keys of measurements: their dependencies, as a list of named parts.
 
 The digest of the parts is the key in the store. The names are kept beside it, so
 that a miss can be explained: "jax_version was 0.10.2, is 0.11.2".
@@ -91,7 +91,7 @@ class ProfileKey:
         )
 
     def nearest(self, other_keys: Iterable["ProfileKey"]) -> "ProfileKey | None":
-        """Of `other_keys`, the one that differs in the fewest parts."""
+        """Finds the one of `other_keys` that differs in the fewest parts."""
         order = {name: index for index, (name, _) in enumerate(self.parts)}
 
         def distance(other: ProfileKey) -> tuple[int, list[int]]:
@@ -119,7 +119,7 @@ class ProfileKey:
 
 
 class Device(Protocol):
-    """What is asked of a `jax.Device`, which type checkers take for a variable."""
+    """The part of `jax.Device` in use, which type checkers take for a variable."""
 
     @property
     def id(self) -> int: ...
@@ -229,7 +229,7 @@ _KIND = (
 
 
 def other_kind(parts: Parts, here: Parts) -> str:
-    """How the machine of a measurement differs from another; "" if it is of its kind.
+    """Names the first difference between two machines; "" if they are of one kind.
 
     Args:
       parts: of the measurement's key.
@@ -244,7 +244,7 @@ def other_kind(parts: Parts, here: Parts) -> str:
 
 
 def _is_here(device: Device) -> bool:
-    """Whether a device is of this process, whose host can say how it is linked."""
+    """Returns True if a device is of this process, whose host knows its links."""
     return device.process_index == device.client.process_index()
 
 

@@ -139,9 +139,9 @@ def plan_on_ray(
         except ray.exceptions.RayActorError as error:
             raise DeviceError(
                 compose(
-                    "Whatever is run ends the runner.",
+                    f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
                     expected="devices that run most programs",
-                    got=f"{RUNNER_RESTARTS + 1} runners that died: {error}",
+                    got=str(error),
                     attempt="the same command again, which goes on from what is "
                     "measured; or see whether JAX runs anything on them",
                 )

@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from cfp.program.graph import Spec
+from cfp.program.partitioned import unbound
 from cfp.program.signature import Signature, is_key, key_name
 
 
@@ -109,7 +110,8 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
     """The lowering that was written down, for devices of this process.
 
     Raises:
-        WrongPlace: another version of JAX wrote it.
+        WrongPlace: another version of JAX wrote it, or it has custom_partitioning ops,
+            whose callbacks are Python functions of the process that traced them.
     """
     if parcel.jax_version != jax.__version__:
         raise WrongPlace(
@@ -125,6 +127,10 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
     assert module is not None, "JAX lowers to StableHLO"
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(parcel.module)
+        if (name := unbound(source)) is not None:
+            raise WrongPlace(
+                f"expected a program without Python callbacks, got one with {name!r}"
+            )
         for op in list(module.body.operations):
             op.operation.erase()
         with ir.InsertionPoint(module.body):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from jax.extend.mlir import ir
 
+from cfp.program.flops import PARTITIONED
 from cfp.program.graph import Program
 from cfp.program.makeable import makeable
 
@@ -91,9 +92,13 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """Whether an op gives the same again: no loop, no call, no random state."""
+    """Whether an op gives the same again: no loop, no call, no random state.
+
+    What a custom_partitioning op computes is known, and has no effects.
+    """
     op = program.ops[op_id]
-    return not op.has_regions and op.kind not in _NOT_REPEATABLE
+    is_known = PARTITIONED.search(op.attributes) is not None
+    return not op.has_regions and (is_known or op.kind not in _NOT_REPEATABLE)
 
 
 def rematerialize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import custom_partitioning as jax_partitioning
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -16,6 +17,9 @@ import cfp
 from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.program import partitioned
+from cfp.program.parcel import WrongPlace, pack, unpack
+from cfp.program.rematerialize import repeatable
+from cfp.program.signature import Signature
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
@@ -218,6 +222,7 @@ def test_a_plan_is_saved_and_runs_in_another_process(tmp_path):
     assert float(done.stdout.split()[-1]) < 1e-5
 
 
+@pytest.mark.explained("Callbacks are not in this process")
 def test_a_process_without_the_callbacks_says_so(monkeypatch):
     mesh = make_mesh(MESHES["x4"])
     step = flatten_step(kernel("rule"), (SHAPE,) * 3)
@@ -225,6 +230,27 @@ def test_a_process_without_the_callbacks_says_so(monkeypatch):
     monkeypatch.setattr(partitioned, "_CALLS", {})
     with pytest.raises(StepNotTraceable, match="callbacks are not in this process"):
         partitioned.bind(lowering.module, mesh)
+
+
+def test_another_process_leaves_compiling_to_the_one_that_traced(monkeypatch):
+    mesh = make_mesh(MESHES["x4"])
+    step = flatten_step(kernel("rule"), (SHAPE,) * 3)
+    _, lowering = trace(step, mesh)
+    partitioned.bind(lowering.module, mesh)
+    types = Signature((SHAPE,) * 3, (SHAPE,))
+    specs = [((),) * 4] * 4
+    parcel = pack(lowering.lowered, types, mesh, specs[:3], specs[3:], ())
+    assert unpack(parcel, mesh).compile() is not None
+    monkeypatch.setattr(jax_partitioning, "_sharding_callbacks", {})
+    with pytest.raises(WrongPlace, match="got one with 'cfp:own_attention"):
+        unpack(parcel, mesh)
+
+
+def test_the_op_is_rematerialized():
+    step, args = model_of("strict", layers=1)
+    program, _ = trace(flatten_step(step, args), make_mesh(MESHES["x4"]))
+    (op,) = (op for op in program.ops if op.kind == "custom_call")
+    assert repeatable(program, op.id)
 
 
 # ------------------------------------------------------------------------------ cuDNN

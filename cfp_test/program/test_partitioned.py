@@ -18,7 +18,6 @@ from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.program import partitioned
 from cfp.program.parcel import WrongPlace, pack, unpack
-from cfp.program.rematerialize import repeatable
 from cfp.program.signature import Signature
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -244,13 +243,6 @@ def test_another_process_leaves_compiling_to_the_one_that_traced(monkeypatch):
     monkeypatch.setattr(jax_partitioning, "_sharding_callbacks", {})
     with pytest.raises(WrongPlace, match="got one with 'cfp:own_attention"):
         unpack(parcel, mesh)
-
-
-def test_the_op_is_rematerialized():
-    step, args = model_of("strict", layers=1)
-    program, _ = trace(flatten_step(step, args), make_mesh(MESHES["x4"]))
-    (op,) = (op for op in program.ops if op.kind == "custom_call")
-    assert repeatable(program, op.id)
 
 
 # ------------------------------------------------------------------------------ cuDNN

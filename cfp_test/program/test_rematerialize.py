@@ -29,6 +29,7 @@ from cfp_test.checking import (
 )
 from cfp_test.program.stacks import stack_step
 from cfp_test.programs.common import normal, squares, training
+from cfp_test.programs.kernels import model_of
 from cfp_test.programs.registry import PROGRAMS
 
 SIZES = (("x", 4),)
@@ -90,6 +91,15 @@ def test_the_step_computes_the_same(case, preset):
 def test_other_programs_compute_the_same(name):
     case = prepare(name, PROGRAMS[name], SIZES)
     lowering, ins = edited(case, presets(case.frame)["data_parallel"])
+    compiled = lowering.lowered.compile()
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
+    assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+def test_a_kernel_with_a_rule_runs_again():
+    case = prepare("kernel", lambda: model_of("strict", layers=2), SIZES)
+    lowering, ins = edited(case, presets(case.frame)["tensor_parallel"])
+    assert any(op.name == "stablehlo.custom_call" for op in clones(lowering))
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
     assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}

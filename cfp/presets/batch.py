@@ -13,6 +13,9 @@ _COUNTED = ("i32", "i64", "i1")
 # JAX's random keys are so many numbers of 32 bits, in their last dim.
 _KEY_SIZES = ((2,), (4,))
 
+# Ops that give a number the shape and dtype of what it is combined with.
+_SHAPING = ("broadcast_in_dim", "reshape", "convert")
+
 
 def data_arguments(frame: Frame) -> dict[int, int]:
     """Positions of the arguments that hold a batch, as far as structure tells.
@@ -83,8 +86,13 @@ def _is_key(value: Value) -> bool:
 
 
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """For each value whether it is made of parameters alone."""
+    """For each value whether it is made of parameters alone, and of single numbers.
+
+    A number that is not known before the step runs, such as the scale of a quantized
+    weight, of a loss, or of an iteration, makes no weight into anything else.
+    """
     program: Program = frame.program
+    is_number = [not value.shape for value in program.values]
     state = [False] * len(program.values)
     data = data_arguments(frame)
     for position, value in enumerate(program.args):
@@ -94,12 +102,13 @@ def made_of_parameters(frame: Frame) -> list[bool]:
             origin = program.values[v].origin
             if origin >= 0:
                 state[v] = state[origin]
-        # A number, such as that of an iteration, makes no weight into anything else.
+        numbers = all(is_number[v] for v in op.operands)
+        if op.kind in _SHAPING and numbers:
+            is_number[op.results[0]] = True
         reads = [
             v
             for v in op.operands
-            if program.values[v].shape
-            and program.values[v].producer not in program.leaf_ops
+            if not is_number[v] and program.values[v].producer not in program.leaf_ops
         ]
         only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
         for result in op.results:

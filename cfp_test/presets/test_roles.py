@@ -418,3 +418,22 @@ def test_a_lookups_rows_are_the_dims_of_its_indices():
     columns = next(f for (f,) in op.rule.results[0] if op.rule.sizes[f] == 32)
     text = strategy_text(frame, op, (AxisChoice(columns),))
     assert text == "x: columns (dim 2 of 32)"
+
+
+def test_a_weight_with_a_scale_of_its_own_is_a_weight():
+    """Fake quantization: the scale is state, or made of the weight as the step runs."""
+
+    def quantized(w, scale):
+        scale = scale * jnp.abs(w).max()
+        return jnp.clip(w / scale, -1.0, 1.0) * scale
+
+    def scaled(p, batch):
+        w = {n: quantized(p[n], p["scale"]) for n in WEIGHTS}
+        return squares(net(w, batch)) * p["scale"]
+
+    plain = sharded(
+        training(lambda p, x: squares(net(p, x)), WEIGHTS, normal(2, 32, 16)), "tensor"
+    )
+    params = {**WEIGHTS, "scale": jnp.float32(0.5)}
+    found = sharded(training(scaled, params, normal(2, 32, 16)), "tensor")
+    assert found[:2] == plain[:2] == ["RS = RR x RS", "RR = RS x SR"]

@@ -17,6 +17,8 @@ from cfp.cost.chunks import Span, spans_of, working_bytes
 from cfp.cost.memory import (
     argument_bytes,
     can_rematerialize,
+    copied_bytes,
+    copied_results,
     fixed_bytes,
     kernel_sites,
     residuals,
@@ -62,7 +64,9 @@ class Costs:
     def __init__(self, analysis: Analysis, rates: Rates) -> None:
         self.analysis = analysis
         program = analysis.frame.program
-        self._new_fixed_bytes = fixed_bytes(analysis, program.outputs)
+        copies = copied_bytes(analysis)
+        self._new_fixed_bytes = fixed_bytes(analysis, program.outputs) + copies
+        self._copied = copied_results(analysis.frame)
         arguments = fixed_bytes(analysis, program.args)
         self.fixed_bytes = arguments + self._new_fixed_bytes
         self._results = results_beside(analysis.frame)
@@ -94,6 +98,9 @@ class Costs:
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
         new = sum(size for p, size in state.items() if p in self._renewed)
+        if copied := [place for place, p in self._copied if p in state]:
+            outputs, specs = layout.frame.program.outputs, layout.output_specs()
+            new += sum(value_bytes(layout, outputs[i], specs[i]) for i in copied)
         held = residuals_under(layout, segment, candidate.remat, candidate.kernel)
         residual = sum(value_bytes(layout, v) for v in held - self._results.keys())
         return SegmentBytes(

@@ -152,6 +152,30 @@ def results_beside(frame: Frame) -> dict[int, int | None]:
     return {v: p for v, p in found.items() if p is None or program.alias[p] is None}
 
 
+def copied_results(frame: Frame) -> list[tuple[int, int | None]]:
+    """Returns the results that are copies: arguments as they are, or results again.
+
+    Returns:
+        For each its place among the results, and the argument that it is, or renews.
+    """
+    program = frame.program
+    positions = {v: i for i, v in enumerate(program.args)}
+    renewed = {
+        program.outputs[output]: position
+        for position, output in enumerate(frame.paired)
+        if output is not None
+    }
+    found, seen = list[tuple[int, int | None]](), set[int]()
+    for place, v in enumerate(program.outputs):
+        if v in positions:
+            if program.alias[positions[v]] != place:
+                found.append((place, positions[v]))
+        elif v in seen:
+            found.append((place, renewed.get(v)))
+        seen.add(v)
+    return found
+
+
 def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
     """Computes the bytes of values that are no state, such as a batch or logits.
 
@@ -179,6 +203,19 @@ def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
     )
 
 
+def copied_bytes(analysis: Analysis) -> int:
+    """Computes the bytes of results that are copies, and no state, on each device."""
+    frame = analysis.frame
+    roles = ("data",) * len(frame.mesh)
+    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    outputs, specs = frame.program.outputs, layout.output_specs()
+    return sum(
+        value_bytes(layout, outputs[place], specs[place])
+        for place, position in copied_results(frame)
+        if position not in frame.group_of_arg
+    )
+
+
 def result_bytes(layout: Layout) -> dict[int, int]:
     """Computes the bytes of results that take no donated argument's place."""
     outputs = layout.frame.program.outputs
@@ -188,8 +225,11 @@ def result_bytes(layout: Layout) -> dict[int, int]:
 
 
 def argument_bytes(layout: Layout, position: int) -> int:
-    """Computes the bytes of an argument on each device."""
-    value = layout.frame.program.args[position]
+    """Computes the bytes of an argument on each device; none if the host has it."""
+    program = layout.frame.program
+    if any(program.arg_memory[position : position + 1]):
+        return 0
+    value = program.args[position]
     return value_bytes(layout, value, layout.arg_spec(position))
 
 

@@ -8,6 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import lay_out
+from cfp.cost.memory import argument_bytes
+from cfp.presets.presets import presets
 from cfp.program.graft import Constraints, lower_part
 from cfp.program.part import cut_part
 from cfp.program.step import flatten_step
@@ -142,3 +146,14 @@ def test_parts_have_everything_on_the_devices(mesh):
     nothing = Constraints({}, {})
     lowered = lower_part(program, part, mesh, nothing, *specs)
     assert "annotate_device_placement" not in lowered.as_text()
+
+
+def test_what_the_host_has_is_no_memory_of_the_devices(mesh):
+    step = flatten_step(to_spaces(mesh), (state_on(mesh), data()))
+    program, _ = trace(step, mesh)
+    analysis = analyze(program, (("x", 2),))
+    layout = lay_out(analysis.frame, presets(analysis.frame)["data_parallel"])
+    needs = {
+        name: argument_bytes(layout, i) for i, name in enumerate(program.arg_names)
+    }
+    assert needs["state/momentum"] == 0 and needs["state/weights"] == 4 * 8 * 16

@@ -189,7 +189,7 @@ def open_context(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(defaults, settings, mesh, stand_in),
+                rules=_rules(defaults, settings, mesh, stand_in, memory is None),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -212,8 +212,14 @@ def _rules(
     settings: PlannerSettings,
     mesh: Mesh | DescribedMesh,
     stand_in: StandIn | None,
+    is_plenty: bool,
 ) -> PlatformDefaults:
-    """A platform's defaults, and in their place what was asked for."""
+    """A platform's defaults, and in their place what was asked for.
+
+    Presets with all values constrained are points of the search, so that the best by
+    prediction stands for them in a race: they are compiled themselves only if they lead
+    it with arguments alone constrained. Under a budget that needs more memory.
+    """
     reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
     options, unasked = settings.compiler_options, settings.measure is None
     asked = {
@@ -221,11 +227,17 @@ def _rules(
         for name in ("attention", "cross_entropy")
         if (value := getattr(settings, name)) is not None
     }
+    levels, later = settings.constraint_levels or usual.levels, usual.later_levels
+    is_measured = not (isinstance(mesh, DescribedMesh) or usual.estimates)
+    if settings.constraint_levels is None and is_measured and is_plenty:
+        later = tuple(one for one in levels if one is ConstraintLevel.EVERYTHING)
+        levels = tuple(one for one in levels if one not in later) or levels
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
         plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
-        levels=settings.constraint_levels or usual.levels,
+        levels=levels,
+        later_levels=tuple(one for one in later if one not in levels),
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
         replacing=replace(usual.replacing, **asked),

@@ -70,6 +70,12 @@ PLANS_BY_ESTIMATE = 3
 # race is for what may win it".
 STAY_AFTER_LOOK = 1.08
 STAY_AFTER_TURN = 1.04
+# And what is slower than this many times the fastest after three turns or more: by then
+# samples agree to about 1 % (decisions.md, "On GPUs every program in a race").
+STAY_LATER = 1.02
+# Programs of a race whose medians differ by no more than this share are a tie, of two
+# samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
+ALIKE = 0.01
 # With fewer samples nothing is known of their spread; and a difference of so many
 # standard errors is no accident. Guess, and the usual 95 %.
 ENOUGH_SAMPLES = 4
@@ -149,6 +155,7 @@ class PlatformDefaults:
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by constraint level.
         levels: constraint levels of presets; each races.
+        later_levels: those at which presets race only if they lead.
         rounds: turns of a race that decides.
         limits_memory: whether the compiler takes a memory limit.
         reserve_bytes: what the allocator may add to what a program needs.
@@ -162,6 +169,7 @@ class PlatformDefaults:
     estimate_reach: float = 1.6
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
+    later_levels: tuple[ConstraintLevel, ...] = ()
     rounds: int = ENOUGH_SAMPLES
     limits_memory: bool = False
     reserve_bytes: int = 0

@@ -18,6 +18,7 @@ from cfp.race.candidates import (
     named_candidates,
     planned_around,
     rematerialized,
+    with_kernels,
 )
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
@@ -62,6 +63,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
+    named = with_kernels(analysis, problem, named)
     # Where the compiler may yet save some memory, more may fit; it will say so.
     hoped = scale_memory(problem, context.least_memory_share(profiles.interrupted))
     # Of each problem, with its memory as predicted or scaled, how many of the best.

@@ -161,9 +161,11 @@ def remarks(plan: Plan) -> list[str]:
         )
     ties = plan.search.get("ties", 0)
     if ties:
+        others = "others were" if ties > 1 else "other was"
+        within = f"{plan.search.get('tie_spread', 0.0):.1%}"
         found.append(
-            f"a tie: {ties:.0f} other{'s were' if ties > 1 else ' was'} as fast within "
-            "the spread of their samples; the simplest of them is the plan"
+            f"a tie: {ties:.0f} {others} as fast, within {within}; the simplest of "
+            "them is the plan"
         )
     if undonated := plan.search.get("undonated_bytes", 0):
         found.append(

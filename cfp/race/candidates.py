@@ -62,6 +62,21 @@ def with_options(
     ]
 
 
+def at_levels(
+    leaders: Sequence[Candidate], levels: Sequence[ConstraintLevel]
+) -> list[Candidate]:
+    """Of each preset that leads a variant for each constraint level."""
+    found = []
+    for one in leaders:
+        if one.is_preset and not one.options:
+            name = one.name.removesuffix(level_name("", one.level))
+            found += [
+                replace(one, name=level_name(name, level), level=level)
+                for level in levels
+            ]
+    return found
+
+
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     """What needs the least memory by prediction: it is tried if nothing else fits.
 
@@ -124,6 +139,30 @@ def rematerialized(
 
     found = _best_around(analysis, problems, presets, alike)
     return {f"{name}, rematerialized": again for name, again in found if again.remat}
+
+
+def with_kernels(
+    analysis: Analysis, problem: Problem, named: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """Choices with the kernels that are best for them by what the search knows.
+
+    A person who shards by hand takes them, too: as written a preset would only show
+    what its kernels are worth.
+
+    Args:
+        analysis: of the program.
+        problem: what the search knows.
+        named: choices by name.
+    """
+    every = (option for options in problem.options for option in options)
+    if not any(option.candidate.kernel for option in every):
+        return dict(named)
+
+    def alike(_: int, option: Option, own: Option) -> bool:
+        return replace(option.candidate, kernel="") == own.candidate
+
+    free = replace(problem, budget_bytes=None)
+    return {**named, **dict(_best_around(analysis, [free], named, alike))}
 
 
 def planned_around(

@@ -114,8 +114,11 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     if best is None:
         raise run.nothing_fits(results)
     rows = [*map(race_row, results), *(left_out(one, why) for one, why in left)]
-    others = len({one.samples_ms for one in ranking.ties}) - 1
-    counts = {"ties": others} if others else {}
+    tied = {one.samples_ms: one.time_ms for one in ranking.ties}
+    counts = {}
+    if len(tied) > 1:
+        spread = max(tied.values()) / min(tied.values()) - 1.0
+        counts = {"ties": len(tied) - 1, "tie_spread": spread}
     return run.outcome(best, rows, run.built.get(best.program.identity), counts)
 
 

@@ -14,7 +14,12 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes
-from cfp.race.candidates import leanest_of, smaller_than, with_options
+from cfp.race.candidates import (
+    at_levels,
+    leanest_of,
+    smaller_than,
+    with_options,
+)
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.enough import (
     MEMORY_SHARE,
@@ -36,7 +41,13 @@ from cfp.race.remembered import answer_to, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated
 from cfp.race.turns import Ranking, race_programs
-from cfp.settings import LEADERS, MOST_REFUSED, STAY_AFTER_TURN
+from cfp.settings import (
+    LEADERS,
+    MOST_REFUSED,
+    STAY_AFTER_LOOK,
+    STAY_AFTER_TURN,
+    ConstraintLevel,
+)
 from cfp.solution import Candidate, Solution, prediction_of
 
 # Kept apart from the first race: what leads must not change with this one.
@@ -44,17 +55,22 @@ SECOND: Parts = (("race", "with other compiler options"),)
 
 
 def second_race(
-    raced: Sequence[RaceResult], options: Mapping[str, Mapping[str, str]]
+    raced: Sequence[RaceResult],
+    options: Mapping[str, Mapping[str, str]],
+    levels: Sequence[ConstraintLevel] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:
     """What races again: leaders, what is close to the first, the best preset.
 
     Args:
         raced: the first race.
         options: of the compiler, by name. The best preset gets them as leaders do, or
-            a ratio to it would mislead.
+            a ratio to it would mislead; unless it is as far behind as what is left out
+            after a look at all.
+        levels: constraint levels at which presets race only if they lead.
 
     Returns:
-        Those, and variants of leaders with options; nothing if there are no variants.
+        Those, and variants of leaders with options, and at levels; nothing if there
+        are no variants.
     """
     ranked = sorted(raced, key=time_ms)
     known = [one for one in ranked if one.candidate.is_preset][:1]
@@ -62,13 +78,18 @@ def second_race(
     # The plan may be a preset: one program, under two names.
     distinct = {one.candidate.key: one for one in reversed(ran)}
     able = [*distinct.values()][::-1][:LEADERS]
-    leaders = {one.candidate.key: one.candidate for one in (*able, *known) if one.ran}
+    near_ms = STAY_AFTER_LOOK * min(map(time_ms, able), default=0.0)
+    near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
+    leaders = {one.candidate.key: one.candidate for one in near}
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     # What is remembered may be a variant of something.
     new = {
         one.key: one
-        for one in with_options([*leaders.values()], options)
+        for one in (
+            *with_options([*leaders.values()], options),
+            *at_levels([*leaders.values()], levels),
+        )
         if one.key not in keys and one.name not in names
     }
     if not new:
@@ -134,10 +155,10 @@ class Run:
         """How candidates do, and the leaders again, with other compiler options."""
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
-        few = rules.compiler_options or rules.estimates
+        few = rules.compiler_options or rules.later_levels or rules.estimates
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        first, new = second_race(raced, rules.compiler_options)
+        first, new = second_race(raced, rules.compiler_options, rules.later_levels)
         if not new or context.agreement.is_over(context.end):
             return Ranking((), raced)
         names = {one.name for one in first}

@@ -25,10 +25,13 @@ from cfp.race.compile import (
 from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
+    ALIKE,
     ENOUGH_SAMPLES,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
+    STAY_LATER,
     SURE_STANDARD_ERRORS,
+    ConstraintLevel,
     defaults_of,
 )
 
@@ -70,12 +73,13 @@ def race_programs(
         builder: what compiles them, and where they run.
         programs: what races.
         rounds: how many turns there are; up to twice as many where it takes them to
-            tell.
+            tell, and fewer where these have told (`_is_told`).
 
     Returns:
         One result for each program, in their order.
     """
     jobs = {one.job.key.digest: one.job for one in programs}
+    ratios = {one.job.key.digest: one.ratios.time for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
@@ -87,8 +91,11 @@ def race_programs(
         # the fastest ran in every turn, which gives one sample, or on CPUs some.
         ran = [record for digest, record in found.items() if digest not in out]
         turns = max((len(record.samples_ms) for record in ran), default=rounds)
+        last = [record for record in ran if len(record.samples_ms) == turns]
+        last = [[ratios[one.key] * ms for ms in one.samples_ms] for one in last]
         is_one = len({record.created for record in ran}) <= 1
-        return len(found) == len(jobs) and is_one and turns >= rounds
+        enough = turns >= rounds or (rounds > 1 and _is_told(last))
+        return len(found) == len(jobs) and is_one and enough
 
     records = next(filter(is_answer, (raced, known)), None)
     cached = records is not None
@@ -152,10 +159,16 @@ def _run_in_turn(
         settled = steady == min(times.values(), default=0.0)
         able = sorted((d for d in order if records[d].ok), key=time_of)
         may_tie = not defaults.estimates and len(able) > 1
-        close = may_tie and is_tie(*map(samples_of, able[:2]))
+        if turn and may_tie and settled and _is_told([*map(samples_of, able)]):
+            break  # What is alike is a tie, and the simplest of it wins.
+        close = (
+            may_tie
+            and is_tie(*map(samples_of, able[:2]))
+            and not _are_alike([*map(time_of, able[:2])])
+        )
         if turn + 1 >= rounds and settled and not close:
             break
-        stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
+        stay = (STAY_AFTER_LOOK, STAY_AFTER_TURN, STAY_LATER)[min(turn, 2)]
         before = order
         order = [d for d in ready if records[d].ok and times[d] <= stay * best]
         if not order:
@@ -217,6 +230,33 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
     return abs(median(some) - median(others)) <= SURE_STANDARD_ERRORS * error
 
 
+def _is_told(samples: Sequence[Sequence[float]]) -> bool:
+    """Whether turns of several programs have told which are the fastest.
+
+    That is after two where all are alike, and after three where every other program
+    took about as many times as long as the fastest in each of them.
+
+    Args:
+        samples: of each program, one of each turn.
+    """
+    times_ms = [median(one) for one in samples]
+    turns = min(map(len, samples), default=0)
+    if len(samples) < 2 or turns < 2:
+        return False
+    fastest = samples[times_ms.index(min(times_ms))]
+    ratios = [
+        [other / best for other, best in zip(one, fastest, strict=False)]
+        for one in samples
+    ]
+    steady = all(max(some) - min(some) <= 2.0 * ALIKE for some in ratios)
+    return _are_alike(times_ms) or (turns > 2 and steady)
+
+
+def _are_alike(times_ms: Sequence[float]) -> bool:
+    """Whether times of several programs differ too little to tell them apart."""
+    return len(times_ms) > 1 and max(times_ms) <= (1.0 + ALIKE) * min(times_ms)
+
+
 def _error(samples: Sequence[float]) -> float:
     """The standard error of the median."""
     return _OF_MEDIAN * interquartile_range(samples) / _SIGMAS / sqrt(len(samples))
@@ -243,9 +283,10 @@ class Ranking:
 
     @property
     def ties(self) -> list[RaceResult]:
-        """What ran as fast as the fastest within the spread of samples, and that.
+        """What ran as fast as the fastest, and that.
 
-        With too few samples to tell that alone. What was timed for a larger budget,
+        That is within 1 %, if each has two samples or more, or within the spread of
+        samples, if there are enough to tell. What was timed for a larger budget,
         and is too large for this one, ties with nothing.
         """
         ran = [one for one in self.leaders if one.ran] or [
@@ -254,19 +295,30 @@ class Ranking:
         if not ran:
             return []
         fastest = min(ran, key=time_ms)
-        tied = [one for one in ran if is_tie(one.samples_ms, fastest.samples_ms)]
-        return tied or [fastest]
+
+        def ties(one: RaceResult) -> bool:
+            both = one.samples_ms, fastest.samples_ms
+            few = min(map(len, both)) < 2
+            alike = not few and _are_alike([one.time_ms, fastest.time_ms])
+            return one is fastest or alike or is_tie(*both)
+
+        return [*filter(ties, ran)]
 
     @property
     def best(self) -> RaceResult | None:
-        """The simplest of ties: presets before plans, fewer compiler options, the time.
+        """The simplest of ties.
+
+        Presets come before plans, then what is constrained less, has fewer compiler
+        options, or took less time.
 
         None where nothing ran.
         """
 
-        def complexity(one: RaceResult) -> tuple[bool, int, float]:
+        def complexity(one: RaceResult) -> tuple[bool, int, int, float]:
             candidate = one.candidate
-            return not candidate.is_preset, len(candidate.options), one.time_ms
+            constrained = [*ConstraintLevel][::-1].index(candidate.level)
+            options = len(candidate.options)
+            return not candidate.is_preset, constrained, options, one.time_ms
 
         return min(self.ties, key=complexity, default=None)
 

@@ -9,6 +9,7 @@ from cfp.analysis.layout import Choice
 from cfp.profiling.record import ProfileRecord
 from cfp.race.programs import RaceOutcome, as_predicted, race_row
 from cfp.race.turns import Ranking, is_tie
+from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp_test.race.results import result_of
 
@@ -41,10 +42,10 @@ def test_what_is_far_apart_is_never_a_tie(seed, noise, count):
     assert is_tie(one.tolist(), one[::-1].tolist())
 
 
-def entrant(name, samples, options=(), fits=True):
+def entrant(name, samples, options=(), fits=True, level=ConstraintLevel.EVERYTHING):
     record = ProfileRecord(key=name, parts=(), status="ok", samples_ms=tuple(samples))
     is_preset = name != "planned"
-    one = Candidate(name, Choice((), ()), options=dict(options), is_preset=is_preset)
+    one = Candidate(name, Choice((), ()), None, level, dict(options), is_preset)
     return result_of(one, record, fits=fits)
 
 
@@ -91,3 +92,18 @@ def test_one_program_under_two_names_is_named_where_samples_are_left_out():
         "",
     ]
     assert all(row.samples_ms == () and row.predicted_ms for row in rows)
+
+
+def test_one_per_cent_is_a_tie_of_two_samples_and_what_is_constrained_less_wins():
+    bare = ConstraintLevel.ARGUMENTS
+    slow = entrant("data_parallel", (38.3, 38.3), level=bare)
+    contest = [
+        entrant("planned", (38.0, 38.0)),
+        entrant("data_parallel, everywhere", (38.1, 38.1)),
+        slow,
+    ]
+    assert Ranking((), contest).best == slow
+    # With a sample each, as of predictions, nothing is a tie.
+    ones = [entrant("planned", (38.0,)), entrant("data_parallel", (38.1,))]
+    assert Ranking((), ones).best.name == "planned"
+    assert Ranking((), ones).ties == ones[:1]

@@ -1,5 +1,6 @@
 """The race, and what failed before."""
 
+from collections import Counter
 from dataclasses import asdict, replace
 
 import jax
@@ -18,6 +19,7 @@ from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
+from cfp.settings import defaults_of
 from cfp.solution import Candidate
 
 
@@ -466,3 +468,36 @@ def test_lost_devices_end_a_race(case, store, monkeypatch):
     assert ran == ["a"]
     kept = [(record.key, record.status) for record in store.records()]
     assert kept == [(case.job("a").key.digest, "crashed")]
+
+
+@pytest.mark.parametrize(
+    ("times", "turns"),
+    [
+        # All alike: two turns, however many more there could be.
+        ({"a": [10.0], "b": [10.05], "c": [10.09]}, "abcabc"),
+        # As far apart in every turn: three, and what is 2 % behind is out after that.
+        ({"a": [10.0], "b": [10.15], "c": [10.3]}, "abcabcabc"),
+        # One is slower in one turn and faster in the next: it goes on.
+        ({"a": [10.0], "b": [10.15, 10.4, 9.95, 10.15], "c": [12.0]}, "abcababab"),
+    ],
+)
+def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, turns):
+    """The same race has its answer then, though it ended before its last turn."""
+    ran = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        mine = times[job.label]
+        sample_ms = mine[ran.count(job.label) % len(mine)]
+        ran.append(job.label)
+        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
+    programs = [entrant(case, name) for name in "abc"]
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    results = race_programs(builder, programs, rounds=4)
+    assert len(ran) == len(turns)
+    assert Counter(ran) == Counter(turns)
+    again = race_programs(builder, programs, rounds=4)
+    assert len(ran) == len(turns)
+    assert [one.record for one in again] == [one.record for one in results]

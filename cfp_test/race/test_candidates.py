@@ -22,7 +22,7 @@ from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import Answer, known_to_fit
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
-from cfp.settings import LIMITED_MEMORY
+from cfp.settings import LIMITED_MEMORY, Replacing
 from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
 
@@ -137,7 +137,11 @@ def known(analysis, tmp_path):
             store=store,
             environment=(),
             settings=PlannerSettings(),
-            rules=SimpleNamespace(plans=1, compiler_options={"option": OPTION}),
+            rules=SimpleNamespace(
+                plans=1,
+                compiler_options={"option": OPTION},
+                replacing_for_memory=Replacing(),
+            ),
         )
         near = [
             Candidate("planned", by_name["data_parallel"]),

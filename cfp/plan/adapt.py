@@ -24,9 +24,8 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.errors import PlanMismatch, compose
-from cfp.patterns.build import is_chunked
 from cfp.plan.compose import compose_plan
-from cfp.plan.describe import ATTENTION, op_text, strategy_text
+from cfp.plan.describe import op_text, read_kernel, strategy_text
 from cfp.plan.drawn import block_figures
 from cfp.plan.figures import Figures
 from cfp.plan.parts import PlanRow, type_text
@@ -311,9 +310,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
 
 def _kernel(row: PlanRow) -> str:
     """What computes the attentions of a row's segment; "" as the step has it."""
-    words = row.storage.split(", ")
-    named = (w for w in words if w.endswith(ATTENTION) or is_chunked(w))
-    return next(named, "").removesuffix(ATTENTION)
+    return next(filter(None, map(read_kernel, row.storage.split(", "))), "")
 
 
 def _storage(row: PlanRow) -> Storage | None:

@@ -14,7 +14,7 @@ from cfp.analysis.layout import Choice, Frame, Layout, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.transitions import transition
-from cfp.patterns.build import split
+from cfp.patterns.build import PREFIX, joined, split
 from cfp.plan.parts import PlanRow
 from cfp.presets.batch import data_arguments
 from cfp.program.flops import call_flops
@@ -25,13 +25,30 @@ from cfp.units import format_bytes
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
 ATTENTION = " attention"  # behind the name of a kernel, in a row's storage
+_IN_PARTS = ("cross-entropy in ", " parts of the vocabulary")
+_AND = " and "
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 
 def kernel_text(kernel: str) -> str:
-    """A segment's kernel in words; that of a cross-entropy says so itself."""
+    """Says what computes the attentions and cross-entropies of a segment."""
     attention, parts = split(kernel)
-    return f"{kernel}{ATTENTION}" if attention else parts
+    count = parts.removeprefix(PREFIX)
+    words = [f"{attention}{ATTENTION}"] if attention else []
+    words += [f"{_IN_PARTS[0]}{count}{_IN_PARTS[1]}"] if parts else []
+    return _AND.join(words)
+
+
+def read_kernel(text: str) -> str:
+    """A segment's kernel, from what `kernel_text` says; "" of other words."""
+    *_, last = words = text.split(_AND)
+    parts = ""
+    if last.startswith(_IN_PARTS[0]) and last.endswith(_IN_PARTS[1]):
+        parts = PREFIX + last[len(_IN_PARTS[0]) : -len(_IN_PARTS[1])]
+        words.pop()
+    first = words[0] if words else ""
+    attention = first.removesuffix(ATTENTION) if first.endswith(ATTENTION) else ""
+    return joined(attention, parts) if attention and parts else attention or parts
 
 
 def plan_rows(

@@ -96,11 +96,14 @@ class LeftAlone:
         contraction: the op's id.
         reason: why.
         op: the op that it is for, or -1.
+        is_loss: whether it takes a label's word out of logits, as losses do and the
+            softmaxes of routers do not.
     """
 
     contraction: int
     reason: str
     op: int = -1
+    is_loss: bool = False
 
 
 def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:
@@ -114,10 +117,39 @@ def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:
             one = finder.run()
         except Unread as error:
             if finder.saw_largest:
-                found.append(LeftAlone(op.id, error.reason, error.op))
+                reason, is_loss = error.reason, finder.saw_label
+                found.append(LeftAlone(op.id, reason, error.op, is_loss))
+            elif _cuts_tokens(program, op, error.op):
+                found.append(LeftAlone(op.id, _CUT, error.op, True))
         else:
             found.append(one)
     return found
+
+
+_CUT = (
+    "its logits are cut along tokens, as by logits[:, :-1]: cut what they are computed "
+    "of, or shift the labels and give the last one no weight"
+)
+
+
+def _cuts_tokens(program: Program, op: Op, cut: int) -> bool:
+    """Tell whether a softmax is of logits that were cut along tokens.
+
+    Args:
+        program: the program.
+        op: the contraction that makes the logits.
+        cut: the op that may do so.
+    """
+    if cut < 0 or program.ops[cut].kind != "slice":
+        return False
+    [before], [after] = (
+        [program.values[v].shape for v in vs]
+        for vs in (op.results, program.ops[cut].results)
+    )
+    return before[-1:] == after[-1:] and any(
+        one.kind == "exponential" and program.values[one.results[0]].shape == after
+        for one in program.ops
+    )
 
 
 def _kernel_dim(op: Op) -> int | None:
@@ -157,6 +189,11 @@ class _Finder:
     def saw_largest(self) -> bool:
         """Whether there is a largest of a row, which softmax begins with."""
         return self._base is not None
+
+    @property
+    def saw_label(self) -> bool:
+        """Whether a label's word is taken out of logits."""
+        return any(one.kind == PICK for one in self._reductions)
 
     def run(self) -> CrossEntropy:
         self._follow()

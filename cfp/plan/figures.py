@@ -108,17 +108,19 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftFigures:
-    """Attentions that no kernel computes, though kernels were asked for.
+    """Attentions or cross-entropies that stay as written, though others may be.
 
     Attributes:
         source: where they are from.
         reason: why they are as they are written.
         count: how many.
+        name: "attention" or "cross-entropy".
     """
 
     source: str
     reason: str
     count: int
+    name: str = "attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class Figures:
             in the same order as `picks`.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
-        left: attentions that are as they are written.
+        left: attentions and cross-entropies that are as they are written.
         refused: kernels that cannot compute attentions, of those that were preferred
             to what does.
     """
@@ -242,6 +244,7 @@ def figures_from_json(data: Mapping[str, Any]) -> Figures:
                 source=_words(one["source"]),
                 reason=_words(one["reason"]),
                 count=_count(one["count"]),
+                name=_words(one.get("name", "attention")),
             )
             for one in data.get("left", ())
         ),

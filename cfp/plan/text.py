@@ -257,9 +257,12 @@ def _attention_remarks(plan: Plan) -> list[str]:
     """Says which kernels do not compute attentions, and why."""
     if plan.figures is None:
         return []
-    reasons = [one.reason for one in plan.figures.left]
+    left = plan.figures.left
     refused = [f"by {one.kernel}: {one.reason}" for one in plan.figures.refused]
-    found = [f"attention as written: {_few(reasons, '; ')}"] if reasons else []
+    found = []
+    for name in dict.fromkeys(one.name for one in left):
+        reasons = [one.reason for one in left if one.name == name]
+        found.append(f"{name} as written: {_few(reasons, '; ')}")
     return found + ([f"attention not {_few(refused, '; ')}"] if refused else [])
 
 

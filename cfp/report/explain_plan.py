@@ -155,7 +155,8 @@ def attention_lines(plan: Plan) -> Iterator[str]:
     """
     for one in plan.figures.left if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
-        yield f"Attention as written, at {one.source}: {times}{one.reason}."
+        what = f"{one.name.capitalize()} as written, at {one.source}"
+        yield f"{what}: {times}{one.reason}."
     for one in plan.figures.refused if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
         where = f"Attention not by {one.kernel}, at {one.source}"

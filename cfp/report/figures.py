@@ -18,6 +18,7 @@ from cfp.attention.matching.matches import (
     way_of,
 )
 from cfp.patterns.build import split
+from cfp.patterns.sites import cross_entropies
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
     Figures,
@@ -58,6 +59,7 @@ def with_figures(
     """
     layout = lay_out(analysis.frame, choice)
     left, refused = _kernels(analysis, layout, choice, kernels, failed)
+    left += _losses(analysis, kernels)
     blocks = block_figures(analysis, choice, rates)
     found = Figures(blocks=blocks, left=left, refused=refused)
     if problem is not None:
@@ -118,6 +120,22 @@ def _kernels(
             RefusedFigures(kernel=kernel, source=source, reason=reason, count=count)
             for (kernel, source, reason), count in refused.items()
         ),
+    )
+
+
+def _losses(analysis: Analysis, kernels: Kernels) -> tuple[LeftFigures, ...]:
+    """Cross-entropies that cannot be computed in parts, if that was asked for."""
+    if not kernels.parts:
+        return ()
+    program = analysis.frame.program
+    found = Counter(
+        (short_source(program.ops[one.contraction].source), one.reason)
+        for one in cross_entropies(program).left_alone
+        if one.is_loss
+    )
+    return tuple(
+        LeftFigures(source=source, reason=reason, count=count, name="cross-entropy")
+        for (source, reason), count in found.items()
     )
 
 

@@ -97,6 +97,15 @@ def test_all_forms_are_found_and_proved(loss):
     assert len(found.found) == 1 and found.left_alone == ()
 
 
+def shifted(logits, labels):
+    return by_optax(logits[:, :-1], labels[:, 1:])
+
+
+def test_a_loss_of_logits_that_are_cut_is_left_alone_with_what_to_do():
+    [one] = cross_entropies(case_of(shifted).frame.program).left_alone
+    assert one.is_loss and "shift the labels" in one.reason
+
+
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda one: one.__name__)
 def test_what_only_looks_like_one_is_left_alone(loss):
     found = cross_entropies(case_of(loss).frame.program)

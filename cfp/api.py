@@ -6,47 +6,37 @@ The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.analysis.analyze import Analysis
 from cfp.cluster.ray.planning import plan_step
-from cfp.context import agreement_of, open_context
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, nearest
-from cfp.passes.pipeline import Pins, analyze_step, decide
-from cfp.passes.profile import profile
-from cfp.passes.search import preset_solution, search
+from cfp.find import find_plan
+from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.collectives import known_rates
-from cfp.profiling.conversation import together
 from cfp.profiling.interrupts import heeded
 from cfp.profiling.store import store_path
-from cfp.program.callbacks import host_calls
 from cfp.program.calling import check_keywords
-from cfp.program.meaning import check_settings, meaning, unchecked
-from cfp.program.step import FlatStep, flatten_step
-from cfp.report.figures import with_figures
+from cfp.program.meaning import meaning
+from cfp.program.step import flatten_step
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
-from cfp.search.kernels import Kernels
-from cfp.solution import Candidate
-from cfp.units import parse_bytes
+from cfp.variants import Variant, all_meshes, plan_fastest
 
 
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh | DescribedMesh | AbstractMesh,
+    mesh: Mesh | DescribedMesh | AbstractMesh | None = None,
     quiet: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -66,10 +56,11 @@ def plan(
             evaluation step, anything.
         args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. Nothing
             is allocated for them.
-        mesh: the devices; profiling runs on them. On those of :func:`cfp.described`
-            nothing runs: the plan is by estimates, and is used later with
-            ``plan.on(mesh)``. A mesh without devices names those of a Ray cluster's
-            node: ``PlannerSettings(ray=...)``.
+        mesh: the devices; profiling runs on them. By default all that are there, in the
+            mesh of one or two axes that is the fastest; one axis with a preset. On
+            those of :func:`cfp.described` nothing runs: the plan is by estimates, and
+            is used later with ``plan.on(mesh)``. A mesh without devices names those of
+            a Ray cluster's node: ``PlannerSettings(ray=...)``.
         quiet: whether nothing is shown; by default progress is on a terminal, and
             elsewhere a line on standard error at first, and one now and then. With
             ``settings.progress`` nothing is shown either.
@@ -95,7 +86,15 @@ def plan(
     """
     if isinstance(settings, PlannerSettings) and settings.ray is not None:
         if isinstance(mesh, DescribedMesh):
-            raise CfpError("What is only described never runs, on Ray neither.")
+            raise CfpError(
+                "A described mesh cannot run, so it cannot be combined with "
+                "PlannerSettings(ray=...)."
+            )
+        if mesh is None:
+            raise MeshError(
+                "A plan on a Ray cluster needs its mesh: "
+                "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
+            )
         return plan_step(
             plan,
             fn,
@@ -118,15 +117,33 @@ def plan(
             "cfp.described(...) to plan for devices that are not here."
         )
     check_keywords(fn, kwargs, ["mesh", "quiet", *_OPTIONS])
-    step = flatten_step(
-        fn,
-        args,
-        kwargs,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-    )
+    calls = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }
+    if mesh is None:
+        meshes = all_meshes(most_axes=1 if preset is not None else 2)
+        if len(meshes) > 1:
+            fastest = plan_fastest(
+                [
+                    Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
+                    for name, one in meshes.items()
+                ],
+                **calls,
+                memory_budget=memory_budget,
+                pins=pins,
+                cache_dir=cache_dir,
+                settings=settings,
+                quiet=quiet,
+                rule_out=True,
+            )
+            if fastest.interrupted:
+                _warn_of_interrupt()
+            return fastest.plan
+        mesh = next(iter(meshes.values()))
+    step = flatten_step(fn, args, kwargs, **calls)
     doing = f"planning how to shard {getattr(fn, '__name__', 'a step')!r}"
     silence = "cfp.plan(..., quiet=True) says nothing"
     with shown(settings, doing, silence, quiet) as how:
@@ -140,105 +157,15 @@ def plan(
             settings=how,
         )
     if found.interrupted:
-        warnings.warn(
-            "Interrupted: this plan is the best of what was measured by then, without "
-            "a race. To end the program, interrupt it once more.",
-            stacklevel=2,
-        )
+        _warn_of_interrupt()
     return found.plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan, and what of its making a comparison with other plans needs.
-
-    Attributes:
-        plan: the plan.
-        analysis: of the step that was planned.
-        winner: what the plan decides.
-        interrupted: whether the user ended the measuring, so that there was no race.
-    """
-
-    plan: Plan
-    analysis: Analysis = field(repr=False)
-    winner: Candidate = field(repr=False)
-    interrupted: bool
-
-
-def find_plan(
-    step: FlatStep,
-    *,
-    mesh: Mesh | DescribedMesh,
-    memory_budget: int | str | None = None,
-    pins: Pins | None = None,
-    preset: str | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
-) -> Found:
-    """All passes, for a step over flat arguments; see :func:`plan`."""
-    check_settings()
-    alone = agreement_of(mesh).alone
-    with heeded(cache_dir), together(alone), unchecked():
-        return _find_plan(
-            step,
-            mesh=mesh,
-            budget=parse_bytes(memory_budget),
-            pins=pins,
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=settings,
-        )
-
-
-def _find_plan(
-    step: FlatStep,
-    *,
-    mesh: Mesh | DescribedMesh,
-    budget: int | None,
-    pins: Pins | None,
-    preset: str | None,
-    cache_dir: str | Path | None,
-    settings: PlannerSettings | None,
-) -> Found:
-    started = time.perf_counter()
-    analyzed = analyze_step(step, mesh, pins)
-    if step.gives_unasked:
-        warnings.warn(
-            "The step is wrapped in a jax.jit that donates arguments, which a planned "
-            "step does not take over: give cfp donate_argnums or donate_argnames, too.",
-            stacklevel=3,
-        )
-    analysis, interrupted = analyzed.analysis, False
-    with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
-        try:
-            program = analysis.frame.program.fingerprint[:12]
-            context.agreement.same({"program": program, "preset": str(preset)})
-            if preset is not None:
-                solution = preset_solution(analysis, preset)
-                rates, kernels, failed = None, Kernels(), {}
-                if isinstance(analyzed.mesh, Mesh):
-                    rates = known_rates(analyzed.mesh, context.store)
-            else:
-                profiles = profile(context, analysis)
-                interrupted, rates = profiles.interrupted, profiles.rates
-                kernels = profiles.found.kernels
-                failed = profiles.found.failed_kernels
-                solution = search(context, analysis, profiles)
-            made, outcome = decide(context, analysis, solution)
-        except CfpError as error:
-            error.interrupted = interrupted
-            raise
-    made = made.bound_to(step, analyzed.lowering.out_tree)
-    made = replace(made, silenced=host_calls(analysis.frame.program))
-    choice = outcome.winner.choice
-    seconds = time.perf_counter() - started
-    made = replace(made, search={**made.search, "planning_seconds": seconds})
-    how = (solution.problem, rates, kernels, failed)
-    return Found(
-        plan=with_figures(made, analysis, choice, *how),
-        analysis=analysis,
-        winner=outcome.winner,
-        interrupted=interrupted,
+def _warn_of_interrupt() -> None:
+    warnings.warn(
+        "Interrupted: this plan is the best of what was measured by then, without "
+        "a race. To end the program, interrupt it once more.",
+        stacklevel=3,
     )
 
 
@@ -265,7 +192,8 @@ def parallelize(
 
     Args:
         fn: the step.
-        mesh: the devices; with a plan by default the first of those that are there.
+        mesh: the devices; by default all that are there, as for :func:`plan`, or with a
+            plan the first of them.
         plan: a saved plan, or its file, that is used as it is: nothing is planned. By
             default the file that the environment variable ``CFP_PLAN`` names, if any.
         quiet: whether planning shows nothing; by default its progress is on a terminal,
@@ -381,11 +309,6 @@ class ParallelStep:
             kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
             bound = replace(bound, tuned=kept)
             return _Planned(now, bound, bound.compile_bound())
-        if self._mesh is None:
-            raise MeshError(
-                "cfp.parallelize needs a mesh to plan for, or a plan: "
-                "mesh=jax.make_mesh((4,), ('x',)), or plan=\"plan.json\"."
-            )
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)

@@ -134,6 +134,20 @@ class PlanContext:
         return LIMITED_MEMORY if limited else 1.0
 
 
+def settings_or_defaults(settings: PlannerSettings | None) -> PlannerSettings:
+    """The settings, or the defaults.
+
+    Raises:
+        CfpError: they are of another type.
+    """
+    if not isinstance(settings, PlannerSettings | None):
+        raise CfpError(
+            f"settings is a {type(settings).__name__}. Pass "
+            "cfp.PlannerSettings(per_kind=8), for instance."
+        )
+    return settings or PlannerSettings()
+
+
 @contextlib.contextmanager
 def open_context(
     mesh: Mesh | DescribedMesh,
@@ -149,12 +163,7 @@ def open_context(
         budget_bytes: memory of a device that was asked for, or None.
         settings: how much to measure.
     """
-    if not isinstance(settings, PlannerSettings | None):
-        raise CfpError(
-            f"settings is a {type(settings).__name__}. Pass "
-            "cfp.PlannerSettings(per_kind=8), for instance."
-        )
-    settings = settings or PlannerSettings()
+    settings = settings_or_defaults(settings)
     agreement = agreement_of(mesh)
     with together(agreement.alone):
         if isinstance(mesh, DescribedMesh):

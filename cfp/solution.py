@@ -35,6 +35,23 @@ class Profiles:
     interrupted: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the best choice for a program takes by estimates.
+
+    Attributes:
+        time_ms: of a step.
+        memory_bytes: on each device.
+        fits: whether that fits into memory.
+        is_final: whether choices are made by estimates anyway.
+    """
+
+    time_ms: float
+    memory_bytes: int
+    fits: bool
+    is_final: bool
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A whole program that may become the plan.

@@ -1,6 +1,7 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-Each variant is planned as if it were the only one, with one store for all. What won
+Variants that estimates rule out are not planned. Each of the others is planned as if it
+were the only one, with one store for all, and a share of the time there is. What won
 is then timed once more, all of them in turn in one race, because times of different
 races do not compare: clocks drift, and neighbours come and go.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isfinite
@@ -19,10 +20,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.api import Found, Pins, find_plan
-from cfp.context import agreement_of, device_memory
+from cfp import platform
+from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
+from cfp.find import Found, estimate_plan, find_plan
+from cfp.passes.pipeline import Analyzed, Pins, analyze_step
+from cfp.plan.figures import VariantFigures
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -32,13 +36,18 @@ from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.program.step import flatten_step
+from cfp.program.meaning import check_settings, unchecked
+from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
+from cfp.settings import REACH_BY_ESTIMATE
+from cfp.solution import Estimate
 from cfp.units import parse_bytes
+
+now = time.monotonic  # Of the time that all variants share.
 
 
 class Basis(StrEnum):
@@ -58,12 +67,14 @@ class Variant:
         fn: the step, as for :func:`cfp.plan`.
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
         mesh: the devices.
+        kwargs: its arguments by name.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...] = field(repr=False)
     mesh: Mesh | DescribedMesh
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +87,7 @@ class Outcome:
         step_ms: the time that it is compared by, or None.
         seconds: how long planning it took.
         note: why it has no plan or no time, or "".
+        estimated_ms: what its best plan takes by estimates, if that was asked.
     """
 
     name: str
@@ -83,6 +95,7 @@ class Outcome:
     step_ms: float | None = None
     seconds: float = 0.0
     note: str = ""
+    estimated_ms: float | None = None
 
     def __repr__(self) -> str:
         time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
@@ -100,12 +113,14 @@ class Fastest:
         outcomes: of all variants, in their order.
         basis: raced together; measured, but each in a race of its own, so that small
             differences say nothing; or predicted.
+        interrupted: whether the user ended it before all were planned.
     """
 
     name: str
     plan: Plan
     outcomes: tuple[Outcome, ...]
     basis: Basis
+    interrupted: bool = False
 
     def __repr__(self) -> str:
         lines = [f"  {outcome}" for outcome in self.outcomes]
@@ -126,11 +141,14 @@ def plan_fastest(
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     quiet: bool = False,
+    rule_out: bool = False,
+    leaner: Callable[[], Iterable[Variant]] = tuple,
 ) -> Fastest:
     """Plans variants of a step, and keeps the fastest plan that fits in memory.
 
     A variant that cannot be planned is out, and its outcome says why. Interrupted
-    (``KeyboardInterrupt``), it makes do with the variants that are finished.
+    (``KeyboardInterrupt``), or when time is over, it makes do with the variants that
+    are finished.
 
     Args:
         variants: what to choose from; each has a name of its own. They may differ in
@@ -138,8 +156,12 @@ def plan_fastest(
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for
             :func:`cfp.plan`, for every variant.
         memory_budget, pins, preset, cache_dir, settings: the same.
-            ``settings.seconds`` holds for each.
+            ``settings.seconds`` holds for all variants together.
         quiet: whether no progress is shown, as for :func:`cfp.plan`.
+        rule_out: whether variants are left out that estimates have far behind the best
+            of them; where choices are made by estimates anyway, all but that one.
+        leaner: makes further variants, of which the first that can be planned is taken
+            where none of the others fits in memory.
 
     Raises:
         CfpError: no variant can be planned.
@@ -155,36 +177,56 @@ def plan_fastest(
             f"under the preset {preset!r}. Have a race, or take one of them."
         )
 
-    def plan_one(variant: Variant) -> Found:
-        step = flatten_step(
-            variant.fn,
-            variant.args,
-            {},
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-        )
-        return find_plan(
-            step,
-            mesh=variant.mesh,
-            memory_budget=memory_budget,
-            pins=pins,
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=_telling(how, variant.name) if several else how,
-        )
-
+    calls = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }
+    asked = {"memory_budget": memory_budget, "cache_dir": cache_dir}
+    steps = _Steps(calls, pins)
     doing = f"planning variants of a step: {', '.join(names)}"
     silence = "cfp.plan_fastest(..., quiet=True) says nothing"
     with shown(settings, doing, silence, quiet) as how:
-        tries = _plan_all(variants, plan_one)
+        settings_or_defaults(how)
+        end = now() + how.seconds
+
+        def plan_one(variant: Variant, seconds: float) -> Found:
+            told = _telling(how, variant.name) if several else how
+            step, analyzed = steps.analyzed(variant)
+            return find_plan(
+                step,
+                mesh=variant.mesh,
+                analyzed=analyzed,
+                pins=pins,
+                preset=preset,
+                settings=replace(told, seconds=seconds),
+                **asked,
+            )
+
+        first = [*variants]
+        estimates: dict[str, Estimate] = {}
+        ruled_out: list[_Try] = []
+        if rule_out and len(first) > 1 and preset is None:
+            first, ruled_out, estimates = _near_by_estimate(first, steps, how, asked)
+        tries = _plan_all(first, plan_one, end)
+        errors = [(one.name, one.error) for one in tries if one.error]
+        if _none_fits(tries):
+            for one in leaner():
+                if not _may_fit(one, steps, how, asked):
+                    continue
+                names.append(one.name)
+                tries += _plan_all([one], plan_one, end)
+                if tries[-1].found is not None or tries[-1].interrupted:
+                    break
         found = {one.name: one.found for one in tries if one.found is not None}
         if not found:
-            raise _no_plan([(one.name, one.error) for one in tries if one.error])
+            raise _no_plan(errors)
+        tries += ruled_out
         notes = {one.name: one.note for one in tries}
         basis, times = _own_times(found)
-        if basis is Basis.MEASURED and len(times) > 1 and not tries[-1].interrupted:
+        is_over = any(one.interrupted for one in tries) or now() > end
+        if basis is Basis.MEASURED and len(times) > 1 and not is_over:
             budget = parse_bytes(memory_budget)
             with contextlib.suppress(KeyboardInterrupt):
                 entrants = [(name, found[name]) for name in times]
@@ -203,15 +245,61 @@ def plan_fastest(
             step_ms=times.get(name),
             seconds=seconds.get(name, 0.0),
             note=notes.get(name, _INTERRUPTED),
+            estimated_ms=estimates[name].time_ms if name in estimates else None,
         )
         for name in names
     )
-    return Fastest(name=best, plan=found[best].plan, outcomes=outcomes, basis=basis)
+    plan = with_variants(found[best].plan, best, outcomes)
+    outcomes = tuple(
+        replace(one, plan=plan) if one.name == best else one for one in outcomes
+    )
+    return Fastest(
+        name=best,
+        plan=plan,
+        outcomes=outcomes,
+        basis=basis,
+        interrupted=any(one.interrupted for one in tries),
+    )
+
+
+def all_meshes(most_axes: int = 2) -> dict[str, Mesh]:
+    """Meshes of all devices that are there, by what they are called.
+
+    Raises:
+        DeviceError: there are none that work.
+        MeshError: there is only one.
+    """
+    first = platform.make_mesh(None)
+    shapes = platform.mesh_shapes(first.size)
+    return {
+        platform.mesh_text(axes): platform.make_mesh(axes)
+        for axes in shapes
+        if len(axes) <= most_axes
+    }
+
+
+def with_variants(plan: Plan, best: str, outcomes: Sequence[Outcome]) -> Plan:
+    """The plan with what it was chosen among, if there was more than one."""
+    if len(outcomes) < 2 or plan.figures is None:
+        return plan
+    tried = tuple(
+        VariantFigures(
+            name=one.name,
+            step_ms=one.step_ms,
+            estimated_ms=one.estimated_ms,
+            memory_bytes=one.plan and (one.plan.peak_bytes or one.plan.predicted_bytes),
+            note=one.note.partition("\n")[0],
+            taken=one.name == best,
+        )
+        for one in outcomes
+    )
+    return replace(plan, figures=replace(plan.figures, variants=tried))
 
 
 # --------------------------------------------------------------------------- inside
 
 _INTERRUPTED = "interrupted"
+_OVER = "not planned: time was over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,30 +307,146 @@ class _Try:
     """How planning a variant went."""
 
     name: str
-    seconds: float
+    seconds: float = 0.0
     found: Found | None = None
     error: CfpError | None = None
+    why_not: str = ""
 
     @property
     def interrupted(self) -> bool:
         ended = self.found or self.error
-        return ended is None or ended.interrupted
+        return not self.why_not and (ended is None or ended.interrupted)
 
     @property
     def note(self) -> str:
+        if self.why_not:
+            return self.why_not
         return str(self.error or (_INTERRUPTED if self.interrupted else ""))
 
 
-def _plan_all(
-    variants: Sequence[Variant], plan_one: Callable[[Variant], Found]
-) -> list[_Try]:
-    """Plans one after another, until the user ends it."""
-    tries: list[_Try] = []
+class _Steps:
+    """Steps of variants, each traced once, and analysed once on its mesh.
+
+    Args:
+        calls: which arguments are static, and which are donated.
+        pins: shardings to keep.
+    """
+
+    def __init__(self, calls: Mapping[str, Any], pins: Pins | None) -> None:
+        self._calls, self._pins = calls, pins
+        self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
+        self._broken: dict[int, StepNotTraceable] = {}
+
+    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
+        """The step of a variant, analysed.
+
+        Raises:
+            CfpError: it cannot be; a step that JAX cannot trace is tried once.
+        """
+        if variant.name not in self._known:
+            key = id(variant.fn)
+            if key in self._broken:
+                raise self._broken[key]
+            try:
+                step = flatten_step(
+                    variant.fn, variant.args, variant.kwargs, **self._calls
+                )
+                check_settings()
+                with unchecked():
+                    made = analyze_step(step, variant.mesh, self._pins)
+            except StepNotTraceable as error:
+                self._broken[key] = error
+                raise
+            self._known[variant.name] = step, made
+        return self._known[variant.name]
+
+
+def _near_by_estimate(
+    variants: Sequence[Variant],
+    steps: _Steps,
+    settings: PlannerSettings,
+    asked: Mapping[str, Any],
+) -> tuple[list[Variant], list[_Try], dict[str, Estimate]]:
+    """Variants that may be the fastest by estimates, the best first, and the others.
+
+    What cannot be estimated is planned, and says why it cannot be.
+    """
+    estimates: dict[str, Estimate] = {}
     for variant in variants:
+        if settings.progress is not None:
+            settings.progress(f"estimating {variant.name}")
+        with contextlib.suppress(CfpError):
+            _, analyzed = steps.analyzed(variant)
+            estimates[variant.name] = estimate_plan(
+                analyzed, settings=settings, **asked
+            )
+    if not estimates:
+        return [*variants], [], {}
+
+    def rank(name: str) -> tuple[bool, float]:
+        return not estimates[name].fits, estimates[name].time_ms
+
+    best = min(estimates, key=rank)
+    is_final, (misfit, best_ms) = estimates[best].is_final, rank(best)
+    near, far = [], []
+    for variant in variants:
+        name = variant.name
+        if name not in estimates or name == best:
+            near.append(variant)
+            continue
+        late, time_ms = rank(name)
+        if is_final or late > misfit or time_ms > REACH_BY_ESTIMATE * best_ms:
+            memory = "" if estimates[name].fits else ", does not fit in memory"
+            why = f"estimated at {time_ms:.3f} ms{memory}; {best} at {best_ms:.3f}"
+            far.append(_Try(name=name, why_not=why))
+        else:
+            near.append(variant)
+    near.sort(key=lambda one: rank(one.name) if one.name in estimates else (True, 0.0))
+    return near, far, estimates
+
+
+def _may_fit(
+    variant: Variant,
+    steps: _Steps,
+    settings: PlannerSettings,
+    asked: Mapping[str, Any],
+) -> bool:
+    """Whether a variant can be estimated, and some plan of it fits in memory then."""
+    try:
+        _, analyzed = steps.analyzed(variant)
+        return estimate_plan(analyzed, settings=settings, **asked).fits
+    except CfpError:
+        return False
+
+
+def _none_fits(tries: Sequence[_Try]) -> bool:
+    return all(isinstance(one.error, MemoryBudgetError) for one in tries)
+
+
+def _plan_all(
+    variants: Sequence[Variant],
+    plan_one: Callable[[Variant, float], Found],
+    end: float,
+) -> list[_Try]:
+    """Plans one after another, until the user ends it, or time does.
+
+    Args:
+        variants: in their order.
+        plan_one: plans one in so many seconds.
+        end: of the time for all, as `time.monotonic` counts.
+    """
+    tries: list[_Try] = []
+    for place, variant in enumerate(variants):
+        left = end - now()
+        if left <= 0.0 and any(one.found for one in tries):
+            tries.append(_Try(name=variant.name, why_not=_OVER))
+            continue
         found = error = None
         started = time.perf_counter()
         try:
-            found = plan_one(variant)
+            # The last race takes a share, too.
+            shares = len(variants) - place + (len(variants) > 1)
+            found = plan_one(variant, max(0.0, left / shares))
         except CfpError as reason:
             error = reason
         except KeyboardInterrupt:
@@ -341,11 +545,11 @@ def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
 
 
 def _no_plan(errors: Sequence[tuple[str, CfpError]]) -> CfpError:
-    """The error where every variant failed: the only one's, or all of them."""
-    if len(errors) == 1:
-        return errors[0][1]
-    names: dict[str, list[str]] = {}
+    """The error where every variant failed: each that there is, once."""
+    by_text: dict[str, list[str]] = {}
     for name, error in errors:
-        names.setdefault(str(error), []).append(name)
-    lines = [f"{', '.join(found)}: {text}" for text, found in names.items()]
+        by_text.setdefault(str(error), []).append(name)
+    if len(by_text) == 1:
+        return errors[0][1]
+    lines = [f"{', '.join(names)}: {text}" for text, names in by_text.items()]
     return CfpError("\n".join(["None of the variants can be planned.", *lines]))

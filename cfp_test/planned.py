@@ -19,8 +19,8 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
-from cfp.api import find_plan
 from cfp.checking.check import ROUNDING_MARGIN, nudge
+from cfp.find import find_plan
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace

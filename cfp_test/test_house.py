@@ -42,8 +42,9 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("checking",),
     ("report",),
     ("cluster",),
-    ("api",),
+    ("find",),
     ("variants",),
+    ("api",),
     ("operators",),
     ("__init__",),  # The public names, gathered from the rooms above.
     ("cli",),

@@ -580,7 +580,7 @@ def test_what_is_out_of_reach_is_raced_where_nothing_else_fits(plan, monkeypatch
         fast = replace(every[large.name], predicted_ms=1e-6)
         return replace(solution, candidates=[fast, every[small.name]])
 
-    monkeypatch.setattr("cfp.api.search", split)
+    monkeypatch.setattr("cfp.find.search", split)
     monkeypatch.setattr("cfp.race.run.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)

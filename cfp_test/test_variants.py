@@ -1,5 +1,6 @@
 """The fastest of several variants: what wins, what is out, what an interrupt leaves."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp import api
+from cfp import find as finding
 from cfp import variants as room
-from cfp.errors import CfpError, MemoryBudgetError, PinError
+from cfp.errors import CfpError, MemoryBudgetError, PinError, StepNotTraceable
 from cfp.platform import mesh_shapes
 from cfp.race import turns as racing
+from cfp.solution import Estimate
 
 PRESET = {"preset": "data_parallel"}
 ROWS = 512
@@ -176,6 +178,131 @@ def test_without_a_race_predictions_decide(altered, tmp_path):
         cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
 
 
+# ----------------------------------------------------- by estimates, in so much time
+
+
+def estimating(monkeypatch, table, is_final=False):
+    """Has variants be estimated as a test says: (milliseconds, whether it fits)."""
+
+    def say(analyzed, **asked):
+        time_ms, fits = table[BY_AXES[len(analyzed.mesh.axis_names)]]
+        return Estimate(time_ms=time_ms, memory_bytes=1, fits=fits, is_final=is_final)
+
+    monkeypatch.setattr(room, "estimate_plan", say)
+
+
+def small(folder, **more):
+    """What plans quickly, without a preset."""
+    how = {"per_kind": 1, "in_context": False, "race": False, **more}
+    return {"cache_dir": folder, "settings": cfp.PlannerSettings(**how)}
+
+
+@pytest.mark.parametrize(
+    ("table", "is_final", "planned"),
+    [
+        ({"line": (9.0, True), "flat": (5.0, True), "cube": (6.0, True)}, False, "fc"),
+        ({"line": (9.0, True), "flat": (5.0, True), "cube": (6.0, True)}, True, "f"),
+        ({"line": (9.0, True), "flat": (5.0, False), "cube": (6.0, False)}, False, "l"),
+        ({"line": (9.0, False), "flat": (5.0, False), "cube": (6.0, False)}, 0, "fc"),
+    ],
+)
+def test_what_estimates_have_far_behind_is_not_planned(
+    table, is_final, planned, monkeypatch, altered, tmp_path
+):
+    estimating(monkeypatch, table, is_final)
+    altered(lambda found, number: found)
+    found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
+    done = [one for one in found.outcomes if one.plan is not None]
+    assert sorted(one.name[0] for one in done) == sorted(planned)
+    assert [one.estimated_ms for one in found.outcomes] == [9.0, 5.0, 6.0]
+    out = [one for one in found.outcomes if one.plan is None]
+    assert all(one.note.startswith("estimated at ") for one in out)
+    # The plan says what it was chosen among, and its file does.
+    [taken] = [one for one in found.plan.figures.variants if one.taken]
+    assert taken.name == found.name
+    again = cfp.Plan.from_json(json.loads(found.plan.to_json()))
+    assert again.figures.variants == found.plan.figures.variants
+    assert f"{found.name} " in " ".join(repr(again).split()).partition("among:")[2]
+
+
+def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
+    """One that takes all of it leaves none for the next; what there is is the plan."""
+    asked, now, whole = [], [100.0], room.find_plan
+
+    def find(step, **options):
+        asked.append(options["settings"].seconds)
+        now[0] += 15.0 if len(asked) == 1 else 100.0
+        return whole(step, **options)
+
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    assert asked == [15.0, 15.0]  # A quarter, since the last race has one; a third.
+    assert notes(found)["cube"] == "not planned: time was over"
+    assert found.plan is not None and found.name in ("line", "flat")
+
+
+def test_a_step_that_cannot_be_traced_is_tried_and_told_once(tmp_path):
+    calls = []
+
+    def broken(w, x):
+        calls.append(1)
+        return x @ w.T @ w.T
+
+    variants = [replace(one, fn=broken) for one in SHAPES]
+    with pytest.raises(StepNotTraceable) as caught:
+        cfp.plan_fastest(variants, rule_out=True, cache_dir=tmp_path)
+    assert len(calls) == 1
+    assert str(caught.value).count("could not trace") == 1
+
+
+def test_where_nothing_fits_leaner_variants_are_planned(tmp_path):
+    whole, parts = variant("whole"), variant("parts", parts=8)
+    both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
+    peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
+    how = {**PRESET, "memory_budget": peaks["parts"], "cache_dir": tmp_path}
+    made = []
+
+    def leaner():
+        made.append(1)
+        yield parts
+
+    found = cfp.plan_fastest([whole], leaner=leaner, **how)
+    assert (found.name, [one.name for one in found.outcomes]) == (
+        "parts",
+        ["whole", "parts"],
+    )
+    assert "Raise the budget" in notes(found)["whole"]
+    # They are made only where nothing else fits.
+    how["memory_budget"] = "1GiB"
+    assert cfp.plan_fastest([whole], leaner=leaner, **how).name == "whole"
+    assert len(made) == 1
+
+
+def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):
+    estimating(monkeypatch, {"line": (2.0, True), "flat": (1.0, True)}, True)
+    how = small(tmp_path)
+    step = SHAPES[0].fn
+    plan = cfp.plan(step, *SHAPES[0].args, **how)
+    assert plan.mesh_axes == (("x", 2), ("y", 4))
+    assert [one.name for one in plan.figures.variants] == ["x=8", "x=2,y=4"]
+    # With a preset it is one axis, and with a mesh that one.
+    preset = cfp.plan(step, *SHAPES[0].args, **PRESET, **how)
+    assert preset.mesh_axes == (("x", 8),)
+    given = cfp.plan(step, *SHAPES[0].args, mesh=SHAPES[0].mesh, **how)
+    assert given.mesh_axes == (("x", 8),)
+    assert given.figures.variants == ()
+
+
+def test_parallelize_needs_no_mesh(monkeypatch, tmp_path):
+    estimating(monkeypatch, {"line": (2.0, True), "flat": (1.0, True)}, True)
+    w, x = (np.ones(arg.shape, np.float32) for arg in SHAPES[0].args)
+    step = cfp.parallelize(SHAPES[0].fn, quiet=True, **small(tmp_path))
+    differences = cfp.compare(step(w, x), jax.jit(SHAPES[0].fn)(w, x))
+    assert differences[0].relative_l2 < 1e-5
+    assert step.plan.mesh_axes == (("x", 2), ("y", 4))
+
+
 # ------------------------------------------------------------------------ what is out
 
 
@@ -286,7 +413,7 @@ def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_pat
 def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp_path):
     """Of what was measured by then nothing fits."""
     timed({"line": 1.0}, {})
-    profile, search, seen = api.profile, api.search, []
+    profile, search, seen = finding.profile, finding.search, []
 
     def interrupted(context, analysis):
         seen.append(context.mesh)
@@ -298,8 +425,8 @@ def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp
             raise CfpError("nothing fits")
         return search(context, analysis, profiles)
 
-    monkeypatch.setattr(api, "profile", interrupted)
-    monkeypatch.setattr(api, "search", nothing)
+    monkeypatch.setattr(finding, "profile", interrupted)
+    monkeypatch.setattr(finding, "search", nothing)
     settings = cfp.PlannerSettings(per_kind=1, in_context=False)
     how = {"cache_dir": tmp_path, "settings": settings}
     if place:

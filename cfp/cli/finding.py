@@ -118,7 +118,7 @@ def plan(
     values.check_writable(output)
     with only_json(as_json) as print_json:
         found = find(given) if ray is None else find_on_ray(given)
-        several = bool(mesh_shapes or microbatches)
+        several = bool(mesh_shapes or microbatches) or len(found.outcomes) > 1
         save(found.plan, output, say=not as_json)
         if as_json:
             more = {"variants": variants_data(found)} if several else {}
@@ -127,7 +127,7 @@ def plan(
         if several:
             show(lambda b: variants_view(found, b))
         print_plan(found.plan, literal_console())
-        if microbatches:
+        if ", microbatches " in found.name:
             print("The plan is for its number of microbatches: give cfp run the same.")
         suggest(found.plan, output)
 
@@ -161,7 +161,7 @@ def find(given: Given, place: Place | None = None) -> Fastest:
     """
     options = given.params
     with Display(options["quiet"]) as display:
-        wanted, variants = variants_of(given.context)
+        wanted = variants_of(given.context)
         settings = o.settings(
             given.context,
             per_kind=options["per_kind"],
@@ -171,14 +171,16 @@ def find(given: Given, place: Place | None = None) -> Fastest:
             progress=display.tell,
         )
         return plan_fastest(
-            variants,
-            static_argnums=wanted.static,
-            donate_argnums=wanted.donate,
+            wanted.variants,
+            static_argnums=wanted.target.static,
+            donate_argnums=wanted.target.donate,
             memory_budget=parse_bytes(options["memory_budget"]),
             pins=values.parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
             settings=replace(settings, place=place),
+            rule_out=wanted.rule_out,
+            leaner=wanted.leaner,
         )
 
 

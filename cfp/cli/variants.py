@@ -1,8 +1,9 @@
-"""`--mesh-shapes` and `--microbatches`: the same step in several variants."""
+"""The meshes and microbatches that a step is planned for: variants of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Annotated, Any
@@ -49,12 +50,29 @@ Microbatches = Annotated[
 ]
 
 
-def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
-    """Finds a command's targets: one variant, unless options ask for more.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Variants that a command is to plan.
 
-    Returns:
-        A target, whose static and donated arguments are those of all variants; and the
-        variants.
+    Attributes:
+        target: whose static and donated arguments are those of all variants.
+        variants: of its step.
+        rule_out: whether estimates may rule out some, which nobody named.
+        leaner: makes variants that need less memory.
+    """
+
+    target: Target
+    variants: list[Variant]
+    rule_out: bool
+    leaner: Callable[[], Iterable[Variant]]
+
+
+def variants_of(ctx: typer.Context) -> Wanted:
+    """Returns the variants that a command is to plan.
+
+    Without a mesh or a number of devices that is every mesh of up to two axes of the
+    devices that are there; and where none of them fits in memory, the step in several
+    microbatches, if it takes them.
 
     Raises:
         CfpError: there is no such target, mesh, platform or number of devices, or the
@@ -70,16 +88,17 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     else:  # Before a target asks for a device.
         mock.play_one_of(cluster.count)
     leave_printing_to_process_0()
-    # The targets first: to say that they do not exist takes no device.
-    targets = [
-        resolve(
+
+    def find(count: int | None) -> Target:
+        return resolve(
             given["target"],
-            [*ctx.args, *([f"{MICROBATCHES.flag}={n}"] if n is not None else [])],
+            [*ctx.args, *([f"{MICROBATCHES.flag}={count}"] if count else [])],
             donate=given["donate"] or (),
             static=given["static"] or (),
         )
-        for n in counts
-    ]
+
+    # The targets first: to say that they do not exist takes no device.
+    targets = [find(count) for count in counts]
 
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
         if cluster is None:
@@ -93,18 +112,36 @@ def variants_of(ctx: typer.Context) -> tuple[Target, list[Variant]]:
     if every:
         known = [tuple(mesh.shape.items()) for mesh in meshes]
         count = prod(size for _, size in known[0])
-        wanted = [*platform.mesh_shapes(count), *known]
-        meshes = [make(axes) for axes in dict.fromkeys(wanted)]
-    variants = [
-        Variant(
-            name=_name(tuple(mesh.shape.items()), count),
-            fn=target.step,
-            args=target.args,
-            mesh=mesh,
-        )
-        for mesh, (count, target) in product(meshes, zip(counts, targets, strict=True))
-    ]
-    return targets[0], variants
+        most = 3 if given["mesh_shapes"] else 2
+        shapes = [axes for axes in platform.mesh_shapes(count) if len(axes) <= most]
+        meshes = [make(axes) for axes in dict.fromkeys([*shapes, *known])]
+
+    def vary(mesh: Mesh | DescribedMesh, count: int | None, target: Target) -> Variant:
+        name = _name(tuple(mesh.shape.items()), count)
+        return Variant(name=name, fn=target.step, args=target.args, mesh=mesh)
+
+    def leaner() -> Iterator[Variant]:
+        asked = MICROBATCHES.flag in (word.partition("=")[0] for word in ctx.args)
+        if given["microbatches"] is not None or asked:
+            return
+        for count in _MORE_MICROBATCHES:
+            try:
+                target = find(count)
+            except CfpError:  # It takes none, or its batch is not divided by so many.
+                continue
+            yield from (vary(mesh, count, target) for mesh in meshes)
+
+    numbered = zip(counts, targets, strict=True)
+    return Wanted(
+        target=targets[0],
+        variants=[vary(mesh, *one) for mesh, one in product(meshes, numbered)],
+        rule_out=every and not given["mesh_shapes"],
+        leaner=leaner,
+    )
+
+
+# Numbers of microbatches that are tried where nothing fits otherwise.
+_MORE_MICROBATCHES = (2, 4, 8)
 
 
 def _cluster(given: dict[str, Any]) -> Cluster | None:
@@ -178,7 +215,13 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
                 attempt="--mesh-shapes all, with --devices N",
             )
         )
-    return list(shapes), _ALL in texts
+    return list(shapes), _ALL in texts or _is_open(given)
+
+
+def _is_open(given: dict[str, Any]) -> bool:
+    """Returns whether nobody has named a mesh, so that a search chooses it."""
+    names = ("devices", "mesh", "mesh_shapes", "preset")
+    return not any(given[name] for name in names)
 
 
 # ---------------------------------------------------------------------------- output

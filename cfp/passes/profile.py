@@ -17,13 +17,15 @@ from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
+from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, leading_presets
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
+from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Explored, WantedMaker
-from cfp.solution import Profiles
+from cfp.solution import Estimate, Profiles
 
 
 def profile(context: PlanContext, analysis: Analysis) -> Profiles:
@@ -188,12 +190,28 @@ def measured_rates(context: PlanContext) -> Rates:
     )
 
 
+def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
+    """Estimates what the best choice for a program takes; of it nothing runs."""
+    started = time.perf_counter()
+    profiles = _estimated(context, analysis, started)
+    costs = Costs(analysis, profiles.rates)
+    problem = build_problem(costs, profiles.found.estimated, context.budget_bytes)
+    best = solve(problem)
+    found = best or leanest(problem)
+    return Estimate(
+        time_ms=found.cost_ms,
+        memory_bytes=found.memory_bytes,
+        fits=best is not None,
+        is_final=context.rules.estimates and context.stand_in is None,
+    )
+
+
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
     """Options by estimates, of virtual or described devices; nothing is run."""
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates
-    elif context.agreement.alone:
+    elif context.agreement.alone and context.rules.estimates:
         rates = Rates.of_virtual_devices(context.devices)
     else:
         # What lies between processes may be anything, and is found out in seconds.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -141,6 +141,44 @@ class RefusedFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VariantFigures:
+    """A mesh, or a number of microbatches, that the plan was chosen among.
+
+    Attributes:
+        name: such as ``x=2,y=4``.
+        step_ms: of its best plan, or None.
+        estimated_ms: of its best plan by estimates, or None.
+        memory_bytes: of its best plan on each device, or None.
+        note: why it has no plan, or "".
+        taken: whether it is the plan's.
+    """
+
+    name: str
+    step_ms: float | None
+    estimated_ms: float | None
+    memory_bytes: int | None
+    note: str
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorthFigures:
+    """What one kind of choice is worth to a plan.
+
+    Attributes:
+        name: of what is chosen: "kernels", "storage", ...
+        with_ms: the best step with all there is to choose from.
+        without_ms: the best step without this; None if nothing fits in memory then.
+        is_measured: whether both are measured; otherwise they are predicted.
+    """
+
+    name: str
+    with_ms: float
+    without_ms: float | None
+    is_measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """The figures of a plan.
 
@@ -157,6 +195,8 @@ class Figures:
         left: attentions and cross-entropies that are as they are written.
         refused: kernels that cannot compute attentions, of those that were preferred
             to what does.
+        variants: meshes and microbatches that the plan was chosen among.
+        worth: what each kind of choice is worth.
     """
 
     blocks: tuple[BlockFigures, ...] = ()
@@ -168,6 +208,8 @@ class Figures:
     budget_bytes: int | None = None
     left: tuple[LeftFigures, ...] = ()
     refused: tuple[RefusedFigures, ...] = ()
+    variants: tuple[VariantFigures, ...] = ()
+    worth: tuple[WorthFigures, ...] = ()
 
     def taken(self, segment: int) -> OptionFigures | None:
         """The option that the plan takes for a segment, if that was measured."""
@@ -257,7 +299,32 @@ def figures_from_json(data: Mapping[str, Any]) -> Figures:
             )
             for one in data.get("refused", ())
         ),
+        variants=tuple(map(_variant, data.get("variants", ()))),
+        worth=tuple(
+            WorthFigures(
+                name=_words(one["name"]),
+                with_ms=_milliseconds(one["with_ms"]),
+                without_ms=_or_none(_milliseconds, one["without_ms"]),
+                is_measured=one["is_measured"] is True,
+            )
+            for one in data.get("worth", ())
+        ),
     )
+
+
+def _variant(data: Mapping[str, Any]) -> VariantFigures:
+    return VariantFigures(
+        name=_words(data["name"]),
+        step_ms=_or_none(_milliseconds, data["step_ms"]),
+        estimated_ms=_or_none(_milliseconds, data["estimated_ms"]),
+        memory_bytes=_or_none(_count, data["memory_bytes"]),
+        note=_words(data["note"]),
+        taken=data["taken"] is True,
+    )
+
+
+def _or_none(read: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else read(value)
 
 
 def _count(value: Any) -> int:

@@ -11,6 +11,7 @@ from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
 from cfp.devices.device_kind import memory_of
+from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.parts import PlanRow
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import columns, distinct_ends, merged_name, span_text
@@ -190,6 +191,7 @@ def remarks(plan: Plan) -> list[str]:
         found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
     if text := replaced_text(plan):
         found.append(text)
+    found += _worth_remarks(plan)
     found += _attention_remarks(plan)
     count = plan.search.get("constraints_left_out", 0)
     if count:
@@ -236,6 +238,35 @@ def replaced_text(plan: Plan) -> str:
         f"replaced, in the same dtypes: {', '.join(parts)}; as written by {options}, "
         f"or PlannerSettings({settings})"
     )
+
+
+def _worth_remarks(plan: Plan) -> list[str]:
+    """What the plan was chosen among, and what each kind of choice is worth."""
+    if plan.figures is None:
+        return []
+    found = []
+    if tried := plan.figures.variants:
+        times = (
+            f"{one.name} {_or_estimate(one)}{' (this one)' if one.taken else ''}"
+            for one in tried
+        )
+        found.append(f"chosen among: {'; '.join(times)}")
+    if parts := [_worth_text(one) for one in plan.figures.worth]:
+        found.append(f"worth by prediction: {'; '.join(parts)}")
+    return found
+
+
+def _or_estimate(one: VariantFigures) -> str:
+    known = one.estimated_ms not in (None, one.step_ms)
+    estimate = f"estimated at {one.estimated_ms:.3f} ms" if known else ""
+    time = f"{one.step_ms:.3f} ms" if one.step_ms is not None else ""
+    return ", ".join(filter(None, (time, estimate))) or one.note or "not timed"
+
+
+def _worth_text(one: WorthFigures) -> str:
+    if one.without_ms is None:
+        return f"{one.name}, without which nothing fits"
+    return f"{one.name} {one.without_ms - one.with_ms:.3f} ms"
 
 
 _PLURALS = {"attention": "attentions", "cross-entropy": "cross-entropies"}

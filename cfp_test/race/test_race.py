@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp import api
+from cfp import find
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
@@ -336,7 +336,7 @@ def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
     plan, whole_fails, change_ratios, monkeypatch, tmp_path
 ):
     """A rival that is much faster by prediction, and truncated, keeps others out."""
-    search = api.search
+    search = find.search
     rivals = []
 
     def with_rival(context, analysis, profiles):
@@ -357,7 +357,7 @@ def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
         share = 0.01 if choice in rivals else 1.0
         return replace(ratios, time=share * ratios.time)
 
-    monkeypatch.setattr(api, "search", with_rival)
+    monkeypatch.setattr(find, "search", with_rival)
     change_ratios(scaled)
 
     failed = whole_fails(1)
@@ -413,7 +413,7 @@ def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(
         return solution
 
     monkeypatch.setattr(steps, "prediction_of", predicted)
-    monkeypatch.setattr("cfp.api.search", seen)
+    monkeypatch.setattr("cfp.find.search", seen)
     made = plan(memory_budget=2**30, cache_dir=tmp_path)
     notes = {row.name: row.note for row in made.race}
     assert notes["data_parallel"] == ""

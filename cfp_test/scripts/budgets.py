@@ -43,10 +43,10 @@ from jax.sharding import Mesh
 from jax.tree_util import tree_unflatten
 
 from cfp import platform
-from cfp.api import Found, find_plan
 from cfp.checking.trial import run_trial
 from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
+from cfp.find import Found, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment

@@ -194,7 +194,7 @@ def watching() -> Iterator[dict[str, list[float]]]:
 def time_in_turn(
     sizes: Decoder, ways: dict[str, Way], rounds: int, warm_up: int = 3
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step of each way, a sample a round, and the losses of its steps."""
+    """Milliseconds a step of each way, a sample a round, and the losses of steps."""
     found: dict[str, dict[str, Any]] = {
         name: {"samples_ms": [], "mhz": [], "watts": []} for name in ways
     }

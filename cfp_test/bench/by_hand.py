@@ -54,13 +54,11 @@ class Way:
     about: dict[str, Any]
 
 
-def _memory(compiled: Any) -> dict[str, float]:
+def _peak_bytes(compiled: Any) -> int:
+    """Memory of one device that a compiled program needs at most."""
     sizes = compiled.memory_analysis()
-    gigabytes = 1e9
-    return {
-        "argument_gb": sizes.argument_size_in_bytes / gigabytes,
-        "temp_gb": sizes.temp_size_in_bytes / gigabytes,
-    }
+    used = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+    return used + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 
 def by_hand(sizes: Decoder, mesh: Mesh, how: str) -> Way:
@@ -98,7 +96,8 @@ def by_hand(sizes: Decoder, mesh: Mesh, how: str) -> Way:
         .lower(state, tokens)
         .compile()
     )
-    about = {"compile_s": time.perf_counter() - started, **_memory(compiled)}
+    seconds = time.perf_counter() - started
+    about = {"compile_s": seconds, "peak_bytes": _peak_bytes(compiled)}
     return Way(run=compiled, shardings=shardings, about=about)
 
 
@@ -131,13 +130,17 @@ def planned(
         seconds = time.perf_counter() - started
         compiled = plan.compile(train_step, *args)
         first = time.perf_counter() - started
+    race = json.loads(plan.to_json()).get("race", [])
     about = {
         "planning_s": seconds,
         "ready_s": first,
         "winner": plan.winner,
         "predicted_ms": plan.predicted_ms,
         "measured_ms": plan.measured_ms,
-        "candidates": json.loads(plan.to_json()).get("race", []),
+        "peak_bytes": max(
+            (row["peak_bytes"] for row in race if row["name"] == plan.winner), default=0
+        ),
+        "candidates": race,
         "log": notes,
         "text": repr(plan),
     }

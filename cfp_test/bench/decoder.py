@@ -98,7 +98,7 @@ def _layer(
 
 
 def make_step(sizes: Decoder) -> tuple[Callable[..., Any], tuple[Any, jax.Array]]:
-    """A training step ``(state, tokens, constrain) -> (state, loss)`` and its arguments.
+    """Makes a step ``(state, tokens, constrain) -> (state, loss)`` and its arguments.
 
     ``constrain`` is applied to the activations between layers, shape [batch, tokens,
     width]; without it they are left alone. The arguments are shapes.

@@ -16,6 +16,7 @@ from cfp_test.results import (
     attention,
     budgets,
     building,
+    by_hand,
     checked,
     doctor,
     memory,
@@ -173,6 +174,12 @@ PAGES: tuple[Page, ...] = (
         name="attention_steps_h100_202611",
         sources=("attention_steps_h100_202611.json",),
         figures=attention.steps,
+        has_text=False,
+    ),
+    Page(
+        name="by_hand_h100x2_202611",
+        sources=("by_hand_h100x2_202611.json",),
+        figures=by_hand.by_hand,
         has_text=False,
     ),
     Page(

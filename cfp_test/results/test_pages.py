@@ -89,11 +89,16 @@ def figures(name):
     return page.figures(*(json.loads((RESULTS / s).read_text()) for s in page.sources))
 
 
-def test_the_readme_says_the_range_of_all_results():
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    found = figures("ranges_h200_202611")
-    assert f"links without P2P {found['p2p_off']} of the best preset's time" in text
-    assert f"NVLink {found['nvlink']}, within a memory budget {found['budget']}" in text
+def test_the_readme_has_the_figures_of_plans_beside_hand():
+    text = (ROOT / "README.md").read_text()
+    data = json.loads((RESULTS / "by_hand_h100x2_202611.json").read_text())
+    for run in data["rows"]:
+        hand = run["ways"]["hand: fsdp"]["median_ms"]
+        for name, way in run["ways"].items():
+            if name.startswith("plan"):
+                row = f"{way['median_ms']:.1f} ms | {hand:.1f} ms by hand"
+                (line,) = (line for line in text.splitlines() if row in line)
+                assert line.endswith(f" {way['planning_s']:.0f} s |"), (name, line)
 
 
 def test_a_guide_says_the_range_of_all_results():

@@ -91,8 +91,10 @@ class Executables:
             return
         try:
             data = pickle.dumps(serialize(compiled))
-        except (ValueError, NotImplementedError, RuntimeError):
-            return  # Constants or effects that JAX does not write down.
+        except Exception:
+            # Constants or effects that JAX does not write down, or kinds of keys whose
+            # functions no other process finds: picklers raise anything.
+            return
         try:
             make_private_folder(self.folder)
             part = self.folder / f"{key}.{os.getpid()}.part"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,6 +100,46 @@ def test_a_damaged_executable_is_compiled_again(folder):
     for path in kept.iterdir():
         path.write_bytes(path.read_bytes()[:100])
     assert run(STEP + PARALLELIZED, folder).split()[:2] == before
+
+
+def test_keys_of_a_kind_that_no_other_process_finds(tmp_path):
+    """Their executables cannot be written down; the step runs all the same."""
+
+    def seed(number):
+        return jnp.stack([number.astype(jnp.uint32)] * 2)
+
+    def split(key, shape):
+        return jnp.broadcast_to(key, (*shape, 2))
+
+    def bits(key, width, shape):
+        return jnp.broadcast_to(key[0], shape).astype(f"uint{width}")
+
+    def fold_in(key, data):
+        return key + data.astype(jnp.uint32)
+
+    kind = jax.extend.random.define_prng_impl(
+        key_shape=(2,),
+        seed=seed,
+        split=split,
+        random_bits=bits,
+        fold_in=fold_in,
+        name="local",
+        tag="local",
+    )
+
+    def forward(w, x, key):
+        return x @ w, jax.random.split(key)[0]
+
+    step = cfp.parallelize(
+        forward,
+        mesh=jax.make_mesh((4,), ("x",)),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        quiet=True,
+    )
+    product, key = step(jnp.eye(8), jnp.ones((8, 8)), jax.random.key(3, impl=kind))
+    np.testing.assert_array_equal(product, jnp.ones((8, 8)))
+    assert key.dtype == jax.random.key(3, impl=kind).dtype
 
 
 def test_what_others_can_write_is_not_loaded(folder):

@@ -12,6 +12,7 @@ dim of each operand is tried.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cfp.program.rules import Rule
@@ -106,7 +109,7 @@ class Callbacks:
         wanted = [(t.shape, t.dtype) for t in tiles[count:]]
         if found != wanted:
             raise Refused(f"it computes {found} on one device, where {wanted} belong")
-        return kept, _ADDRESS.sub("", str(closed))
+        return kept, _ADDRESS.sub("", str(closed)) + _constants(closed)
 
     def _sharded(
         self,
@@ -119,6 +122,25 @@ class Callbacks:
             Shape(t.shape, t.dtype, sharding=_sharding(mesh, dims, first + i, t))
             for i, t in enumerate(tensors)
         ]
+
+
+def _constants(value: Any) -> str:
+    """The digests of arrays that a program holds, which its text leaves out."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        inside = [*getattr(value, "consts", ())]
+        for eqn in value.eqns:
+            inside += [*eqn.invars, *eqn.params.values()]
+        return "".join(
+            map(_constants, (*inside, *getattr(value, "jaxpr", value).outvars))
+        )
+    if isinstance(value, Literal):
+        return _constants(value.val)
+    if isinstance(value, tuple | list):
+        return "".join(map(_constants, value))
+    if isinstance(value, np.ndarray | jax.Array):
+        array = np.asarray(value)
+        return f"{array.dtype}{hashlib.sha256(array.tobytes()).hexdigest()}"
+    return ""
 
 
 def _sharding(

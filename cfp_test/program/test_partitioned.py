@@ -138,6 +138,29 @@ def test_names_tell_what_runs_on_a_device():
     assert len(found) == 2
 
 
+def test_names_tell_arrays_that_a_device_computes_with():
+    found = set()
+    for scale in (1.0, 2.0):
+        table = np.full(8, scale, np.float32)
+
+        @custom_partitioning
+        def op(x):
+            return x * 2
+
+        def partition(mesh, args, result, table=table):
+            def local(x):
+                return jax.jit(lambda x: x * jnp.asarray(table))(x)
+
+            return mesh, local, args[0].sharding, (args[0].sharding,)
+
+        op.def_partition(partition=partition, sharding_rule="i j -> i j")
+        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        _, (call,) = calls_of(op, (shape,), make_mesh(MESHES["x4"]))
+        assert call.asked.groups == (((0, 0), (1, 0)),)
+        found.add(call.name)
+    assert len(found) == 2
+
+
 # ------------------------------------------------------------------------------ plans
 
 

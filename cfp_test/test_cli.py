@@ -58,7 +58,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "with the same target, mesh, --quick, --per-kind, --pin and --workdir",
     ),
     (["show", "absent.json"], "Cannot read a plan"),
-    (["show", "damaged.json"], "Cannot read a plan"),
+    (["show", "damaged.json"], "it is not JSON, as plan.save and cfp plan -o write it"),
     (["show", "other.json"], "something else"),
     (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),
     (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),

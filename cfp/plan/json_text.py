@@ -26,6 +26,9 @@ def read_json(path: str | Path) -> Any:
     except RecursionError as error:
         reason = "it is nested too deeply"
         raise PlanFileError(f"Cannot read a plan from {path}: {reason}.") from error
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
+        raise PlanFileError(f"Cannot read a plan from {path}: {reason}") from error
     except (OSError, ValueError) as error:
         raise PlanFileError(f"Cannot read a plan from {path}: {error}") from error
 

@@ -138,6 +138,13 @@ def _best_of_each(plan: Plan) -> list[RaceRow]:
     return [*found.values()]
 
 
+def won_a_tie(plan: Plan) -> bool:
+    """Whether the winner's time is not the least: the simplest of a tie."""
+    times = {row.name: row.time_ms for row in best_variants(plan) if not row.note}
+    own = times.pop(plan.winner, None)
+    return own is not None and any(ms is not None and ms < own for ms in times.values())
+
+
 def _place(row: RaceRow) -> tuple[bool, float, float]:
     """What could not win, though there may be a time, comes last."""
     times = (row.time_ms, row.predicted_ms)
@@ -251,7 +258,8 @@ def _worth_remarks(plan: Plan) -> list[str]:
             for one in tried
         )
         found.append(f"chosen among: {'; '.join(times)}")
-    if parts := [_worth_text(one) for one in plan.figures.worth]:
+    worth = [one for one in plan.figures.worth if _is_worth_something(one)]
+    if parts := [_worth_text(one) for one in worth]:
         found.append(f"worth by prediction: {'; '.join(parts)}")
     return found
 
@@ -261,6 +269,11 @@ def _or_estimate(one: VariantFigures) -> str:
     estimate = f"estimated at {one.estimated_ms:.3f} ms" if known else ""
     time = f"{one.step_ms:.3f} ms" if one.step_ms is not None else ""
     return ", ".join(filter(None, (time, estimate))) or one.note or "not timed"
+
+
+def _is_worth_something(one: WorthFigures) -> bool:
+    """More than what prints as zero."""
+    return one.without_ms is None or abs(one.without_ms - one.with_ms) >= 0.0005
 
 
 def _worth_text(one: WorthFigures) -> str:
@@ -385,7 +398,8 @@ def _chosen_text(plan: Plan) -> str:
             own = [row.time_ms for row in ran if row.name == plan.winner]
             against = "".join(f", against {ms:.3f} ms there" for ms in own)
         next_one = f"; next, {others[0].name}: {others[0].time_ms:.3f} ms{against}"
-        return f"the fastest of {len(ran)} raced on {what}{same}{next_one}"
+        place = "as fast as the fastest" if won_a_tie(plan) else "the fastest"
+        return f"{place} of {len(ran)} raced on {what}{same}{next_one}"
     if ran:
         return f"timed on the whole step, by itself{same}"
     if "adapted" in plan.search:

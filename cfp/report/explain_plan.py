@@ -25,6 +25,7 @@ from cfp.plan.text import (
     merged_name,
     other_names,
     span_text,
+    won_a_tie,
 )
 from cfp.plan.words import (
     elided,
@@ -136,8 +137,9 @@ def _overall(plan: Plan) -> Iterator[str]:
         own = next((row.time_ms for row in ran if row.name == plan.winner), None)
         beside = "" if own is None else f", against {own:.3f} ms"
         after = " or ".join([others[0].name, *other_names(plan, others[0])])
+        place = "as fast as the fastest" if won_a_tie(plan) else "the fastest"
         yield (
-            f"Why: it is the fastest of {len(ran)} programs that were timed{same}. "
+            f"Why: it is {place} of {len(ran)} programs that were timed{same}. "
             f"Next: {after}, {others[0].time_ms:.3f} ms{beside}."
         )
     elif ran:

@@ -9,6 +9,7 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.plan.figures import Figures, WorthFigures
 from cfp.plan.parts import PlanRow
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -77,6 +78,11 @@ def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
             "the fastest of 2 raced on the whole step, the same program as zero3; "
             "next,",
         ),
+        (
+            [replace(RACE[0], time_ms=10.2), *RACE[1:]],
+            9.5,
+            "as fast as the fastest of 2 raced on the whole step; next, ",
+        ),
         ([], 9.5, "by prediction, without a race"),
         ([], None, "by its name"),
     ],
@@ -85,6 +91,20 @@ def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
     plan = replace(make_plan([], race), predicted_ms=predicted_ms)
     [line] = [line for line in repr(plan).splitlines() if line.startswith("  chosen")]
     assert line.startswith(f"  chosen: {chosen}")
+
+
+def test_a_choice_that_is_worth_nothing_is_not_listed():
+    def worth(name, without_ms):
+        return WorthFigures(
+            name=name, with_ms=9.5, without_ms=without_ms, is_measured=False
+        )
+
+    def said(*parts):
+        return repr(replace(make_plan([], RACE), figures=Figures(worth=parts)))
+
+    storage, kernels = worth("storage", 9.5004), worth("attention kernels", 11.0)
+    assert "worth by prediction: attention kernels 1.500 ms\n" in said(storage, kernels)
+    assert "worth" not in said(storage)
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

@@ -182,6 +182,14 @@ def test_collectives_are_no_difference_where_a_plan_does_not_say_them():
     assert not diff_data(DEEP, untimed)["collectives"]
 
 
+def test_the_winner_of_a_tie_is_not_called_the_fastest():
+    [data, planned, *rest] = RACE
+    sooner = replace(data, time_ms=10.2)
+    said = " ".join(explain_text(make_plan([], [sooner, planned, *rest])).split())
+    assert "Why: it is as fast as the fastest of 2 programs that were timed" in said
+    assert "10.200 ms, against 10.250 ms" in said
+
+
 def test_one_program_under_two_names_is_no_runner_up():
     [data, planned, *rest] = RACE
     twin = replace(data, samples_ms=planned.samples_ms, time_ms=planned.time_ms)

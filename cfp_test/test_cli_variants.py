@@ -113,3 +113,12 @@ def test_variants_are_shown_the_fastest_first(saved_data, folder):
     assert "give cfp run the same" in one.out
     assert "Variants" not in plain.out
     assert "give cfp run the same" not in plain.out
+
+
+def test_memory_of_devices_that_are_not_here_is_shown_as_estimated(folder):
+    shapes = ["--mesh-shapes", "x=4", "--mesh-shapes", "x=2,y=2"]
+    [shown] = run_batch([["plan", TOY, "--for", "4xh200", *shapes]], folder)
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    taken = next(line for line in lines if line.startswith("|* |"))
+    assert "B, estimated" in taken

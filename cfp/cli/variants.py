@@ -233,6 +233,15 @@ _BASIS_WORDS = {
 }
 
 
+def _memory_text(outcome: Outcome) -> str:
+    plan = outcome.plan
+    if plan is not None and plan.peak_bytes is not None:
+        return format_bytes(plan.peak_bytes)
+    if plan is not None and plan.predicted_bytes is not None:
+        return f"{format_bytes(plan.predicted_bytes)}, estimated"
+    return "-"
+
+
 def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     """The variants as a table, the fastest first."""
     table = Table(box=border, title="Variants", title_justify="left", pad_edge=False)
@@ -244,13 +253,12 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     table.add_column("note", overflow="fold")
     for outcome in ranked(found.outcomes):
         plan, won = outcome.plan, outcome.name == found.name
-        peak = plan.peak_bytes if plan is not None else None
         table.add_row(
             "*" if won else "",
             outcome.name,
             plan.winner if plan is not None else "-",
             "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
-            format_bytes(peak) if peak is not None else "-",
+            _memory_text(outcome),
             f"{outcome.seconds:.1f} s",
             outcome.note.partition("\n")[0],
             style="bold" if won else None,

@@ -210,6 +210,17 @@ def plan_fastest(
         if rule_out and len(first) > 1 and preset is None:
             first, ruled_out, estimates = _near_by_estimate(first, steps, how, asked)
         tries = _plan_all(first, plan_one, end)
+        if ruled_out and _none_fits(tries):
+            # Estimates may be wrong of memory: what they left out is planned, too.
+            spare = {one.name for one in ruled_out}
+            spared = [one for one in variants if one.name in spare]
+            spared.sort(key=lambda one: _rank(estimates[one.name]))
+            for one in spared:
+                tries += _plan_all([one], plan_one, end)
+                if tries[-1].found is not None or tries[-1].interrupted:
+                    break
+            planned = {one.name for one in tries}
+            ruled_out = [one for one in ruled_out if one.name not in planned]
         errors = [(one.name, one.error) for one in tries if one.error]
         if _none_fits(tries):
             for one in leaner():
@@ -384,7 +395,7 @@ def _near_by_estimate(
         return [*variants], [], {}
 
     def rank(name: str) -> tuple[bool, float]:
-        return not estimates[name].fits, estimates[name].time_ms
+        return _rank(estimates[name])
 
     best = min(estimates, key=rank)
     is_final, (misfit, best_ms) = estimates[best].is_final, rank(best)
@@ -403,6 +414,11 @@ def _near_by_estimate(
             near.append(variant)
     near.sort(key=lambda one: rank(one.name) if one.name in estimates else (True, 0.0))
     return near, far, estimates
+
+
+def _rank(estimate: Estimate) -> tuple[bool, float]:
+    """What fits in memory comes first, then what is fast."""
+    return not estimate.fits, estimate.time_ms
 
 
 def _may_fit(

@@ -225,6 +225,23 @@ def test_what_estimates_have_far_behind_is_not_planned(
     assert f"{found.name} " in " ".join(repr(again).split()).partition("among:")[2]
 
 
+def test_what_was_left_out_is_planned_where_nothing_else_fits(monkeypatch, tmp_path):
+    table = {"line": (9.0, True), "flat": (5.0, True), "cube": (8.0, True)}
+    estimating(monkeypatch, table)
+    asked, whole = [], room.find_plan
+
+    def find(step, *, mesh, **options):
+        asked.append(BY_AXES[len(mesh.axis_names)])
+        if asked[-1] != "line":
+            raise MemoryBudgetError("It is too large.", smallest_feasible_bytes=1)
+        return whole(step, mesh=mesh, **options)
+
+    monkeypatch.setattr(room, "find_plan", find)
+    found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
+    assert (found.name, asked) == ("line", ["flat", "cube", "line"])
+    assert [one.estimated_ms for one in found.outcomes] == [9.0, 5.0, 8.0]
+
+
 def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
     """One that takes all of it leaves none for the next; what there is is the plan."""
     asked, now, whole = [], [100.0], room.find_plan

@@ -25,20 +25,28 @@ def memory_kind(leaf: Any) -> str:
     return _host_kind(getattr(leaf, "sharding", None))
 
 
-def result_memory_kinds(jaxpr: Jaxpr) -> tuple[str, ...]:
+def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[str, ...]:
     """For each result the memory of the host that it is in, or "".
 
-    JAX has it in types, but for what a jax.jit inside puts there by its out_shardings.
+    JAX has it in types, but for arguments that are handed back as they came, and for
+    what a jax.jit inside puts there by its out_shardings.
+
+    Args:
+        jaxpr: the traced program.
+        argument_kinds: for each argument the memory of the host that it is in, or "".
     """
-    put: dict[int, str] = {}
+    kinds = {
+        id(var): kind for var, kind in zip(jaxpr.invars, argument_kinds, strict=True)
+    }
     for eqn in jaxpr.eqns:
         if (shardings := eqn.params.get("out_shardings")) is not None:
-            inner = result_memory_kinds(eqn.params["jaxpr"].jaxpr)
+            given = [kinds.get(id(var), "") for var in eqn.invars]
+            inner = result_memory_kinds(eqn.params["jaxpr"].jaxpr, given)
             for var, sharding, kind in zip(eqn.outvars, shardings, inner, strict=True):
-                put[id(var)] = _host_kind(sharding) or kind
+                kinds[id(var)] = _host_kind(sharding) or kind
     spaces = [getattr(var.aval, "memory_space", None) for var in jaxpr.outvars]
     return tuple(
-        HOST if space == jax.memory.Space.Host else put.get(id(var), "")
+        HOST if space == jax.memory.Space.Host else kinds.get(id(var), "")
         for var, space in zip(jaxpr.outvars, spaces, strict=True)
     )
 

@@ -86,7 +86,8 @@ class FlatStep:
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:
         """For each result leaf the memory of the host that it is in, or ""."""
-        return result_memory_kinds(self.traced.jaxpr.jaxpr)
+        kinds = self.memory_kinds or ("",) * len(self.avals)
+        return result_memory_kinds(self.traced.jaxpr.jaxpr, kinds)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The array leaves of a call's arguments, which must fit the structure.

@@ -157,3 +157,21 @@ def test_what_the_host_has_is_no_memory_of_the_devices(mesh):
         name: argument_bytes(layout, i) for i, name in enumerate(program.arg_names)
     }
     assert needs["state/momentum"] == 0 and needs["state/weights"] == 4 * 8 * 16
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+def test_an_argument_that_is_handed_back_stays_where_it_is(wrap, mesh, tmp_path):
+    state = state_on(mesh)
+
+    def step(momentum, x):
+        return wrap(lambda *args: args)(momentum, x @ x)
+
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
+    plan = cfp.plan(step, state["momentum"], data(), quiet=True, **how)
+    found = plan.compile(step, state["momentum"], data())(state["momentum"], data())
+    kinds = [leaf.sharding.memory_kind for leaf in found]
+    assert kinds == [
+        leaf.sharding.memory_kind for leaf in jax.jit(step)(state["momentum"], data())
+    ]
+    assert kinds[0] == HOST
+    np.testing.assert_array_equal(found[0], state["momentum"])

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def by_hand(sizes: Decoder, mesh: Mesh, how: str) -> Way:
     activations = NamedSharding(mesh, PartitionSpec("x", None, None))
 
     def constrained(state: Any, tokens: jax.Array) -> Any:
-        constrain = lambda x: jax.lax.with_sharding_constraint(x, activations)  # noqa: E731
+        constrain = partial(jax.lax.with_sharding_constraint, shardings=activations)
         return step(state, tokens, constrain)
 
     started = time.perf_counter()
@@ -154,12 +155,15 @@ def make_state(sizes: Decoder, shardings: tuple[Any, Any]) -> tuple[Any, jax.Arr
     def numbers(seed: jax.Array) -> Any:
         params, moments = state
         keys = iter(jax.random.split(seed, len(jax.tree.leaves(params))))
-        make = lambda leaf: (  # noqa: E731
-            0.02 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
-            if leaf.ndim > 1
-            else jnp.ones(leaf.shape, leaf.dtype)
-        )
-        zero = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
+
+        def make(leaf: Any) -> jax.Array:
+            if leaf.ndim < 2:
+                return jnp.ones(leaf.shape, leaf.dtype)
+            return 0.02 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+
+        def zero(leaf: Any) -> jax.Array:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+
         return jax.tree.map(make, params), jax.tree.map(zero, moments)
 
     made = jax.jit(numbers, out_shardings=shardings[0])(jax.random.key(0))

@@ -247,6 +247,6 @@ def test_shardy_passes_missing(tmp_path):
     made = machine(tmp_path, environ={"PYTHONPATH": str(tmp_path)})
     result = check("shardy", made)
     assert result.status is Status.FAIL
-    assert "lacks 1 of the 3 pipelines" in result.reason
+    assert "lacks 1 of the 4 pipelines" in result.reason
     assert "no-such" in result.reason
     assert "pip install 'jax" in result.remedy

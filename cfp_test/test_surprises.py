@@ -143,10 +143,10 @@ def test_an_error_of_all_variants_is_said_once(tmp_path):
         )
         for name in ("one", "two", "three")
     ]
-    with pytest.raises(cfp.CfpError) as refused:
+    with pytest.raises(cfp.StepNotTraceable) as refused:
         cfp.plan_fastest(variants, cache_dir=tmp_path)
     text = str(refused.value)
-    assert text.count("ValueError: of my own") == 1 and "one, two, three: " in text
+    assert text.count("ValueError: of my own") == 1
     assert text.count("test_surprises.py") == 1
 
 

@@ -1,12 +1,14 @@
 """The schema of saved plans: plans that are written keep it, and mutants do not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 import cfp
+from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.plan import FORMAT
 from cfp_test.report.plans import as_data, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
@@ -23,6 +25,23 @@ def test_the_schema_is_one_and_of_this_format():
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan(layers([0, 1]), [])])
 def test_plans_keep_the_schema(plan):
     VALIDATOR.validate(as_data(plan))
+
+
+def test_what_a_plan_was_chosen_among_keeps_the_schema():
+    """Variants measured, estimated and refused; a choice that nothing replaces."""
+    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "memory_bytes": 1024, "note": ""}
+    nothing = {"step_ms": None, "estimated_ms": None, "memory_bytes": None}
+    figures = replace(
+        DEEP.figures,
+        variants=(
+            VariantFigures(name="x=4", taken=True, **fields),
+            VariantFigures(name="x=2,y=2", taken=False, **nothing, note="too large"),
+        ),
+        worth=(
+            WorthFigures(name="kernels", with_ms=9, without_ms=None, is_measured=True),
+        ),
+    )
+    VALIDATOR.validate(as_data(replace(DEEP, figures=figures)))
 
 
 def test_everything_that_is_written_is_in_the_schema():

@@ -294,7 +294,10 @@ def test_the_store_has_the_compilers_directory_beside_it(
         environment=own,
     )
     assert seen == [
-        BuildEnvironment(autotune_dir=store.path.parent / "autotune"),
+        BuildEnvironment(
+            autotune_dir=store.path.parent / "autotune",
+            executables_dir=store.path.parent / "executables",
+        ),
         own,
     ]
 

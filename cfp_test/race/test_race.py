@@ -445,8 +445,8 @@ def test_a_plan_that_is_a_preset_takes_one_leaders_place():
     field = [
         (Candidate("planned", "one"), 9.0),
         (Candidate("fully_sharded", "one"), 9.0),
-        (Candidate("data_parallel", "another"), 10.0),
-        (Candidate("tensor_parallel", "a third"), 11.0),
+        (Candidate("data_parallel", "another"), 9.5),
+        (Candidate("tensor_parallel", "a third"), 9.6),
     ]
     options = defaults_of("gpu").compiler_options
     first, new = second_race([timed(e, ms) for e, ms in field], options)

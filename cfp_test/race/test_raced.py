@@ -285,7 +285,7 @@ def test_what_composites_stand_for_is_part_of_a_program(mesh, tmp_path):
 def test_changed_plans_are_compiled(mesh, tmp_path):
     args = arguments()
     plan = planned(descend, args, mesh, tmp_path)
-    others = jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])
+    others = plan.on(jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])).mesh
     options = {"xla_backend_optimization_level": "1"}
     nothing = Constraints({}, {})
     for change in ({"mesh": others}, {"options": options}, {"constraints": nothing}):

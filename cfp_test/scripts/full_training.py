@@ -13,8 +13,8 @@ from cfp.errors import PlanMismatch
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import ProfileKey
-from cfp.program.graft import cut_part
 from cfp.program.graph import Program
+from cfp.program.part import whole
 from cfp.program.step import FlatStep
 from cfp.targets import Target
 
@@ -27,7 +27,7 @@ def training_job(program: Program, plan: Plan) -> Job:
     """
     if program.fingerprint != plan.fingerprint:
         raise PlanMismatch("The plan is for another program. Plan again.")
-    part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
+    part = whole(program)
     position = {v: i for i, v in enumerate(program.args)}
     specs = dict(zip(program.outputs, plan.output_specs, strict=True))
     place = {v: i for i, v in enumerate(part.outputs)}

@@ -109,7 +109,8 @@ def program_digest(closed: ClosedJaxpr) -> str:
     def program(*leaves: Any) -> Any:
         return run(*leaves)
 
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+    inputs: list[Any] = [*closed.in_avals]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
     text = jax.jit(program, keep_unused=True).lower(*avals).as_text()
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -21,7 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    Literal,
+)
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cfp.program.rules import Rule
@@ -105,7 +109,8 @@ class Callbacks:
         except Exception as error:  # Callbacks raise whatever they like.
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise Refused(text[:_MOST_REASON]) from error
-        found = [(tuple(a.shape), a.dtype) for a in closed.out_avals]
+        made: list[Any] = [*closed.out_avals]
+        found = [(tuple(a.shape), a.dtype) for a in made]
         wanted = [(t.shape, t.dtype) for t in tiles[count:]]
         if found != wanted:
             raise Refused(f"it computes {found} on one device, where {wanted} belong")

@@ -147,17 +147,17 @@ def _lower(
     if manual or math.prod(mesh.shape.values()) == 1:
         inside = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)
         return inside(context, *values)
+    reads, makes = _shapes(call.in_avals), _shapes(call.out_avals)
     results = [
-        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype))
-        for a in call.out_avals
+        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in makes
     ]
     rule = _own_rule(mesh, sharding_rule, static_args, values, results)
     infer = infer_sharding_from_operands
     callbacks = Callbacks(
         partition=partial(partition, *static_args),
         infer=partial(infer, *static_args) if infer is not None else None,
-        operands=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.in_avals),
-        results=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.out_avals),
+        operands=reads,
+        results=makes,
         in_tree=in_tree,
         out_tree=out_tree,
     )
@@ -311,6 +311,10 @@ def _described(
     return found
 
 
+def _shapes(avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+
+
 def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
     """The digest of what an op computes on one device, and its FLOPs."""
     run = jaxpr_as_fun(call)
@@ -318,15 +322,14 @@ def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
     def inside(*operands: jax.Array) -> Any:
         return run(*operands)
 
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.in_avals]
-    traced = jax.jit(inside, keep_unused=True).trace(*avals)
+    traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
     module = traced.lower(lowering_platforms=platforms).compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     shardy.normalise(module)
-    names = [""] * len(avals)
+    names = [""] * len(call.in_avals)
     outputs = [""] * len(call.out_avals)
     program = read_program(
-        module, arg_names=names, output_names=outputs, alias=[None] * len(avals)
+        module, arg_names=names, output_names=outputs, alias=[None] * len(names)
     )
     ops = shardy.program_ops(shardy.main_function(module))
     return program.content, inner_flops(program, ops)

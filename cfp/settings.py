@@ -104,17 +104,6 @@ class ConstraintLevel(StrEnum):
     ARGUMENTS = "arguments"
 
 
-# Of the rate of a large matrix product what kernels of attention reach at 4k to 64k
-# tokens, forward and backward; "xla" by what keeping its scores takes.
-# docs/results/attention_h200_202611; tokamax is taken to be like cuDNN. Guess.
-KERNEL_SHARE_OF_MATMUL: Mapping[str, float] = {
-    "cudnn": 0.6,
-    "tokamax": 0.6,
-    "pallas": 0.19,
-    "chunked": 0.12,
-    "xla": 0.1,
-}
-
 # Parts of the vocabulary that a cross-entropy is computed over where memory decides.
 # docs/results/operators_plans_h200_202611.
 CROSS_ENTROPY_PARTS = 8

@@ -26,9 +26,7 @@ from cfp.attention.strategy import (
 )
 from cfp.errors import AttentionError, compose
 
-# What a call takes that names none: the first that is not ruled out. On CPUs scores are
-# kept, as models themselves do it.
-PREFERRED = ("cudnn", "chunked", "xla")
+# On CPUs scores are kept, as models themselves do it.
 PREFERRED_ON_CPU = ("xla",)
 
 
@@ -193,7 +191,9 @@ def layout_of(
 
 def preferred(platform: str) -> tuple[str, ...]:
     """The implementations that a call without one tries, in order."""
-    return PREFERRED_ON_CPU if platform == "cpu" else PREFERRED
+    if platform == "cpu":
+        return PREFERRED_ON_CPU
+    return tuple(name for name, kernel in KERNELS.items() if kernel.is_preferred)
 
 
 def platform_of(mesh: Mesh | None) -> str:

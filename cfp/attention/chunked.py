@@ -8,6 +8,7 @@ far. Chunks that see nothing of each other are left out. Rabe and Staats,
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,54 @@ from jax import lax
 from cfp.attention import plain
 from cfp.attention.mask import BEYOND, Mask, Scores, may_meet, positions_of
 from cfp.attention.merge import merge, nothing_yet
+from cfp.attention.problem import Problem
 
 CHUNK = 1024  # Tokens.
 
 _Arrays = tuple[jax.Array, ...]
+
+
+def refusal(problem: Problem, platform: str) -> str | None:
+    """Refuses what is as large as all scores."""
+    if problem.dense_mask:
+        return "it takes no mask of queries by keys, which is as large as the scores"
+    if problem.bias:
+        return "it has no bias, whose gradient is as large as the scores"
+    return None
+
+
+def whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Computes attention in the dtype of q, with gradients by `gradients`."""
+    assert bias is None, "refused before"
+    return _whole(q, k, v, scores, mask)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _whole(q, k, v, scores, mask):
+    return _forward(q, k, v, scores, mask)[0]
+
+
+def _forward(q, k, v, scores, mask):
+    out, lse = attend(q, k, v, scores, mask)
+    out = out.astype(q.dtype)
+    return out, (q, k, v, out, lse, mask)
+
+
+def _backward(scores, kept, dout):
+    q, k, v, out, lse, mask = kept
+    grads = gradients(q, k, v, out, lse, dout, scores, mask)
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, None
+
+
+_whole.defvjp(_forward, _backward)
 
 
 def attend(

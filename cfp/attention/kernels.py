@@ -1,35 +1,50 @@
-"""What computes attention on one device, and what each of these cannot do.
+"""What computes attention on one device: one record and one module for each.
 
-An implementation computes a whole attention (`whole`, differentiable), and, where it
-can, the parts that a ring is made of: the attention of a block with its log-sum-exp,
-and a block's share of the gradients from the whole row's output and log-sum-exp. The
-log-sum-exp that public functions return cannot be differentiated, which is why these
-two are apart.
+To add a kernel, write its module and its record in `KERNELS`: plans, estimates,
+`cfp.attention`, `--attention` and `cfp doctor` follow from these. A module has
+
+- ``whole(q, k, v, scores, mask, bias)``: the output in the dtype of q, differentiable;
+- ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
+  None;
+- where a ring may be made of it, ``attend`` and ``gradients``, as `cfp.attention.plain`
+  has them: the attention of a block with its log-sum-exp, and a block's share of the
+  gradients from the whole row's output and log-sum-exp. The log-sum-exp that public
+  functions return cannot be differentiated, which is why these two are apart.
+
+Nothing here loads JAX, which `cfp doctor` does without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from enum import StrEnum
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
+if TYPE_CHECKING:
+    import jax
 
-from cfp.attention import chunked, cudnn, pallas, plain, tokamax
-from cfp.attention.mask import Mask, Scores
-from cfp.attention.problem import Problem
+    from cfp.attention.mask import Mask, Scores
+    from cfp.attention.problem import Problem
 
-Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, Scores, Mask], tuple[jax.Array, jax.Array]
-]
-Gradients = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-Whole = Callable[
-    [jax.Array, jax.Array, jax.Array, Scores, Mask, jax.Array | None], jax.Array
-]
-Refusal = Callable[[Problem, str], str | None]
+    Attend = Callable[
+        [jax.Array, jax.Array, jax.Array, Scores, Mask], tuple[jax.Array, jax.Array]
+    ]
+    Gradients = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    Whole = Callable[
+        [jax.Array, jax.Array, jax.Array, Scores, Mask, jax.Array | None], jax.Array
+    ]
+    Refusal = Callable[[Problem, str], str | None]
+
+
+class ScoreMemory(StrEnum):
+    """Where a kernel has scores while it computes them."""
+
+    TILES = "tiles"  # On the chip.
+    CHUNKS = "chunks"  # A chunk of queries by a chunk of keys is in memory.
+    ALL = "all"  # In memory, and kept for the backward pass.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,62 +53,49 @@ class Kernel:
 
     Attributes:
       name: as `cfp.attention(..., implementation=name)` has it.
-      whole: (q, k, v, scores, mask, bias) -> output in the dtype of q.
-      refusal: (problem on one device, platform) -> why it cannot be computed, or None.
-      attend: the attention of a block, see `plain.attend`; None if there is none.
-      gradients: a block's share of the gradients, see `plain.gradients`.
+      module: that computes it.
+      scores: where it has them.
+      matmul_share: of the rate of a large matrix product what it reaches, forward and
+        backward, at 4k to 64k tokens; docs/results/attention_h200_202611.
+      is_preferred: true if calls that name no implementation try it, in the order of
+        `KERNELS`.
       any_positions: whether blocks may be masked by positions and segments; otherwise
         they are causal with queries and keys at the same positions, or see all.
+      package: that it needs besides JAX, or "".
+      remedy: what to do where it does not load; "" where it always does.
     """
 
     name: str
-    whole: Whole
-    refusal: Refusal
-    attend: Attend | None = None
-    gradients: Gradients | None = None
+    module: str
+    scores: ScoreMemory
+    matmul_share: float
+    is_preferred: bool = False
     any_positions: bool = False
+    package: str = ""
+    remedy: str = ""
 
+    @property
+    def whole(self) -> Whole:
+        """Computes a whole attention."""
+        return self._function("whole")
 
-def _xla(q, k, v, scores, mask, bias):
-    return plain.attend(q, k, v, scores, mask, bias)[0].astype(q.dtype)
+    @property
+    def refusal(self) -> Refusal:
+        """Gives the reason why a problem cannot be computed, or None."""
+        return self._function("refusal")
 
+    @property
+    def attend(self) -> Attend | None:
+        """Computes the attention of a block; None if it cannot."""
+        return self._function("attend")
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _flash(q, k, v, scores, mask):
-    return chunked.attend(q, k, v, scores, mask)[0].astype(q.dtype)
+    @property
+    def gradients(self) -> Gradients | None:
+        """Computes a block's share of the gradients; None if it cannot."""
+        return self._function("gradients")
 
-
-def _flash_forward(q, k, v, scores, mask):
-    out, lse = chunked.attend(q, k, v, scores, mask)
-    out = out.astype(q.dtype)
-    return out, (q, k, v, out, lse, mask)
-
-
-def _flash_backward(scores, kept, dout):
-    q, k, v, out, lse, mask = kept
-    grads = chunked.gradients(q, k, v, out, lse, dout, scores, mask)
-    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
-
-
-def _chunked(q, k, v, scores, mask, bias) -> Any:
-    assert bias is None, "refused before"
-    return _flash(q, k, v, scores, mask)
-
-
-def _refuse_nothing(problem: Problem, platform: str) -> str | None:
-    return None
-
-
-def _refuse_bias(problem: Problem, platform: str) -> str | None:
-    if problem.dense_mask:
-        return "it takes no mask of queries by keys, which is as large as the scores"
-    if problem.bias:
-        return "it has no bias, whose gradient is as large as the scores"
-    return None
+    def _function(self, name: str) -> Any:
+        return getattr(import_module(self.module), name, None)
 
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -102,43 +104,46 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         for kernel in (
             Kernel(
                 name="cudnn",
-                whole=cudnn.whole,
-                refusal=cudnn.refusal,
-                attend=cudnn.attend,
-                gradients=cudnn.gradients,
+                module="cfp.attention.cudnn",
+                scores=ScoreMemory.TILES,
+                matmul_share=0.6,
+                is_preferred=True,
+                remedy="pip install --upgrade nvidia-cudnn-cu13 (or -cu12), in the "
+                "versions that the plugin asks for; cfp plans without it, and "
+                "attention is XLA's then",
             ),
-            Kernel(name="tokamax", whole=tokamax.whole, refusal=tokamax.refusal),
-            Kernel(name="pallas", whole=pallas.whole, refusal=pallas.refusal),
+            Kernel(
+                name="tokamax",
+                module="cfp.attention.tokamax",
+                scores=ScoreMemory.TILES,
+                matmul_share=0.6,  # As of cuDNN, whose products it makes. Guess.
+                package="tokamax",
+                remedy="pip install --upgrade tokamax, or uninstall it",
+            ),
+            Kernel(
+                name="pallas",
+                module="cfp.attention.pallas",
+                scores=ScoreMemory.TILES,
+                matmul_share=0.19,
+                remedy="kernels need compute capability 8.0 or newer, and the "
+                "plugin's own ptxas: take another CUDA's bin folder off the PATH",
+            ),
             Kernel(
                 name="chunked",
-                whole=_chunked,
-                refusal=_refuse_bias,
-                attend=chunked.attend,
-                gradients=chunked.gradients,
+                module="cfp.attention.chunked",
+                scores=ScoreMemory.CHUNKS,
+                matmul_share=0.12,
+                is_preferred=True,
                 any_positions=True,
             ),
             Kernel(
                 name="xla",
-                whole=_xla,
-                refusal=_refuse_nothing,
-                attend=plain.attend,
-                gradients=plain.gradients,
+                module="cfp.attention.plain",
+                scores=ScoreMemory.ALL,
+                matmul_share=0.1,  # By what keeping its scores takes.
+                is_preferred=True,
                 any_positions=True,
             ),
         )
     }
 )
-
-
-def float32_oracle(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None = None,
-) -> jax.Array:
-    """Attention in float32 throughout, with all scores in memory."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    with jax.default_matmul_precision("float32"):
-        return plain.attend(q, k, v, scores, mask, bias)[0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cfp.attention.mask import Mask, Scores, visible
+from cfp.attention.problem import Problem
 
 
 def attend(
@@ -44,6 +45,37 @@ def attend(
     out = mixed / _by_query(share, q.shape)
     lse = jnp.log(total) + top
     return out, _by_query(lse, q.shape)[..., 0]
+
+
+def whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Computes attention in the dtype of q, as `attend` does."""
+    return attend(q, k, v, scores, mask, bias)[0].astype(q.dtype)
+
+
+def refusal(problem: Problem, platform: str) -> str | None:
+    """Refuses nothing."""
+    return None
+
+
+def float32_oracle(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    mask: Mask,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Computes attention in float32 throughout."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    with jax.default_matmul_precision("float32"):
+        return attend(q, k, v, scores, mask, bias)[0]
 
 
 def gradients(

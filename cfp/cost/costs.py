@@ -10,6 +10,7 @@ from itertools import chain
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
+from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import Match, among, share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
@@ -31,7 +32,7 @@ from cfp.cost.temporaries import Step, peak_bytes, steps_of
 from cfp.cost.terms import Terms
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import dtype_bytes
-from cfp.settings import KERNEL_SHARE_OF_MATMUL, LIMITED_MEMORY_AT_LEAST
+from cfp.settings import LIMITED_MEMORY_AT_LEAST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class Costs:
             spec = layout.read_spec(v) or _updating_spec(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
-        in_chunks = any(way.implementation == "chunked" for _, way in sites)
+        in_chunks = any(_in_chunks(way) for _, way in sites)
         spans = self._spans(kind) if in_chunks else ()
         needed = peak_bytes(self._steps(kind, in_chunks), size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
@@ -142,7 +143,7 @@ class Costs:
         """Computes the memory during an attention, besides its results."""
         sizes = dict(self.analysis.frame.mesh)
         for match, way in sites:
-            if match.found.op == span.match and way.implementation == "chunked":
+            if match.found.op == span.match and _in_chunks(way):
                 needed = working_bytes(match.problem, way, sizes, span.is_backward)
                 backward = match.found.backward
                 if span.is_backward and backward is not None:
@@ -171,7 +172,7 @@ class Costs:
             ]
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
-            share = KERNEL_SHARE_OF_MATMUL[way.implementation]
+            share = KERNELS[way.implementation].matmul_share
             saved += others + products - products / share
         return saved
 
@@ -260,6 +261,10 @@ class Costs:
                 size = size * least / dtype_bytes(value.dtype)
             total += self._terms.transition_ms(size, have, (), want)
         return total
+
+
+def _in_chunks(way: Way) -> bool:
+    return KERNELS[way.implementation].scores is ScoreMemory.CHUNKS
 
 
 def _updating_spec(layout: Layout, v: int) -> Spec | None:

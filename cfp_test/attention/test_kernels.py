@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ import pytest
 import cfp
 from cfp.attention import call, chunked, cudnn, pallas, plain
 from cfp.attention.heads import fit_heads
+from cfp.attention.kernels import KERNELS
 from cfp.attention.mask import NO_MASK, Mask, Scores, may_meet, visible
 from cfp.attention.merge import merge, nothing_yet
 from cfp.attention.order import from_zigzag, local_positions, to_zigzag, zigzag_order
+from cfp.cluster.doctor.checks import CHECKS
 from cfp_test.attention.matrix import inputs, mesh_of, packed
 
 SCORES = Scores(scale=0.3)
@@ -379,3 +383,27 @@ def test_axes_of_a_mesh_may_be_explicit():
         for attend in (cfp.attention, jax.jit(cfp.attention, static_argnames=STATIC)):
             found = attend(*args, causal=True, mesh=mesh, strategy="ring")
             assert jnp.allclose(found, right, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- records
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda one: one.name)
+def test_a_kernel_is_a_record_and_a_module(kernel):
+    assert KERNELS[kernel.name] is kernel
+    assert callable(kernel.whole) and callable(kernel.refusal)
+    assert (kernel.attend is None) == (kernel.gradients is None)
+    assert 0 < kernel.matmul_share < 1
+    # What may fail to load, the doctor tries.
+    assert (kernel.name in [one.name for one in CHECKS]) == bool(kernel.remedy)
+
+
+def test_the_last_kernel_that_is_preferred_refuses_nothing():
+    *_, last = call.preferred("gpu")
+    assert KERNELS[last].module == "cfp.attention.plain"
+
+
+def test_records_of_kernels_do_not_load_jax():
+    """The doctor reads them where JAX is broken."""
+    code = "import sys, cfp.attention.kernels; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

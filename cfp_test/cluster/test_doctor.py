@@ -273,10 +273,10 @@ def test_one_device_has_no_link(tmp_path):
     assert "no link is used" in result.reason
 
 
-KERNEL_CHECKS = (programs.cudnn, programs.pallas, programs.tokamax)
+KERNEL_CHECKS = [kernel.name for kernel in KERNELS.values() if kernel.remedy]
 
 
-@pytest.mark.parametrize("run", KERNEL_CHECKS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("name", KERNEL_CHECKS)
 @pytest.mark.parametrize(
     ("answer", "status", "words"),
     [
@@ -286,11 +286,12 @@ KERNEL_CHECKS = (programs.cudnn, programs.pallas, programs.tokamax)
         ({"refusal": "compute capability 7.0"}, "FAIL", "compute capability 7.0"),
     ],
 )
-def test_kernels_are_held_against_float32(run, answer, status, words, tmp_path):
+def test_kernels_are_held_against_float32(name, answer, status, words, tmp_path):
     packages = {"jax": "0.12.0", "tokamax": "0.1"}
-    result = run(answering(tmp_path, answer, packages=packages))
+    device = answering(tmp_path, answer, packages=packages)
+    result = programs.attention_kernel(device, name)
     assert (result.status, words in result.reason) == (status, True), result.reason
-    assert run.__name__ in KERNELS
+    assert name in [check.name for check in CHECKS]
 
 
 def test_a_kernel_is_compared_forward_and_backward():
@@ -300,11 +301,11 @@ def test_a_kernel_is_compared_forward_and_backward():
     assert "platform cpu" in try_kernel("cudnn")["refusal"]
 
 
-ON_GPUS = (driver.driver, programs.cudnn, programs.pallas)
+ON_GPUS = [c for c in CHECKS if c.name in ("driver", "cudnn", "pallas")]
 
 
-@pytest.mark.parametrize("run", ON_GPUS, ids=lambda run: run.__name__)
-def test_without_a_gpu_its_checks_are_absent(run, tmp_path):
-    result = run(machine(tmp_path))
+@pytest.mark.parametrize("check", ON_GPUS, ids=lambda check: check.name)
+def test_without_a_gpu_its_checks_are_absent(check, tmp_path):
+    result = check.run(machine(tmp_path))
     assert result.status is Status.ABSENT
     assert "no NVIDIA GPU" in result.reason

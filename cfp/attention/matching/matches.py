@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cfp.attention.kernels import KERNELS
+from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
 from cfp.attention.matching.found import Different, Found, LeftAlone
@@ -159,11 +159,12 @@ def ruled_out(
 
 
 def keeps_scores(way: Way) -> bool:
-    """Whether scores are kept for the backward pass, as XLA's own attention does.
+    """Decides if scores are kept for the backward pass, as XLA's own attention does.
 
     Where queries are sharded the gradients come from the log-sum-exp of whole rows.
     """
-    return way.implementation == "xla" and not _QUERIES & {r for _, r in way.roles}
+    scores = KERNELS[way.implementation].scores
+    return scores is ScoreMemory.ALL and not _QUERIES & {r for _, r in way.roles}
 
 
 def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
@@ -173,10 +174,8 @@ def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
         way: how it is computed.
         sizes: of the mesh's axes.
     """
-    if way.implementation != "xla":
-        return (
-            0.0  # Kernels keep a tile of them in registers; of chunks see `cfp.cost`.
-        )
+    if KERNELS[way.implementation].scores is not ScoreMemory.ALL:
+        return 0.0  # Of chunks see `cfp.cost`.
     return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from cfp.attention.kernels import KERNELS
 from cfp.cluster.doctor import driver, files, install, programs
 from cfp.cluster.doctor.machine import Machine
 from cfp.cluster.doctor.result import Result, Status, absent, failed
@@ -40,9 +42,15 @@ CHECKS = (
     Check(name="all-reduce", run=programs.all_reduce, needs=("devices",)),
     Check(name="shardy", run=programs.shardy, needs=("jax",)),
     Check(name="graft", run=programs.graft, needs=("devices", "shardy")),
-    Check(name="cudnn", run=programs.cudnn, needs=("devices", "driver")),
-    Check(name="pallas", run=programs.pallas, needs=("devices", "driver")),
-    Check(name="tokamax", run=programs.tokamax, needs=("devices", "driver")),
+    *(
+        Check(
+            name=kernel.name,
+            run=partial(programs.attention_kernel, name=kernel.name),
+            needs=("devices", "driver"),
+        )
+        for kernel in KERNELS.values()
+        if kernel.remedy
+    ),
 )
 
 

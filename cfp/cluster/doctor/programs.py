@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cfp.attention.kernels import KERNELS
 from cfp.cluster.doctor.ask import Answer, probe
 from cfp.cluster.doctor.driver import NO_GPU, nvlink_gb_per_s, query_gpus
 from cfp.cluster.doctor.machine import Machine
@@ -191,44 +192,23 @@ def _compile_remedy(answer: Answer) -> str:
     return "install jax and jaxlib of one version again; see the rows jax and plugin"
 
 
-def cudnn(machine: Machine) -> Result:
-    """The attention kernel of cuDNN, forward and backward, agrees with float32."""
-    return _kernel(
-        machine,
-        "cudnn",
-        "pip install --upgrade nvidia-cudnn-cu13 (or -cu12), in the versions that the "
-        "plugin asks for; cfp plans without it, and attention is XLA's then",
-    )
-
-
-def pallas(machine: Machine) -> Result:
-    """The attention kernel of Pallas, forward and backward, agrees with float32."""
-    return _kernel(
-        machine,
-        "pallas",
-        "kernels need compute capability 8.0 or newer, and the plugin's own ptxas: "
-        "take another CUDA's bin folder off the PATH",
-    )
-
-
-def tokamax(machine: Machine) -> Result:
-    """The attention kernel of Tokamax, forward and backward, agrees with float32."""
-    if installed(machine, "tokamax") is None:
+def attention_kernel(machine: Machine, name: str) -> Result:
+    """A kernel of attention, forward and backward, agrees with float32."""
+    kernel = KERNELS[name]
+    if kernel.package and installed(machine, kernel.package) is None:
         return absent(
-            "tokamax",
-            "Tokamax is not installed",
-            "optional: pip install tokamax (Python 3.12 or newer)",
+            name,
+            f"{kernel.package} is not installed",
+            f"optional: pip install {kernel.package}",
         )
-    return _kernel(machine, "tokamax", "pip install --upgrade tokamax, or uninstall it")
-
-
-def _kernel(machine: Machine, name: str, remedy: str) -> Result:
     if not machine.shows_nvidia:
         return absent(name, NO_GPU)
     answer = probe(machine, "kernel", name, variables=_SMALL)
     if trouble := answer.trouble or answer.data.get("refusal", ""):
-        return failed(name, trouble, remedy)
+        return failed(name, trouble, kernel.remedy)
     said = ", ".join(f"{what} {value:.1e}" for what, value in answer.data.items())
     if not max(answer.data.values()) <= _ATTENTION_ERROR:  # Also if it is no number.
-        return failed(name, f"differs from float32: {said}", remedy, **answer.data)
+        return failed(
+            name, f"differs from float32: {said}", kernel.remedy, **answer.data
+        )
     return passed(name, f"forward and backward; relative {said}", **answer.data)

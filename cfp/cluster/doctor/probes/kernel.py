@@ -25,8 +25,8 @@ def try_kernel(name: str) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from cfp.attention.call import attention
-    from cfp.attention.kernels import float32_oracle
     from cfp.attention.mask import Mask, Scores
+    from cfp.attention.plain import float32_oracle
     from cfp.errors import AttentionError
 
     keys = jax.random.split(jax.random.key(0), 4)

@@ -64,7 +64,7 @@ def build_frame(
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the analyze pass finds.
+    """Result of the analyze pass.
 
     Attributes:
         frame: blocks, state, and how strategies become shardings.

@@ -1,4 +1,4 @@
-"""Which dims of a block's tensors must be sharded together.
+"""Classes of dims of a block's tensors that must be sharded together.
 
 Within a block, dims that an op maps to one factor form a class, and classes join
 through the tensors between ops. Contractions do not join classes: sharding passes

@@ -35,12 +35,12 @@ class Member:
 
     @property
     def derived(self) -> bool:
-        """Whether differentiation made it."""
+        """True if differentiation made it."""
         return self.cotangent >= 0
 
 
 def is_contraction(op: Op) -> bool:
-    """Whether an op sums products over a factor that two operands share.
+    """True if an op sums products over a factor that two operands share.
 
     A custom_partitioning op is one if there are products in what it computes.
     """
@@ -58,7 +58,7 @@ def is_contraction(op: Op) -> bool:
 
 
 def _differentiated_later(op: Op) -> bool:
-    """Whether JAX says that an op stands in a forward pass.
+    """True if JAX's scope says that an op stands in a forward pass.
 
     Structure does not tell: the second product of ``(x @ w) @ w.T`` looks like a
     derivative of the first. A scatter that adds up what was gathered follows the
@@ -200,7 +200,7 @@ class _Finder:
             yield before
 
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
-        """Whether a contraction makes what the anchor's other operand needs."""
+        """True if a contraction makes the gradient of the anchor's operand."""
         rule, base = op.rule, anchor.rule
         assert rule is not None and base is not None
         other = base.operands[1 - index]

@@ -1,4 +1,4 @@
-"""How much a program computes, counted from its contractions."""
+"""FLOPs of a program, counted from its contractions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def program_flops(program: Program) -> int:
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Of `program_flops` those of the forward pass that is rematerialized.
+    """Counts the FLOPs of `program_flops` that the step itself rematerializes.
 
     That is what the step itself asks for, as with ``jax.checkpoint``; what a plan
     rematerializes is no part of its program.

@@ -1,4 +1,4 @@
-"""How data passes through loops, branches and barriers.
+"""Data flow through loops, branches and barriers.
 
 An op with regions has no factors of its own: what it carries through one place (the
 initial value, the body's argument, the value that an iteration yields, the result)
@@ -18,7 +18,7 @@ _BARRIERS = frozenset({"optimization_barrier"})
 
 
 def passes(op: Op) -> bool:
-    """Whether an op only hands values on: a loop, a branch or a barrier."""
+    """True if an op only hands values on: a loop, a branch or a barrier."""
     return op.has_regions or op.kind in _BARRIERS
 
 
@@ -136,7 +136,7 @@ class Flow:
         return {v: find(v) for v in parent}
 
     def inside(self, loop: int, op: int) -> bool:
-        """Whether an op stands in the regions of another."""
+        """True if an op stands in the regions of a loop."""
         body = self.program.ops[loop].body
         return bool(body) and body[0] <= op < loop
 
@@ -202,7 +202,7 @@ def first_downstream(
 
 
 def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]) -> Key:
-    """What a value that a loop yields reaches in the next iteration."""
+    """Returns what a value yielded by a loop reaches in the next iteration."""
     if loop.kind != "while":
         return NEVER
     entries = loop.entries[place :: len(loop.operands)]

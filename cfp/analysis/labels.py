@@ -1,4 +1,4 @@
-"""Which block each op follows.
+"""Assigns each op to the block that it follows.
 
 Forward ops follow the contraction before them, backward ops the derived contraction
 after them. "Before" and "after" go around loops: the first ops of a loop's body stand
@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """Whether an op may follow a block.
+        """True if an op may follow a block.
 
         In a loop with contractions only those of its own: what a loop does first
         with its input would tie it to the block before.

@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What layouts of one program on one mesh have in common."""
+    """The parts that all layouts of one program on one mesh share."""
 
     program: Program
     mesh: Mesh
@@ -125,7 +125,7 @@ class Layout:
     # -- what an op wants ----------------------------------------------------
 
     def use_spec(self, op_id: int, index: int) -> Spec | None:
-        """How an op reads its operand, or None where it does not matter.
+        """Returns the spec in which an op reads an operand; None if it may be any.
 
         Indices behind the operands count into the values that its regions yield.
         """
@@ -146,7 +146,7 @@ class Layout:
         return ((),) * len(value.shape)
 
     def _by_hand(self, spec: Spec) -> Spec:
-        """What is left on this mesh of a sharding that the user wrote."""
+        """Returns the part of a user's own sharding that this mesh has axes for."""
         names = dict(self.frame.mesh)
         return tuple(tuple(a for a in dim if a in names) for dim in spec)
 
@@ -159,7 +159,7 @@ class Layout:
         return self.value_spec.get(op.results[(index - count) % len(op.results)])
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
-        """How an op's result comes out of it, before any resharding."""
+        """Returns the spec in which an op makes its result, before any resharding."""
         if op.id in self.axes and op.rule is not None:
             return tensor_spec(op.rule, op.rule.results[index], self.axes[op.id])
         if op.shardings:
@@ -175,7 +175,7 @@ class Layout:
         return reduced_axes(op.rule, self.axes[op.id])
 
     def covers(self, op_id: int) -> bool:
-        """Whether the layout speaks of an op."""
+        """True if the layout constrains an op."""
         return op_id in self.axes
 
     def output_specs(self) -> tuple[Spec, ...]:
@@ -220,7 +220,7 @@ class Layout:
         self.axes.update(sharding.update_axes(wide))
 
     def read_spec(self, value: int) -> Spec | None:
-        """How the first op that reads a value, in program order, wants it."""
+        """Returns the spec in which the first reader of a value, in order, reads it."""
         for user, index in sorted(self.frame.program.users[value]):
             op = self.frame.program.ops[user]
             if op.kind == "while" and index < len(op.operands):
@@ -251,7 +251,7 @@ class Layout:
         return found or ((),) * len(program.values[canonical].shape)
 
     def _made_spec(self, value: int) -> Spec | None:
-        """How a value comes from its op, seen through barriers."""
+        """Returns the spec in which a value's op makes it, seen through barriers."""
         producer = self.frame.program.values[value].producer
         op = self.frame.program.ops[producer] if producer >= 0 else None
         if op is not None and op.id in self.axes:
@@ -298,7 +298,7 @@ class Layout:
             self.value_spec[entry] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
-        """Where a partial sum goes: scattered, if the first reader wants it so."""
+        """Returns a partial sum's spec, scattered if its first reader wants it so."""
         for user, index in sorted(self.frame.program.users[value]):
             if user not in self.axes:
                 continue
@@ -359,7 +359,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
 
 
 def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
-    """Whether a value is only transposed, and the transposed one is constrained."""
+    """True if a value is only transposed, and the transposed one is constrained."""
     program = layout.frame.program
     readers = program.users[value]
     if len(readers) != 1:

@@ -156,6 +156,6 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 def _same(
     split: Sequence[Sequence[str]], place: int, kind: Callable[[str], bool] = bool
 ) -> bool:
-    """Whether all paths have the same component of a kind at a place."""
+    """True if all paths have the same component of a kind at a place."""
     components = {parts[place] for parts in split}
     return len(components) == 1 and all(map(kind, components))

@@ -174,7 +174,7 @@ class _Numbering:
         return None
 
     def _only_units(self, op: Op) -> bool:
-        """Whether a reshape or broadcast only adds or drops dims of size 1."""
+        """True if a reshape or broadcast only adds or drops dims of size 1."""
         source = self.program.values[op.operands[0]].shape
         target = self.program.values[op.results[0]].shape
         if squeeze(source) != squeeze(target):
@@ -234,7 +234,7 @@ class _Numbering:
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
-        """What tells a loop or branch from all that do something else.
+        """Returns a key that equal loops or branches share; None if unknown.
 
         None where it is not known what an op in it does, or on which value a loop goes
         on: that is the one that no op reads.
@@ -292,7 +292,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """Whether it is not known what an op does."""
+    """True if an op's effect is unknown."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 

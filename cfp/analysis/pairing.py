@@ -1,4 +1,4 @@
-"""Which output of a step is the new value of which argument."""
+"""Pairs a step's outputs with the arguments whose new values they are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pair_outputs(program: Program, flow: Flow | None = None) -> tuple[int | None
 
 
 def _renews(flow: Flow, arg: int, output: int) -> bool:
-    """Whether an output is an argument, or that with something added elementwise."""
+    """True if an output is an argument, or one with something added elementwise."""
     program = flow.program
     if program.outputs[output] == arg:
         return True

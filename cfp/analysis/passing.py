@@ -1,4 +1,4 @@
-"""What passes from one segment to others: what one makes or stores, and another reads.
+"""Values that pass from one segment to others: made or stored in one, read in another.
 
 A chain of layers hands its residual stream from each segment to the next. A tied
 embedding, what an encoder makes for all layers of a decoder, and the skips of a U-net

@@ -93,7 +93,7 @@ def _units(frame: Frame) -> list[list[int]]:
 
 
 def _is_loop(frame: Frame, unit: list[int]) -> bool:
-    """Whether the blocks of a unit are what a loop repeats."""
+    """True if the blocks of a unit are what a loop repeats."""
     ops = frame.program.ops
     return any(ops[m.op].repeat > 1 for b in unit for m in frame.blocks[b].members)
 
@@ -108,7 +108,7 @@ def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
 
 
 def block_fingerprint(program: Program, block: Block) -> Hashable:
-    """What blocks that do the same work have in common: their contractions."""
+    """Returns a key shared by blocks that do the same work: their contractions."""
     parts = []
     for member in block.members:
         op = program.ops[member.op]
@@ -149,7 +149,7 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
 
 
 def _reads_from(before: int, low: int, high: int) -> bool:
-    """Whether any of ``[low, high)`` is among some units."""
+    """True if any of ``[low, high)`` is among some units."""
     return before >> low & (1 << high - low) - 1 != 0
 
 
@@ -206,7 +206,7 @@ class _Cutter:
 
 
 def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:
-    """How many different segments there are."""
+    """Counts different segments."""
     return len({tuple(marks[low:high]) for low, high in cuts})
 
 
@@ -242,7 +242,7 @@ def _best_repeats(
 
 
 def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bool:
-    """Whether every repeat reads what the one before it made.
+    """True if every repeat reads what the one before it made.
 
     Parallel twins (query, key and value projections) are no repeat.
     """
@@ -257,7 +257,7 @@ def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bo
 def _restart(
     marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
 ) -> int | None:
-    """Where a stretch begins anew: its longest prefix of 2 or more stands again."""
+    """Finds where a stretch begins anew: its longest prefix of 2 or more repeats."""
     for length in range((high - low) // 2, 1, -1):
         for at in range(low + length, high - length + 1):
             same = all(marks[low + k] == marks[at + k] for k in range(length))

@@ -1,4 +1,4 @@
-"""What a sharding does to a tensor of a given shape."""
+"""Arithmetic of shardings on tensors of given shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a storage group's own ops are sharded, for a sharding of its arguments."""
+"""Shardings of a storage group's own ops, given that of its arguments."""
 
 from __future__ import annotations
 

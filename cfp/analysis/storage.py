@@ -31,7 +31,7 @@ _LOOKUPS = frozenset({"gather", "scatter"})
 
 
 class Storage(StrEnum):
-    """How a storage group is kept between steps.
+    """Storage of a group of parameters and state between steps.
 
     USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
     the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
@@ -167,7 +167,7 @@ class _Finder:
                 stack.extend((operand, inner) for operand in op.operands)
 
     def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
-        """Whether an op computes elementwise on tensors of one shape.
+        """True if an op computes elementwise on tensors of one shape.
 
         Args:
             op: the op.
@@ -196,7 +196,7 @@ class _Finder:
         )
 
     def _stacks(self, op: Op) -> bool:
-        """Whether an op writes what an iteration made into a tensor that it carries."""
+        """True if an op writes an iteration's result into a carried tensor."""
         place = self.flow.entry_place.get(op.operands[0])
         if place is None:
             return False
@@ -272,7 +272,7 @@ class _Finder:
         return list(entering)
 
     def _is_argument(self, value: int, arguments: set[int]) -> bool:
-        """Whether a value is one of some arguments, carried into a loop."""
+        """True if a value is one of some arguments, carried into a loop."""
         stack, seen = [value], {value}
         while stack:
             v = stack.pop()
@@ -365,7 +365,7 @@ class _Finder:
 
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Which dim of a parameter each dim of a view's result is."""
+    """Maps each dim of a view's result to a dim of the parameter."""
     assert op.rule is not None
     of_factor = {
         op.rule.major(factors): dims[d] for d, factors in enumerate(op.rule.operands[0])

@@ -27,7 +27,7 @@ FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisChoice:
-    """What one mesh axis does in a block; factors are the anchor's, -1 for none."""
+    """The role of one mesh axis in a block; factors are the anchor's, -1 for none."""
 
     inner: int = NONE
     exit: int = NONE
@@ -37,7 +37,7 @@ Strategy = tuple[AxisChoice, ...]  # one choice for each mesh axis
 
 
 def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
-    """What an axis of that size may do in a block with this anchor."""
+    """Lists the roles of an axis of a given size in a block with this anchor."""
     splittable = [
         f
         for f, size in enumerate(rule.sizes)
@@ -80,7 +80,7 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
 
 
 class BlockSharding:
-    """How one block's ops are sharded, strategy by strategy."""
+    """Shardings of one block's ops, strategy by strategy."""
 
     def __init__(
         self, program: Program, block: Block, mesh: Mesh, canonical: Mapping[int, int]

@@ -1,4 +1,4 @@
-"""How much of a program can be sharded, and what stands in the way."""
+"""Summarizes how much of a program can be sharded, and what stands in the way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What can be sharded over all devices, and what cannot.
+    """Parts of a program that can be sharded over all devices, and parts that cannot.
 
     Attributes:
         devices: how many devices the mesh has.
@@ -59,7 +59,7 @@ class Summary:
         return split / total if total else 1.0
 
     def whole(self, shares: tuple[Share, ...]) -> list[Share]:
-        """What cannot be split over all devices, the largest first."""
+        """Returns shares that cannot be split over all devices, largest first."""
         found = [s for s in shares if s.ways < self.devices and s.amount]
         return sorted(found, key=lambda s: -s.amount)
 

@@ -21,7 +21,7 @@ _ACCUMULATIONS = frozenset({"add", "and", "or", "maximum", "minimum"})
 
 
 class Truncation:
-    """What is left out of a program, and what is read in its place."""
+    """Removal of repeats, with substitutes for the values that are then missing."""
 
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
@@ -199,7 +199,7 @@ class Truncation:
         return moved
 
     def part(self) -> Part | None:
-        """What is left, if it is a program, and all of it has a use that had one.
+        """Returns what is left; None if it is no program, or an op lost its use.
 
         An op whose readers were all left out has no use any more: the compiler leaves
         it out, too, and what is left costs less than it should.
@@ -245,7 +245,7 @@ class Truncation:
     def _useful(
         self, ops: Sequence[int], results: Iterable[int], instead: Mapping[int, int]
     ) -> set[int]:
-        """Which of some ops some results depend on."""
+        """Returns those ops that some results depend on."""
         wanted = set(results)
         found: set[int] = set()
         for op in (self._program.ops[op] for op in reversed(ops)):
@@ -262,7 +262,7 @@ class Truncation:
         repeats: Sequence[Sequence[int]],
         middle: range,
     ) -> tuple[dict[int, int], list[int]] | None:
-        """What its like, so many repeats away, reads in place of what is missing.
+        """Finds substitutes for an op's missing operands, from its twin's operands.
 
         And the numbers of operands of which that is made too late.
         """
@@ -322,7 +322,7 @@ class Truncation:
         return tuple(v for one in inside for v in (*one.operands, *one.yields))
 
     def _form(self, op: int) -> tuple[object, ...]:
-        """What ops that do the same have in common."""
+        """Returns a key that ops doing the same share."""
         if op not in self._forms:
             self._forms[op] = self._form_of(self._program.ops[op])
         return self._forms[op]

@@ -1,4 +1,4 @@
-"""How much a step computes, and for how many tokens or samples, as its program says."""
+"""Work of a step: FLOPs, tokens and samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNTED = ("i32", "i64", "ui32", "ui64")
 
 
 def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
-    """What a step computes, for a plan's counts.
+    """Returns a step's FLOPs and batch as a plan's counts.
 
     Args:
         frame: of the program.
@@ -44,7 +44,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
 
 def _narrow_share(program: Program) -> float:
-    """Of a program's FLOPs those of contractions that read 16 bits."""
+    """Returns the share of FLOPs in contractions that read 16-bit types."""
     total = narrow = 0
     for op in filter(is_contraction, program.ops):
         flops = op_flops(program, op)

@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def mask(self) -> Mask:
-        """Of all tokens, by position."""
+        """Returns the mask over all tokens, by position."""
         keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
         return replace(self.problem.mask(), keys=keys)
 
@@ -205,7 +205,7 @@ def platform_of(mesh: Mesh | None) -> str:
 def refusal(
     problem: Problem, strategy: AttentionStrategy, kernel: Kernel, platform: str
 ) -> str | None:
-    """Why a problem cannot be computed in this way, or None."""
+    """Returns the reason why a problem cannot be computed this way, or None."""
     if problem.dropout:
         return "no implementation here drops weights"
     padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
@@ -219,12 +219,12 @@ def _fit(problem: Problem, strategy: AttentionStrategy) -> HeadFit:
 
 
 def _pads_keys(problem: Problem, strategy: AttentionStrategy) -> bool:
-    """Whether there are keys that fill up, and queries that would see them."""
+    """True if keys are padded that some queries would see."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
 def _local(problem: Problem, strategy: AttentionStrategy) -> Problem:
-    """What one device computes at once."""
+    """Returns the part of a problem that one device computes at once."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
     multiple = strategy.token_multiple
@@ -324,7 +324,7 @@ class _Placed:
         key_ids: jax.Array | None = None,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """What each device does, in `jax.shard_map`."""
+        """Computes one device's part, inside `jax.shard_map`."""
         strategy = self.layout.strategy
         compute: Callable[..., jax.Array] = self._local
         if strategy.spread is not None:

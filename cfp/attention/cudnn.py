@@ -30,7 +30,7 @@ MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
-    """Why cuDNN does not compute this, or None."""
+    """Returns the reason why cuDNN does not compute this, or None."""
     if platform not in ("cuda", "gpu"):
         return f"it runs on NVIDIA GPUs, and devices are of platform {platform}"
     if problem.dtype not in ("float16", "bfloat16"):

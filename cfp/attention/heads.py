@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFit:
-    """How heads are made to divide into parts.
+    """Padding and repetition that make heads divide into parts.
 
     Attributes:
       kv_heads: key and value heads as they are.

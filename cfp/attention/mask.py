@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what its scores go through before the softmax.
+"""Masks, and the scaling and soft cap of scores before the softmax.
 
 Shapes use: batch, query (queries), key (keys), heads.
 """
@@ -35,7 +35,7 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Which keys a query sees: those that all of this allows.
+    """The keys that a query sees: those that all of these conditions allow.
 
     Attributes:
       causal: no key behind the query.
@@ -60,13 +60,13 @@ class Mask:
 
     @property
     def by_position(self) -> bool:
-        """Whether positions matter at all."""
+        """True if positions matter at all."""
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 
     @property
     def shows_all(self) -> bool:
-        """Whether each query sees each key, whatever the shapes."""
+        """True if each query sees each key, whatever the shapes."""
         return not self.by_position and self.query_segments is None
 
     def without_positions(self) -> Mask:
@@ -107,7 +107,7 @@ def visible(mask: Mask, queries: int, keys: int) -> jax.Array | None:
 
 
 def may_meet(mask: Mask, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Whether any of some queries may see any of some keys, by position.
+    """True if any of some queries may see any of some keys, by position.
 
     Args:
       mask: its segments are not looked at.

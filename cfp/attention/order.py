@@ -38,7 +38,7 @@ def to_zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def from_zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """What `to_zigzag` changed, as it was."""
+    """Undoes `to_zigzag`."""
     back = np.argsort(zigzag_order(x.shape[axis], ranks))
     return jnp.take(x, back, axis=axis)
 

@@ -41,7 +41,7 @@ def _module() -> Any:
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
-    """Why this kernel does not compute this, or None."""
+    """Returns the reason why this kernel does not compute a problem, or None."""
     if platform not in ("cuda", "gpu"):
         return f"it runs on GPUs, and devices are of platform {platform}"
     try:

@@ -1,4 +1,4 @@
-"""Which part of its work a rank has in each step of a ring."""
+"""The pieces of work of a rank in each step of a ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """How a sequence is spread over a mesh axis, and how its blocks are computed.
+    """The spread of a sequence over a mesh axis, and the kernel of its blocks.
 
     Attributes:
       axis: of the mesh.
@@ -42,14 +42,14 @@ class Ring:
 
     @property
     def rank(self) -> jax.Array:
-        """Of this device, [] int32."""
+        """Returns this device's rank, [] int32."""
         if self.plays is not None:
             return jnp.asarray(self.plays, jnp.int32)
         return lax.axis_index(self.axis)
 
     @property
     def in_one(self) -> bool:
-        """Whether gathered keys are one block: the kernel masks it as it has to be."""
+        """True if gathered keys are one block: the kernel masks it as it has to be."""
         simple = not self.mask.by_position
         return self.gather and (simple or self.kernel.any_positions)
 
@@ -70,7 +70,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a rank computes in a step: some of its queries, some of the keys there.
+    """The work of a rank in a step: some of its queries with some of the keys there.
 
     Attributes:
       when: [] bool, whether it is this piece; None if it always is.

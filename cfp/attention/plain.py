@@ -88,7 +88,7 @@ def gradients(
     scores: Scores,
     mask: Mask,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block of keys adds to the gradients, given the whole row's results.
+    """Computes a block's share of the gradients from the whole row's results.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning", 2023, algorithm 2.

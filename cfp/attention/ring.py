@@ -203,7 +203,7 @@ def _gathered(kv: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _scattered(dkv: jax.Array, ring: Ring) -> jax.Array:
-    """What ranks have of the gradients of `_gathered`, summed, each its own."""
+    """Sums the gradients of `_gathered` over ranks; each rank keeps its own part."""
     axis = 2 if ring.in_one else 0
     return lax.psum_scatter(dkv, ring.axis, scatter_dimension=axis, tiled=ring.in_one)
 

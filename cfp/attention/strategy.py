@@ -98,7 +98,7 @@ class AttentionStrategy:
 
     @property
     def token_multiple(self) -> int:
-        """Of what the number of tokens has to be a multiple."""
+        """The number that the count of tokens must be a multiple of."""
         return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
 
     def spec(self) -> PartitionSpec:
@@ -108,12 +108,12 @@ class AttentionStrategy:
         )
 
     def segment_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Of ids of queries and of keys inside: [batch, tokens]."""
+        """Specs of the ids of queries and of keys inside: [batch, tokens]."""
         batch = self.axes(BATCH) or None
         return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
 
     def bias_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Of a bias: its heads are those that a rank has inside."""
+        """Returns the spec of a bias: its heads are those that a rank has inside."""
         heads = self.axes(HEADS) + self.axes(ULYSSES)
         return PartitionSpec(
             (self.axes(BATCH) or None) if shape[0] > 1 else None,
@@ -121,7 +121,7 @@ class AttentionStrategy:
         )
 
     def refusal(self, problem: Problem, kernel: Kernel) -> str | None:
-        """Why this strategy does not compute a problem, or None.
+        """Returns the reason why this strategy does not compute a problem, or None.
 
         Args:
           problem: of the whole mesh.

@@ -21,7 +21,7 @@ def _module() -> Any:
 
 
 def refusal(problem: Problem, platform: str) -> str | None:
-    """Why Tokamax does not compute this, or None."""
+    """Returns the reason why Tokamax does not compute this, or None."""
     try:
         _module()
     except ImportError as error:

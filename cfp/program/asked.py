@@ -282,13 +282,13 @@ class _Asking:
                 yield tuple(places), factor in rule.reduction
 
     def _is_free(self, place: Place) -> bool:
-        """Whether a dim may join a factor: the rule, if there is one, is silent."""
+        """True if a dim may join a factor: the rule, if there is one, is silent."""
         if place in self.claimed:
             return False
         return self.rule is None or place in self.free or self._is_linked(place)
 
     def _is_linked(self, place: Place) -> bool:
-        """Whether a rule links an operand's dim to a result and to no other operand.
+        """True if a rule links an operand's dim to a result and to no other operand.
 
         Such a dim of a key may yet have to be sharded as that of the query is.
         """
@@ -338,7 +338,7 @@ class _Asking:
         return kept, text
 
     def _asked(self, places: Sequence[Place]) -> tuple[set[Place], str]:
-        """What is kept of dims that each axis of the mesh shards.
+        """Returns the dims that stay sharded where each axis of the mesh shards them.
 
         Raises:
             Refused: an axis cannot, or the first of these dims is not kept.
@@ -373,7 +373,7 @@ class _Asking:
         return AbstractMesh(tuple(sizes), names)
 
     def _together(self, groups: Sequence[Sequence[Place]], kept: set[Place]) -> bool:
-        """Whether a factor may be sharded while each of the others is."""
+        """True if a factor may be sharded while each of the others is."""
         if len(self.axes) < 2:
             return True
         one, other = self.axes[:2]

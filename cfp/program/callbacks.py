@@ -25,7 +25,7 @@ _NAME, _RESULTS = "callback", "result_avals"
 
 
 def host_calls(program: Program) -> tuple[str, ...]:
-    """Where a program calls functions of the host: how, and ``file:line``."""
+    """Returns a program's calls of host functions: kind and ``file:line``."""
     found = []
     for op in program.ops:
         if op.kind == "custom_call" and _NAME in op.attributes:

@@ -1,4 +1,4 @@
-"""Which argument of a call is which: by position and by name, like for jax.jit."""
+"""Matches a call's arguments, by position and by name, as jax.jit does."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LATE = "DEADLINE_EXCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What the processes of a program tell each other.
+    """Key-value messages between the processes of a program.
 
     Attributes:
         process: the number of this one.
@@ -37,7 +37,7 @@ class Channel:
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, seconds: float) -> str | None:
-        """What is said under a key, waiting for it; None if that takes longer.
+        """Waits for the value of a key; None if that takes longer.
 
         Raises:
             jax.errors.JaxRuntimeError: the coordinator cannot be reached.

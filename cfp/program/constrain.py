@@ -22,7 +22,7 @@ from cfp.program.replace import Replacement, replace_ops
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What the partitioner is constrained to.
+    """Constraints for the partitioner, and changes of the program.
 
     Attributes:
         values: how each value is sharded where it is made, by value id.
@@ -164,7 +164,7 @@ class Inserter:
 
 
 def _location(value: ir.Value) -> ir.Location:
-    """Where in the user's code a value is made; an argument is made nowhere."""
+    """Returns the user's source location of a value; unknown for an argument."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         return ir.Location.unknown()

@@ -1,4 +1,4 @@
-"""Where Shardy's rules promise more than XLA's partitioner keeps.
+"""Corrections of Shardy's rules where XLA's partitioner cannot keep them.
 
 Each correction takes factors away from the choice, for all programs and with its
 reason; none adds any.
@@ -48,7 +48,7 @@ def correct_rule(
 
 
 def _elementwise(rule: Rule) -> bool:
-    """Whether all tensors have the same dims."""
+    """True if all tensors have the same dims."""
     return len({*rule.operands, *rule.results}) <= 1
 
 

@@ -1,4 +1,4 @@
-"""How a call's arguments get to where a compiled step takes them, at little cost.
+"""Passes a call's arguments to a compiled step at little cost.
 
 In a training loop a step takes what it returned the time before, and a batch. What it
 returned has the right type and sharding, and memory of its own; so has an argument that
@@ -44,7 +44,7 @@ def _nothing() -> None:
 
 
 class _Memory(NamedTuple):
-    """What a step knows after a call. No two of the arrays share memory.
+    """State kept after a call. No two of the arrays share memory.
 
     Attributes:
         expected: for each argument leaf the array that needs no look.
@@ -64,7 +64,7 @@ class _Memory(NamedTuple):
 
     @property
     def takes_results(self) -> bool:
-        """Whether some argument is to be one of the results."""
+        """True if some argument is to be one of the results."""
         return len(self.runs) != 1 or self.runs[0].stop > len(self.feeds)
 
 
@@ -124,12 +124,12 @@ class Dispatch:
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
 
     def has_leaves(self, look: Look) -> bool:
-        """Whether all leaves are leaves, and none a part of the tree."""
+        """True if all leaves are leaves, and none a part of the tree."""
         leaves = look.leaves
         return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 
     def has_types(self, look: Look) -> bool:
-        """Whether the leaves have the types that the step was compiled for."""
+        """True if the leaves have the types that the step was compiled for."""
         for i in look.new:
             leaf = look.leaves[i]
             looks = (

@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where constraints belong in a jaxpr.
+    """Places of constraints in a jaxpr.
 
     Attributes:
         places: the sharding at each place, in the order of the equations.
@@ -180,7 +180,7 @@ def _innermost(location: ir.Location) -> int:
 
 
 class _Finder:
-    """Which of an equation's variables stand for which values of the program."""
+    """Matches an equation's variables with the program's values."""
 
     def __init__(
         self, program: Program, every: Sequence[JaxprEqn], marks: Sequence[int]
@@ -257,7 +257,7 @@ class _Finder:
                     self.readers[op.id, index] = places
 
     def _slices(self, eqn: JaxprEqn, body: Jaxpr) -> None:
-        """What each turn of a scan reads of arrays that it goes along.
+        """Matches what each turn of a scan reads of the arrays that it scans.
 
         The loop cuts a slice and takes off its dim, array by array.
         """

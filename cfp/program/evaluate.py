@@ -93,7 +93,7 @@ class Evaluator:
         coordinates: Coordinates,
         stands: Callable[[int], int] = lambda v: v,
     ) -> list[np.ndarray]:
-        """What some values are.
+        """Evaluates some values.
 
         Args:
             wanted: ids of values.
@@ -143,7 +143,7 @@ class Evaluator:
         return [_as(self._program.values[v].dtype, found[stands(v)]) for v in wanted]
 
     def _stand_in(self, v: int, x: np.ndarray, coordinates: Coordinates) -> np.ndarray:
-        """What stands for a value, which may have other dims of size 1 and be cast."""
+        """Reshapes and casts an array to stand for a value at its coordinates."""
         return _as(self._program.values[v].dtype, x).reshape(
             self._sizes(v, coordinates)
         )

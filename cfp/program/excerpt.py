@@ -32,7 +32,7 @@ class Excerpt:
     ops: Mapping[int, int]
 
     def translated(self, constraints: Constraints) -> Constraints:
-        """What constraints on the program that it was cut from mean for this part."""
+        """Translates constraints on the whole program into constraints on this part."""
         return Constraints(
             {
                 self.values[v]: spec

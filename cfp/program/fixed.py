@@ -81,13 +81,13 @@ def without_fixed(tree: Any) -> Any:
 
 
 def has_fixed(tree: Any) -> bool:
-    """Whether any part of a pytree is a :class:`Fixed`."""
+    """True if any part of a pytree is a :class:`Fixed`."""
     found = tree_leaves(tree, is_leaf=lambda node: isinstance(node, Fixed))
     return any(isinstance(leaf, Fixed) for leaf in found)
 
 
 def is_module(node: Any) -> bool:
-    """Whether something is a node of a pytree, and no container of plain Python."""
+    """True for a node of a pytree that is no container of plain Python."""
     return not isinstance(node, (*_PLAIN, *_NUMBERS, str)) and not _is_leaf(node)
 
 

@@ -23,7 +23,7 @@ _DECIDES = ("if", "case", "while")
 
 
 def may_be_given(leaf: Any) -> bool:
-    """Whether an argument's value is kept: a scalar, or booleans that are not many."""
+    """True if an argument's value is kept: a scalar, or a few booleans."""
     if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
         return False
     dtype = getattr(leaf, "dtype", None)
@@ -52,10 +52,7 @@ def given_bytes(leaf: Any, dtype: Any) -> bytes:
 
 
 def deciding(program: Program, value: int) -> bool:
-    """Whether a branch is taken, or a loop is left, by what an argument holds.
-
-    As far as that follows from scalars alone.
-    """
+    """True if a branch or a loop's end depends on an argument, by scalars alone."""
     stack, seen = [value], set()
     while stack:
         v = stack.pop()

@@ -100,7 +100,7 @@ class Op:
 
     @property
     def has_regions(self) -> bool:
-        """Whether it is a loop or a branch; its regions may hold no ops at all."""
+        """True for a loop or a branch; its regions may hold no ops at all."""
         return bool(self.body or self.yields)
 
 
@@ -172,7 +172,7 @@ class Program:
 
     @cached_property
     def looked_for(self) -> dict[str, Any]:
-        """What was looked for in it, kept by what has looked."""
+        """Cache of searches in this program, keyed by the searcher."""
         return {}
 
     @cached_property

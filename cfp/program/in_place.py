@@ -56,7 +56,7 @@ def _leaves(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(node: Any) -> bool:
-    """Whether something is a module whose attributes can be assigned to."""
+    """True for a module whose attributes can be assigned to."""
     if not is_module(node):
         return False
     parameters = getattr(type(node), "__dataclass_params__", None)
@@ -64,7 +64,7 @@ def _may_change(node: Any) -> bool:
 
 
 def may_change_any(tree: Any) -> bool:
-    """Whether a pytree holds any module that a step could change in place."""
+    """True if a pytree holds any module that a step could change in place."""
     return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
 
 
@@ -127,7 +127,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
-    """What to say of a step that loses changes, and how it is written instead.
+    """Returns the message about a step that loses changes, and how to write it.
 
     Args:
         name: of the step.
@@ -203,12 +203,12 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_used_up(node: Any) -> bool:
-    """Whether looking at something would use it up, or JAX refuses to look."""
+    """True if looking at something would use it up, or JAX refuses to look."""
     return isinstance(node, Iterator | MappingView)
 
 
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
-    """What to say of a step that overwrites arrays which are not its arguments."""
+    """Returns the message about a step that overwrites arrays outside its arguments."""
     more = len(lost) - _MOST_NAMED
     named = ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     return (

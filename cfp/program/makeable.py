@@ -21,7 +21,7 @@ _MOST_OPS = 64
 def makeable(
     program: Program, values: Iterable[int], within: Set[int] | None = None
 ) -> dict[int, set[int]]:
-    """Of some values those that cheap ops make of the rest, and of arguments.
+    """Finds values that cheap ops can compute from the others and from arguments.
 
     A norm, for one, is made of the residual stream that it reads.
 

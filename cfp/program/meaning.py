@@ -41,7 +41,7 @@ _ALSO = {
 
 
 def meaning() -> Hashable:
-    """What tells one configuration from another, as of this thread, at this moment."""
+    """Returns the key of this thread's JAX configuration at this moment."""
     return trace_context(), _others()(jax.config)
 
 

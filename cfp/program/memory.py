@@ -1,4 +1,4 @@
-"""What JAX asks of arrays' shardings while it traces, beside their types.
+"""Aspects of arrays' shardings that matter to JAX's tracing, beside their types.
 
 That is the memory of the host that they may be in, and their shardings on meshes with
 explicit axes, which are a part of types there.

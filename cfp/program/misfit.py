@@ -45,7 +45,7 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
 
 
 def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
-    """Whether a spec cuts some dim into pieces that differ, or has other dims."""
+    """True if a spec cuts some dim into unequal pieces, or has the wrong rank."""
     sizes = mesh.shape
     return len(spec) != len(shape) or any(
         size % prod(sizes[name] for name in names)

@@ -417,7 +417,7 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
-    """What stands for a call on each device, as JAX's ``partition`` callback."""
+    """Returns the per-device function of a call, as JAX's ``partition`` callback."""
     callbacks = call.callbacks
     given = (
         *callbacks.in_tree.flatten_up_to(operands),

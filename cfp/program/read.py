@@ -78,7 +78,7 @@ def read_program(
 
 @dataclass(frozen=True, slots=True)
 class _Blanks:
-    """What the structure of an op leaves out, and what it adds.
+    """Constants and functions that the structure of an op keeps.
 
     Attributes:
         kept: the constants whose values are structure.
@@ -247,7 +247,7 @@ class _Reader:
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
-    """How a region that the user sharded by hand takes and gives its tensors."""
+    """Returns the specs of a manual computation's operands and results."""
     if op.name != "sdy.manual_computation":
         return ()
     text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
@@ -317,7 +317,7 @@ def _text(
     names: dict[ir.Value, str],
     blanks: _Blanks | None = None,
 ) -> str:
-    """What an op does to its operands, as text.
+    """Returns the text of an op's computation.
 
     Args:
         op: the op.

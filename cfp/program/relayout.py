@@ -61,7 +61,7 @@ def relayout(op: ir.Operation) -> None:
 
 
 def is_split_right(taken: Sequence[str], made: Sequence[str]) -> bool:
-    """Whether XLA splits a grouped convolution of these layouts right.
+    """True if XLA splits a grouped convolution of these layouts right.
 
     Args:
         taken: what each dim of the input becomes in the result, such as

@@ -32,7 +32,7 @@ _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """What to rematerialize.
+    """A set of ops to rematerialize.
 
     Attributes:
         forward: ids of top-level ops.
@@ -49,7 +49,7 @@ def rematerializable(
     turn: int,
     within: Set[int] | None = None,
 ) -> Rematerialization | None:
-    """What can be rematerialized of some top-level ops, or None if nothing can.
+    """Finds what can be rematerialized of some top-level ops, or None.
 
     What they read of others is rematerialized, too, where cheap ops make it of what
     they read besides.
@@ -92,7 +92,7 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """Whether an op gives the same again: no loop, no call, no random state.
+    """True if an op gives the same again: no loop, no call, no random state.
 
     What a custom_partitioning op computes is known, and has no effects.
     """
@@ -205,7 +205,7 @@ class _Rematerializer:
         return sorted(found, key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """What readers read that the backward pass made before the first of them.
+        """Returns values of the backward pass that readers need before the clones run.
 
         Without such a value the clones might run as soon as their originals.
         """
@@ -244,7 +244,7 @@ def _owner(value: ir.Value) -> ir.Operation | None:
 
 
 def _is_gathered(value: ir.Value) -> bool:
-    """Whether a value is an argument in another sharding than it is stored in."""
+    """True if a value is an argument in another sharding than it is stored in."""
     owner = _owner(value)
     if owner is None or owner.name != _CONSTRAINT:
         return False

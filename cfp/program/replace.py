@@ -55,11 +55,11 @@ Function = Callable[..., Sequence[jax.Array]]
 
 
 class Functions(Protocol):
-    """What computes the stages of a replacement; hashable."""
+    """Functions that compute the stages of a replacement; hashable."""
 
     @property
     def how(self) -> tuple[str, ...]:
-        """What a plan records of it; what else there is follows from the program."""
+        """Returns the record for a plan; the rest follows from the program."""
         ...
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
@@ -73,7 +73,7 @@ class Functions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a plan's file says of functions, which are found again in the program."""
+    """A plan file's record of functions, which are found again in the program."""
 
     how: tuple[str, ...]
 
@@ -84,7 +84,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one function takes and makes.
+    """Inputs and outputs of one function.
 
     Attributes:
         reads: (op id, operand index) pairs.
@@ -130,10 +130,7 @@ class Replacement:
 
 
 def is_in_order(program: Program, stage: Stage) -> bool:
-    """Whether all that a stage reads is there before the first of what it makes.
-
-    And whether all of it is in one body.
-    """
+    """True if all reads of a stage come before its first result, in one body."""
     makers = [program.values[v].producer for v in stage.makes]
     if not makers or min(makers) < 0:
         return False
@@ -263,7 +260,7 @@ class _Replacer:
 
 
 def _clones(module: ir.Module) -> dict[int, ir.Operation]:
-    """What is rematerialized, by the ids of the ops that it is a clone of."""
+    """Returns the rematerialized clones, by the ids of their originals."""
     found: dict[int, ir.Operation] = {}
     for opview in shardy.main_function(module).regions[0].blocks[0].operations:
         op = opview.operation

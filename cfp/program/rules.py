@@ -55,7 +55,7 @@ class Rule:
         return None
 
     def splits(self, factor: int, ways: int) -> bool:
-        """Whether a factor may be split so many ways.
+        """True if a factor may be split into so many parts.
 
         What does not divide is padded, where that is little, and in ops that take
         padding well and in which the factor has its dims to itself.
@@ -77,7 +77,7 @@ class Rule:
         )
 
     def splits_results(self, factor: int) -> bool:
-        """Whether splitting a factor splits every result that has it.
+        """True if splitting a factor splits every result that has it.
 
         A reshape that merges dims has the minor one behind another in its result:
         what comes in split along it can only be gathered.

@@ -66,7 +66,7 @@ def walk(function: ir.Operation) -> Iterator[ir.Operation]:
 
 
 def calls_host(op: ir.Operation) -> bool:
-    """Whether an op calls a function of the host."""
+    """True if an op calls a function of the host."""
     if op.name != "stablehlo.custom_call":
         return False
     return "callback" in ir.StringAttr(op.attributes["call_target_name"]).value
@@ -192,7 +192,7 @@ def _separate_constants(function: ir.Operation) -> None:
 
 
 def _is_small_constant(op: ir.Operation) -> bool:
-    """Whether an op is a constant that takes no memory to speak of."""
+    """True if an op is a constant of negligible size."""
     if op.name != "stablehlo.constant":
         return False
     if prod(op.results[0].type.shape) <= MOST_SMALL_ELEMENTS:

@@ -137,7 +137,7 @@ class FlatStep:
         return None if NoneType in map(type, leaves) else leaves
 
     def _what_changed(self, dynamic: Any) -> str:
-        """How a call's arguments differ from those of the step, in a few words."""
+        """Describes briefly how a call's arguments differ from those of the step."""
         names = [name for _, name, _ in self._named(fixed(dynamic))]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
@@ -180,7 +180,7 @@ class FlatStep:
         return flat
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
-        """What a function makes of these leaves, and what it changes in place."""
+        """Calls a function; returns its result and its in-place changes."""
         dynamic, kwargs = released(tree_unflatten(self.in_tree, leaves))
         args = list(dynamic)
         for key, value in self.static:
@@ -197,7 +197,7 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """What the function was seen to change in place, by path."""
+        """Paths that the function was seen to change in place."""
         return []
 
     def _lost(self) -> list[str]:
@@ -268,7 +268,7 @@ class FlatStep:
 
     @property
     def gives_unasked(self) -> bool:
-        """Whether a jax.jit around the step gives memory away, and nothing else does.
+        """True if only a jax.jit around the step donates arguments.
 
         Inside of another program it cannot.
         """

@@ -94,7 +94,7 @@ class Lowering:
 
     @property
     def calls_host(self) -> bool:
-        """Whether it calls functions of the host while it runs."""
+        """True if the program calls functions of the host while it runs."""
         functions = shardy.functions(self.module.operation)
         return any(shardy.calls_host(op) for f in functions for op in shardy.walk(f))
 

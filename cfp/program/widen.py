@@ -160,7 +160,7 @@ def widen(module: ir.Module) -> tuple[str, ...]:
 
 
 def _values(op: ir.Operation) -> list[ir.Value]:
-    """What an op makes, and what its regions are entered with."""
+    """Returns an op's results and the block arguments of its regions."""
     entries = [a for r in op.regions for b in r.blocks for a in b.arguments]
     return [*op.results, *entries]
 
@@ -179,7 +179,7 @@ def _wide(kind: ir.Type) -> ir.Type:
 
 
 def _is_fixed(op: ir.Operation) -> bool:
-    """Whether an op has to keep its types, and some of them are narrow."""
+    """True if an op has to keep its types, and some of them are narrow."""
     if not any(_is_narrow(v.type) for v in (*op.operands, *op.results)):
         return False
     kind = op.name.partition(".")[2]
@@ -211,7 +211,7 @@ class _Fixed:
 
     @property
     def computes(self) -> bool:
-        """Whether it does more than to write down a number."""
+        """True if it does more than hold a constant."""
         return self.op.name != "stablehlo.constant"
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""Which whole programs may race: the plan, its rivals, the presets, variants."""
+"""Whole programs that may race: the plan, its rivals, presets and variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cfp.solution import Candidate, prediction_of
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
-    """What a choice is called under a constraint level."""
+    """Returns the name of a choice under a constraint level."""
     whole = level is ConstraintLevel.EVERYTHING
     return name if whole else f"{name}, {level} constrained"
 
@@ -54,7 +54,7 @@ def named_candidates(
 def with_options(
     leaders: Sequence[Candidate], options: Mapping[str, Mapping[str, str]]
 ) -> list[Candidate]:
-    """Of each leader a variant for each name: its own options, and those."""
+    """Returns a variant of each leader for each set of compiler options."""
     return [
         replace(one, name=f"{one.name}, {name}", options={**one.options, **chosen})
         for one in leaders
@@ -65,7 +65,7 @@ def with_options(
 def at_levels(
     leaders: Sequence[Candidate], levels: Sequence[ConstraintLevel]
 ) -> list[Candidate]:
-    """Of each preset that leads a variant for each constraint level."""
+    """Returns a variant of each leading preset for each constraint level."""
     found = []
     for one in leaders:
         if one.is_preset and not one.options:
@@ -78,7 +78,7 @@ def at_levels(
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
-    """What needs the least memory by prediction: it is tried if nothing else fits.
+    """Returns the choice with the least predicted memory, tried if nothing else fits.
 
     Of what needs as little it is the fastest: to rematerialize all of a program that is
     one segment saves nothing.

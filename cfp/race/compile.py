@@ -25,7 +25,7 @@ from cfp.settings import MOST_REFUSED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """What compiles candidate programs, and where they are timed.
+    """Compiles candidate programs, and knows where they are timed.
 
     Attributes:
         program: the program, of those that have no other.
@@ -144,7 +144,7 @@ def results_of(
     budget_bytes: int | None,
     cached: Collection[str],
 ) -> list[RaceResult]:
-    """How programs did; what has no outcome came too late.
+    """Returns programs' results; a program without an outcome came too late.
 
     Args:
         programs: in the order of the results.
@@ -185,7 +185,7 @@ def known_records(
 
 
 def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
-    """Whether a program needs no more than there is."""
+    """True if a program needs no more memory than the budget."""
     return budget_bytes is None or size.peak_bytes <= budget_bytes
 
 
@@ -202,7 +202,7 @@ def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
 
 
 def _too_late(job: Job) -> ProfileRecord:
-    """What a race says of a program for which there was no time; it is not stored."""
+    """Returns the record of a program that there was no time for; it is not stored."""
     key = job.key
     return ProfileRecord(
         key=key.digest, parts=key.parts, status="timeout", reason=TOO_LATE

@@ -46,7 +46,7 @@ MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
-    """Whether a program may fit, if the compiler saves what it can.
+    """True if a program may fit, if the compiler saves what it can.
 
     Args:
         memory: what it has to fit into.
@@ -134,7 +134,7 @@ def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What became of candidates.
+    """Compiled and skipped candidates.
 
     Attributes:
         fitting: compiled, and they fit.
@@ -241,7 +241,7 @@ def _next(
     allowed: int,
     reach: Mapping[ConstraintLevel, float] | None,
 ) -> list[Candidate]:
-    """What to compile next.
+    """Selects the next candidates to compile.
 
     Args:
         rest: what is not compiled yet, the fastest first.

@@ -48,19 +48,19 @@ class RaceProgram:
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
+        """Name in the table."""
         return self.candidate.name
 
     @property
     def identity(self) -> str:
-        """What tells compiled programs apart, in whatever race they are."""
+        """Key of the compiled program, in whatever race it is."""
         parts = self.job.key.parts
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
-    """How a program did.
+    """Result of one program in a race.
 
     Attributes:
         program: which.
@@ -78,12 +78,12 @@ class RaceResult:
 
     @property
     def candidate(self) -> Candidate:
-        """What it is of."""
+        """The candidate that the program was made of."""
         return self.program.candidate
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
+        """Name in the table."""
         return self.candidate.name
 
     @property
@@ -93,12 +93,12 @@ class RaceResult:
 
     @property
     def may_race(self) -> bool:
-        """Whether it fits, and nothing failed yet."""
+        """True if it fits, and nothing failed yet."""
         return self.fits and (self.is_built or self.record.ok)
 
     @property
     def ran(self) -> bool:
-        """Whether it fits, and nothing failed."""
+        """True if it fits and ran."""
         return self.fits and self.record.ok
 
     @property
@@ -113,7 +113,7 @@ class RaceResult:
 
 
 def time_ms(result: RaceResult) -> float:
-    """What a program took; infinite for what failed or does not fit."""
+    """Returns a program's time; infinite if it failed or does not fit."""
     return result.time_ms
 
 
@@ -163,7 +163,7 @@ class RaceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RaceOutcome:
-    """What comes of a race.
+    """Outcome of a race.
 
     Attributes:
         winner: what is to be run.
@@ -183,13 +183,13 @@ class RaceOutcome:
 
 
 def was_refused(record: ProfileRecord) -> bool:
-    """Whether a program was compiled, and then refused for its size."""
+    """True if a program was compiled, and then refused for its size."""
     compiled = record.peak_bytes > 0 and not record.run_seconds
     return record.status == "out_of_memory" and compiled
 
 
 def race_row(result: RaceResult) -> RaceRow:
-    """How a program did, as a plan keeps it."""
+    """Returns a result as a plan's table row."""
     record = result.record
     note = "" if record.ok else f"{record.status}: {record.reason}"
     if (record.ok or was_refused(record)) and not result.fits:
@@ -211,7 +211,7 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 
 
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
-    """What comes of a race whose times are predictions of whole steps."""
+    """Marks an outcome's times as predictions of whole steps."""
     won = outcome.result
     first = {row.samples_ms: row.name for row in reversed(outcome.rows)}
     first |= {won.samples_ms: won.name} if won is not None and won.ran else {}

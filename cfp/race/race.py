@@ -243,7 +243,7 @@ def _first_whole(
 
 
 def _row(short: RaceResult, refused: _Refused) -> RaceRow:
-    """How a candidate did, as a plan keeps it: truncated, unless refused whole."""
+    """Returns a candidate's table row: truncated, unless refused whole."""
     one = short.candidate
     whole = refused.get((one.choice, one.level), short)
     if whole.candidate.key != one.key:

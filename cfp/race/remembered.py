@@ -1,4 +1,4 @@
-"""What was compiled before of a whole program, and how earlier races ended.
+"""Records of earlier whole programs and outcomes of earlier races.
 
 A prediction of memory is off by a few percent; what a program needs that was compiled
 is known. Under another budget it races, too, if it fits: so a larger budget gives no
@@ -36,7 +36,7 @@ from cfp.solution import Candidate, prediction_of
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a race ended that was asked for before.
+    """Outcome of an earlier race.
 
     Attributes:
         known: choices that raced because they were known to fit, in order, as records
@@ -50,7 +50,7 @@ class Answer:
     ended: str
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
-        """Whether what ran since may change the answer.
+        """True if a record made since may change the answer.
 
         True if the fastest record made since is of a choice that did not race, and
         clearly faster than the winner; if nothing ran, if any other choice fits.
@@ -68,7 +68,7 @@ class Answer:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """What the answer to a race is kept under: programs that race in any case."""
+    """Returns the key of a race's answer: its programs that race in any case."""
     options = context.rules.compiler_options.values()
     return ProfileKey(
         (
@@ -82,7 +82,7 @@ def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKe
 
 
 def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
-    """How a race ended before; None if it was not asked for."""
+    """Returns how the race ended before; None if it was not run."""
     record = store.get(asked.digest)
     if record is None:
         return None
@@ -122,7 +122,7 @@ def _time_ms(known: Remembered) -> float:
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
-    """What the store knows of other choices for a whole program, the fastest first.
+    """Returns the store's records of other choices, the fastest first.
 
     Failures are left out, but for what was compiled and then refused for its size.
 
@@ -272,7 +272,7 @@ def _is_known(kernel: str) -> bool:
 
 
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
-    """Whether all that a choice replaces may be replaced now."""
+    """True if all that a choice replaces may be replaced now."""
     named = [split(kernel) for _, kernel in choice.kernels]
     allowed = context.rules.replacing_for_memory
     return all(
@@ -288,7 +288,7 @@ def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
 def of_one_race(
     jobs: Mapping[str, Job], budget_bytes: int | None, store: ProfileStore
 ) -> dict[str, ProfileRecord]:
-    """What a race of just these programs measured: records by digest.
+    """Returns the records that a race of just these programs made, by digest.
 
     Args:
         jobs: the programs by digest.

@@ -1,4 +1,4 @@
-"""What a race does with candidates: compile, admit, time, compare, remember."""
+"""Steps of a race: compile, admit, time, compare, remember."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def second_race(
     options: Mapping[str, Mapping[str, str]],
     levels: Sequence[ConstraintLevel] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """What races again: leaders, what is close to the first, the best preset.
+    """Selects what races again: leaders, near ties, the best preset.
 
     Args:
         raced: the first race.
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def builder(self) -> Builder:
-        """What compiles and times candidates."""
+        """Builder that compiles and times candidates."""
         context = self.context
         return Builder(
             program=self.analysis.frame.program,
@@ -128,7 +128,7 @@ class Run:
         )
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
-        """What candidates need, and which cannot race."""
+        """Compiles candidates; results say what they need and which cannot race."""
         environment = self.context.environment
         programs = programs_of(self.analysis, candidates, environment)
         return self._noted(compile_programs(self.builder, programs))
@@ -140,7 +140,7 @@ class Run:
         stage: Parts = (),
         truncated: Truncated | None = None,
     ) -> list[RaceResult]:
-        """How candidates do, timed in turn."""
+        """Times candidates in turn."""
         where = (*self.context.environment, *stage)
         programs = programs_of(self.analysis, candidates, where, truncated)
         return self._noted(race_programs(self.builder, programs, rounds))
@@ -152,7 +152,7 @@ class Run:
     def rank(
         self, candidates: Sequence[Candidate], truncated: Truncated | None = None
     ) -> Ranking:
-        """How candidates do, and the leaders again, with other compiler options."""
+        """Times candidates, and the leaders again with other compiler options."""
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
         few = rules.compiler_options or rules.later_levels or rules.estimates
@@ -225,7 +225,7 @@ class Run:
     def smaller(
         self, refused: Sequence[RaceResult], others: Sequence[Candidate] = ()
     ) -> list[Candidate]:
-        """What may fit where none of what was compiled does, the likeliest first.
+        """Returns candidates that may fit where none compiled so far does.
 
         The best if memory is as far off as theirs, the leanest by prediction, and of
         the others what is predicted to fit, the smallest first.
@@ -270,7 +270,7 @@ class Run:
     def remember(
         self, candidates: Sequence[Candidate]
     ) -> tuple[list[Candidate], ProfileKey | None]:
-        """What is known to fit and is no candidate yet; and what that answers.
+        """Finds earlier choices known to fit, and the key of the race's answer.
 
         What candidates need that were compiled before is noted.
         """
@@ -309,7 +309,7 @@ class Run:
         built: Built | None = None,
         counts: Mapping[str, float] | None = None,
     ) -> RaceOutcome:
-        """What comes of a race that something won."""
+        """Returns the outcome of a race that has a winner."""
         absent = self.solution.unraced.items()
         return RaceOutcome(
             winner=won.candidate,

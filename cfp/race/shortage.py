@@ -94,7 +94,7 @@ def no_winner(
 
 
 def compiled_use(record: CompiledBytes) -> dict[str, int]:
-    """What a compiled program's memory is for, in bytes on each device."""
+    """Splits a compiled program's memory by use, in bytes on each device."""
     return {
         ARGUMENTS: record.argument_bytes,
         RESULTS: record.output_bytes - record.alias_bytes,
@@ -140,7 +140,7 @@ def _error(
 
 
 def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str]:
-    """What the largest parts consist of, as far as that is known."""
+    """Describes what the largest parts consist of, as far as that is known."""
     frame, program = analysis.frame, analysis.frame.program
     layout, kernels = lay_out(frame, choice), dict(choice.kernels)
     if ARGUMENTS in large:
@@ -187,7 +187,7 @@ def largest_text(sizes: Iterable[tuple[str, int]]) -> str:
 def _advice(
     analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
 ) -> str:
-    """What would help, by what takes most."""
+    """Suggests remedies, by what takes most memory."""
     options = ["Raise the budget, use more devices"]
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
         options.append(
@@ -203,7 +203,7 @@ def _advice(
 
 
 def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
-    """Whether rematerialization may still help."""
+    """Describes whether rematerialization may still help."""
     able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
     if choice is None or not able:
         return ""

@@ -1,4 +1,4 @@
-"""What a race of truncated programs says about the whole ones.
+"""Scales results of truncated programs to the whole ones.
 
 A whole program takes as many times as long as the truncated one as it does by the
 profiles, which know how much of a step is layers, and how much is what stands before
@@ -22,7 +22,7 @@ from cfp.settings import TRUNCATED_AT_MOST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """What a program that runs says about the whole one.
+    """Ratios of a whole program to the truncated one.
 
     Attributes:
         time: that one takes so many times as long.

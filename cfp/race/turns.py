@@ -181,7 +181,7 @@ def _run_in_turn(
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """How to time all in a turn; in a look, where nothing is known of any yet.
+    """Returns how to time a turn; or a first look, where no time is known yet.
 
     Args:
         platform: of the devices.
@@ -213,7 +213,7 @@ _SIGMAS, _OF_MEDIAN = 1.349, 1.253
 
 
 def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether the medians of two programs' samples differ by no more than noise.
+    """True if the medians of two programs' samples differ by no more than noise.
 
     The noise is that of the steadier of them: one whose samples lie far apart is not as
     fast as another for that.
@@ -231,7 +231,7 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """Whether turns of several programs have told which are the fastest.
+    """True if turns of several programs suffice to tell the fastest.
 
     That is after two where all are alike, and after three where every other program
     took about as many times as long as the fastest in each of them.
@@ -253,7 +253,7 @@ def _is_told(samples: Sequence[Sequence[float]]) -> bool:
 
 
 def _are_alike(times_ms: Sequence[float]) -> bool:
-    """Whether times of several programs differ too little to tell them apart."""
+    """True if times of several programs differ too little to tell them apart."""
     return len(times_ms) > 1 and max(times_ms) <= (1.0 + ALIKE) * min(times_ms)
 
 
@@ -264,7 +264,7 @@ def _error(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """How programs did that were timed in turn, the leaders of them a second time.
+    """Ranking of programs timed in turn, the leaders of them a second time.
 
     Attributes:
         leaders: timed again, and variants of them; empty where there was no second
@@ -283,7 +283,7 @@ class Ranking:
 
     @property
     def ties(self) -> list[RaceResult]:
-        """What ran as fast as the fastest, and that.
+        """Returns the fastest result, and those as fast as it.
 
         That is within 1 %, if each has two samples or more, or within the spread of
         samples, if there are enough to tell. What was timed for a larger budget,

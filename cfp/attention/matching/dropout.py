@@ -1,4 +1,4 @@
-"""Whether random numbers enter what looks like attention, as dropout has them."""
+"""Detection of random numbers in what looks like attention, as with dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_STEPS = 64
 
 
 def dropout(view: View, inside: Iterable[int]) -> str:
-    """What to say if random numbers enter some ops; "" if none do.
+    """Returns a message if random numbers enter some ops, or "".
 
     Args:
         view: of the program.
@@ -29,7 +29,7 @@ def dropout(view: View, inside: Iterable[int]) -> str:
 
 
 def _is_random(view: View, v: int, own: set[int]) -> bool:
-    """Whether elementwise ops make a value of random numbers."""
+    """True if elementwise ops make a value of random numbers."""
     stack, seen = [v], set[int]()
     while stack and len(seen) < _MOST_STEPS:
         number = view.numbers.of[v := stack.pop()]

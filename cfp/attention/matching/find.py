@@ -1,4 +1,4 @@
-"""Where a program has scores, a softmax and a mix, with the gradients that belong.
+"""Finds scores, softmax, mix and their gradients in a program.
 
 From an exponential back to the contraction that made the scores, and from there to all
 that is computed of them, up to the contractions that read it: the mix, and the
@@ -52,7 +52,7 @@ def candidates(view: View) -> Iterator[Found | LeftAlone]:
 
 
 def _is_batched(dot: Op) -> bool:
-    """Whether a contraction does the same for each sequence or head."""
+    """True if a contraction does the same for each sequence or head."""
     assert dot.rule is not None
     left, right, out = (
         {dot.rule.major(f) for f in dims} - {None}
@@ -289,7 +289,7 @@ class _Finder:
         return found
 
     def _argument(self, letters: Lettering) -> Tensor:
-        """What the softmax is of: the exponential's argument without its maximum."""
+        """Returns the softmax's operand: scores without the row's maximum."""
         v = self.exponential.operands[0]
         op = self.view.producer(v)
         while op is not None and op.kind == "convert":
@@ -352,7 +352,7 @@ class _Finder:
         return Pass(reads, makes)
 
     def _given(self, weights: Op, letters: Lettering) -> int:
-        """Which operand of the weights' gradient is the gradient of the output."""
+        """Returns which operand of the weights' gradient is the output's gradient."""
         for index in (0, 1):
             if any(x[:1] == "q" for x in letters.operand(weights, index, "e").letters):
                 return index

@@ -1,4 +1,4 @@
-"""What may be an attention, as it is found: contractions, and what dims run over."""
+"""Attention as it is found: contractions, and what their dims run over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Letters = tuple[str, ...]  # for each dim what it runs over; "" of size 1
 
 
 class Different(Exception):
-    """Why something that looks like attention is left alone."""
+    """The reason why something that looks like attention is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What may be an attention.
+    """A possible attention.
 
     Attributes:
         op: the contraction that makes the scores.
@@ -105,7 +105,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """What looks like attention and is not replaced, and why."""
+    """Something that looks like attention and is not replaced, with the reason."""
 
     op: int
     scope: str

@@ -35,7 +35,7 @@ Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an attention is computed.
+    """A way to compute an attention: the kernel and the roles of axes.
 
     Attributes:
         implementation: a kernel of `cfp.attention`.
@@ -383,7 +383,7 @@ def _cast(arrays: Sequence[jax.Array], made: Sequence[Shaped]) -> list[jax.Array
 
 
 def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
-    """Of the sizes of some letters."""
+    """Returns the product of some letters' sizes."""
     found = 1
     for name in names:
         found *= sizes[name]

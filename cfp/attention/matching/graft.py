@@ -1,4 +1,4 @@
-"""Which ways can compute an attention that was found, and what is put in its place."""
+"""Ways to compute an attention that was found, and the ops that replace it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads_of(found: Found) -> str:
 
 
 def problem_of_found(program: Program, found: Found, meaning: Meaning) -> Problem:
-    """What a found attention asks for."""
+    """Returns a found attention as a problem for kernels."""
     sizes, heads = found.sizes, heads_of(found)
     batch = [x for x in sizes if x[0] == "b" and x != heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
@@ -76,7 +76,7 @@ def roles_of(
     axes: Sequence[Sequence[str]],
     spread: str,
 ) -> tuple[tuple[str, str], ...] | str:
-    """What axes do in an attention, by how its scores are sharded.
+    """Returns the roles of axes in an attention, by the sharding of its scores.
 
     Args:
         program, found, meaning: the attention.
@@ -113,7 +113,7 @@ def roles_of(
 def refused(
     problem: Problem, way: Way, sizes: Mapping[str, int], platform: str
 ) -> str | None:
-    """Why a problem cannot be computed in a way, or None.
+    """Returns the reason why a problem cannot be computed in a way, or None.
 
     Args:
         problem: of the whole mesh.
@@ -133,7 +133,7 @@ def refused(
 def grafts(
     program: Program, found: Found, meaning: Meaning, way: Way
 ) -> tuple[Replacement, ...]:
-    """What `cfp.program.replace` is to put in place, of all passes."""
+    """Returns the replacements for all passes of an attention."""
     made = []
     backward = found.backward
     partner = None
@@ -226,6 +226,6 @@ def _shaped(program: Program, v: int, letters: Letters) -> Shaped:
 
 
 def out_of_order(program: Program, found: Found, meaning: Meaning) -> bool:
-    """Whether some pass reads what is made too late to replace it."""
+    """True if some pass reads a value that is made too late to replace the pass."""
     ways = grafts(program, found, meaning, Way("xla"))
     return not all(is_in_order(program, s) for one in ways for s in one.stages)

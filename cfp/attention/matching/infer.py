@@ -1,4 +1,4 @@
-"""What a found attention computes, and the proof of it.
+"""Infers the meaning of a found attention, and proves it.
 
 The ops between the contractions are evaluated in float64 on random numbers, at some
 coordinates of each dim (`cfp.program.evaluate`). Scale, soft cap, mask and bias are
@@ -138,7 +138,7 @@ class _Proof(Sample):
         return max(tried, key=lambda pair: pair[0])[1]
 
     def _shows(self, side: Side) -> bool:
-        """Which value of a mask shows a key."""
+        """Returns the value of a mask that shows a key."""
         return bool(self.neutral[self.view.made(side.parts[0].value)])
 
     def _scale(self) -> tuple[float, float | None]:
@@ -166,7 +166,7 @@ class _Proof(Sample):
         return _rounded(small), _rounded(cap)
 
     def _read(self, side: Side) -> SideMeaning:
-        """What a mask or bias does, by what is read of it.
+        """Infers the meaning of a mask or bias from the values that are read of it.
 
         Raises:
             Different: what is read says it in another way than what it is made of.
@@ -211,7 +211,7 @@ class _Proof(Sample):
         return SideMeaning(kind, above, level, letters)
 
     def _factor(self, place: int) -> float:
-        """What a bias is multiplied with before it is added to the scores."""
+        """Infers the factor of a bias that is added to the scores."""
         zero = self.argument_of(0.0, self.neutral)
         one = self.argument_of(0.0, self.neutral | {place: np.ones(())})
         seen = zero > _MASKED
@@ -221,7 +221,7 @@ class _Proof(Sample):
         return _rounded(more[0])
 
     def _evaluated(self, read: Tensor, given: Mapping[int, np.ndarray]) -> np.ndarray:
-        """What is read, with a dim for each of its letters."""
+        """Evaluates a tensor, with a dim for each of its letters."""
         known = self.spread(self.neutral | dict(given))
         [x] = self.evaluated([read], known)
         return np.asarray(squeezed(x, read.letters), np.float64)
@@ -350,7 +350,7 @@ class _Proof(Sample):
         return biases, masks, ids
 
     def _root(self, v: int) -> int:
-        """What a contraction reads, before it is transposed."""
+        """Returns a contraction's operand before transposes and conversions."""
         while True:
             v = self.view.made(v)
             op = self.view.producer(v)

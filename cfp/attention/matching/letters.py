@@ -1,4 +1,4 @@
-"""What the dims of contractions run over, by letters.
+"""Letters for the dims of contractions, by what they run over.
 
 "b0", "b1"... are batch and heads, "q0", "q1"... queries and groups of heads, "k" keys,
 "d" and "e" the features of keys and of values; "" is a dim of size 1.
@@ -45,7 +45,7 @@ class Dims:
                 by_factor.setdefault(major, node)
 
     def of(self, v: int, d: int) -> Hashable:
-        """What a tensor's dim runs over."""
+        """Returns the class of dims that a tensor's dim belongs to."""
         return self._same.find(self._node(v, d))
 
     def _node(self, v: int, d: int) -> tuple[int, int]:
@@ -59,14 +59,14 @@ def majors_of(rule: Rule, dims: tuple[tuple[int, ...], ...]) -> list[int | None]
 
 
 class Lettering:
-    """What dims run over, by letter."""
+    """Letters of the dims of an attention's tensors."""
 
     def __init__(self, dims: Dims, names: Mapping[Hashable, str]) -> None:
         """Takes the letters of what dims run over."""
         self._dims, self._names = dims, names
 
     def of_value(self, v: int) -> Letters:
-        """Of a value between the contractions."""
+        """Returns the letters of a value between the contractions."""
         shape = self._dims.view.program.values[v].shape
         return tuple(
             self._names.get(self._dims.of(v, d), "?") if n > 1 else ""
@@ -102,7 +102,7 @@ class Lettering:
         return _named(majors_of(op.rule, op.rule.results[0]), known, other)
 
     def of_operand(self, op: Op, index: int) -> Letters:
-        """Of a side, by the result of the op that it enters."""
+        """Returns the letters of an operand, by the result of the op that reads it."""
         assert op.rule is not None
         result = dict(
             zip(

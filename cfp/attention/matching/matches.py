@@ -68,7 +68,7 @@ def attentions(program: Program) -> Attentions:
 
 
 def was_searched(program: Program) -> bool:
-    """Whether attentions of a program have been looked for, as kernels ask for it."""
+    """True if the program was searched for attentions, as kernels require."""
     return _KEY in program.looked_for
 
 
@@ -114,7 +114,7 @@ def way_of(
     kernel: str,
     axes: Mapping[int, Sequence[Sequence[str]]],
 ) -> Way | str:
-    """How an attention is computed by a kernel under a layout, or why it cannot be.
+    """Returns the way a kernel computes an attention under a layout, or why it cannot.
 
     Args:
         program, match: the attention.
@@ -145,7 +145,7 @@ def ruled_out(
     mesh: Mapping[str, int],
     platform: str,
 ) -> str | None:
-    """Why a kernel cannot compute an attention under a layout, or None.
+    """Returns the reason why a kernel cannot compute an attention under a layout.
 
     Args:
         program, match, kernel, axes: as of `way_of`.
@@ -168,7 +168,7 @@ def keeps_scores(way: Way) -> bool:
 
 
 def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
-    """What part of a device's scores is in memory at once while a way computes them.
+    """Returns the share of a device's scores that is in memory at once.
 
     Args:
         way: how it is computed.
@@ -180,11 +180,11 @@ def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
 
 
 def is_kernel(name: str) -> bool:
-    """Whether `way_of` knows what a name of a kernel means."""
+    """True if `way_of` knows the kernel's name."""
     implementation, _, spread = name.partition(" ")
     return implementation in KERNELS and spread in SPREADS
 
 
 def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:
-    """What is put in place of an attention."""
+    """Returns the replacements that compute an attention in a given way."""
     return grafts(program, match.found, match.meaning, way)

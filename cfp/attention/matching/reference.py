@@ -35,7 +35,7 @@ PADDING, SEGMENTS, MASK, BIAS = "padding", "segments", "mask", "bias"
 
 @dataclass(frozen=True, slots=True)
 class SideMeaning:
-    """What a mask or a bias that enters does.
+    """The effect of a mask or bias that enters.
 
     Attributes:
         kind: PADDING hides keys from all queries, SEGMENTS those of other ids than the
@@ -58,7 +58,7 @@ class SideMeaning:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a found attention computes.
+    """The attention that was inferred from ops.
 
     Attributes:
         tokens: the letter of the queries; the other "q" letters are groups of heads.
@@ -157,7 +157,7 @@ class Reference:
         return x.reshape([next(sizes) if a in names else 1 for a in self.pairs])
 
     def visible(self) -> np.ndarray:
-        """Which keys a query sees."""
+        """Returns which keys each query sees."""
         seen = self._visible()
         for mask in self.masks:
             seen = seen & self._placed(mask)

@@ -114,11 +114,11 @@ class Sample:
         return [*self.found.passes]
 
     def entering(self) -> list[Tensor]:
-        """What masks and biases are made of, and what is read of them."""
+        """Tensors that masks and biases are made of, and those that are read."""
         return [t for side in self.found.sides for t in (*side.parts, *side.reads)]
 
     def _tokens(self) -> str:
-        """Which letter runs over queries: that along which there are most."""
+        """Returns the letter that runs over queries: the one of the largest dim."""
         names = [x for x in self.sizes if x[:1] == "q"]
         return max(names, key=lambda x: (self.sizes[x], x), default="q0")
 

@@ -35,7 +35,7 @@ Term = Sequence[Path]  # one path, or one for queries' ids and one for keys'
 
 
 class Sides:
-    """What enters one attention."""
+    """Masks and biases that enter one attention."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Sides:
     # -- what it is made of ------------------------------------------------------------
 
     def _terms(self, one: Tensor, before: Path) -> list[Term]:
-        """What a value is made of, each by its path from what enters."""
+        """Returns a value's terms, each by its path from what enters."""
         self._values += 1
         if self._values > _MOST_VALUES:
             raise Different("its mask is made of too many values")
@@ -153,7 +153,7 @@ class Sides:
         return deeper if joins and not any(map(_is_dense, deeper)) else stop
 
     def _operands(self, op: Op, one: Tensor) -> list[Tensor]:
-        """What an op reads that is not the same in every step; [] if dims merge."""
+        """Returns an op's operands that vary between steps; [] if dims merge."""
         assert op.rule is not None
         [result] = op.results[:1]
         names = aligned(one.letters, self.program.values[result].shape)
@@ -255,7 +255,7 @@ class Sides:
         )
 
     def _use(self, one: Tensor, near: Pass) -> Use | None:
-        """Where a pass can read a value: in its own loop, before what it makes."""
+        """Finds where a pass can read a value: in its loop, before its results."""
         made = [self.program.values[t.value].producer for t in near.makes.values()]
         parent = self.program.ops[made[0]].parent
         if parent not in self._readable:
@@ -269,7 +269,7 @@ class Sides:
         return None
 
     def _uses_in(self, parent: int) -> dict[int, list[Use]]:
-        """What may be read in a loop's body, and where, by numbers of values.
+        """Returns the values that a loop's body may read, and where, by number.
 
         That is what the attention's ops read, and what ops read that are there for
         these alone. What others read, too, may be in another part of the program.

@@ -64,7 +64,7 @@ class View:
         return self.program.ops[producer] if producer >= 0 else None
 
     def readers(self, v: int) -> list[tuple[Op, int]]:
-        """What computes with a value or one that is equal, and at which operand."""
+        """Returns (op, operand index) pairs that read a value or an equal one."""
         found = []
         for same in self.values[self.numbers.of[v]]:
             for user, index in self.program.users[same]:
@@ -89,7 +89,7 @@ class View:
                     stack.append(op.results[index - len(op.operands)])
 
     def is_output(self, v: int) -> bool:
-        """Whether the program returns a value or one that is equal."""
+        """True if the program returns a value or one that is equal."""
         outputs = {self.numbers.of[o] for o in self.program.outputs}
         return self.numbers.of[v] in outputs
 
@@ -103,11 +103,11 @@ class View:
         return frozenset(found)
 
     def is_leaf(self, v: int) -> bool:
-        """Whether a value is the same in every step."""
+        """True if a value is the same in every step."""
         return self.numbers.of[v] in self.leaves or self._follows(v)
 
     def _follows(self, v: int) -> bool:
-        """Whether all that a value is made of is a leaf, in a loop's body too."""
+        """True if a value is computed from leaves only, in a loop's body too."""
         seen: set[int] = set()
         stack = [self.made(v)]
         while stack:

@@ -1,4 +1,4 @@
-"""What computes attention on one device: one record and one module for each.
+"""Kernels that compute attention on one device: one record and one module each.
 
 To add a kernel, write its module and its record in `KERNELS`: plans, estimates,
 `cfp.attention`, `--attention` and `cfp doctor` follow from these. A module has
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ScoreMemory(StrEnum):
-    """Where a kernel has scores while it computes them."""
+    """Place of the scores while a kernel computes them."""
 
     TILES = "tiles"  # On the chip.
     CHUNKS = "chunks"  # A chunk of queries by a chunk of keys is in memory.

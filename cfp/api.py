@@ -304,6 +304,14 @@ class ParallelStep:
     ) -> _Planned:
         """The plan for some arguments, and the step compiled under it."""
         if (saved := self._saved()) is not None:
+            # A plan that was given refuses these at once.
+            ignored = sorted(self._options.keys() & _DECIDES)
+            if ignored and not self._quiet:
+                warnings.warn(
+                    f"{PLAN_VARIABLE} names a saved plan, which has decided what "
+                    f"{', '.join(ignored)} would decide: not used.",
+                    stacklevel=3,
+                )
             bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
             bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
             kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))

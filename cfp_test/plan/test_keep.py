@@ -87,6 +87,19 @@ assert step.plan.arg_specs == saved.arg_specs and step.plan.search == saved.sear
     run(program, folder, CFP_PLAN="plan.json")
 
 
+def test_what_the_plan_of_the_environment_overrides_is_said(folder):
+    program = f"""{STEP}
+import warnings
+step = cfp.parallelize(make_train_step(), memory_budget="1GiB")
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    step(make_state(jax.random.key(0)), jnp.ones((32, 64)))
+print([str(one.message) for one in said if "CFP_PLAN" in str(one.message)])
+"""
+    said = run(program, folder, CFP_PLAN="plan.json")
+    assert said.count("memory_budget would decide: not used") == 1
+
+
 def test_a_second_process_finds_plan_and_executable(folder):
     """It compiles nothing, and its results are equal in every bit."""
     first = run(STEP + PARALLELIZED, folder).split()

@@ -1,4 +1,4 @@
-"""What is asked for, and what all passes of a plan have in common."""
+"""Context shared by all passes of a plan: mesh, store, settings, budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cfp.settings import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """What a program has to fit into, where that was asked for.
+    """Memory that a program has to fit into.
 
     Attributes:
         budget_bytes: what it may need of a device's memory.
@@ -51,7 +51,7 @@ class MemoryBudget:
 
 
 class DecidedBy(StrEnum):
-    """What says which candidate is the plan.
+    """The way to choose the plan among candidates.
 
     The best by prediction, of which nothing is compiled; the compiler, which says what
     is the best of them that fits; or a race, of times or of what compiles.
@@ -64,7 +64,7 @@ class DecidedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
-    """What all passes of a plan have in common.
+    """Context shared by all passes of a plan.
 
     Attributes:
         mesh: the devices, which may only be described.
@@ -106,7 +106,7 @@ class PlanContext:
         return self.memory.budget_bytes if self.memory else self.device_bytes
 
     def decided_by(self, interrupted: bool = False) -> DecidedBy:
-        """What says which candidate is the plan.
+        """Returns the way to choose the plan among candidates.
 
         Args:
             interrupted: whether the user has ended the measuring: then nothing races.
@@ -155,7 +155,7 @@ def open_context(
     budget_bytes: int | None = None,
     settings: PlannerSettings | None = None,
 ) -> Iterator[PlanContext]:
-    """What the passes of a plan need; the store is closed at the end.
+    """Opens the context of a plan; the store is closed at the end.
 
     Args:
         mesh: the devices, which may only be described.
@@ -255,7 +255,7 @@ def _rules(
 
 
 def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
-    """Of the processes that have a mesh's devices.
+    """Returns the agreement of the processes that have a mesh's devices.
 
     Raises:
         MeshError: some processes have none of them.
@@ -282,7 +282,7 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
 def _stand_in(
     mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
 ) -> tuple[StandIn | None, Parts]:
-    """What predicts whole steps of described devices, and what that depends on."""
+    """Returns the predictor of steps on described devices, and its environment."""
     if not isinstance(mesh, DescribedMesh) or mesh.stand_in is None:
         return None, environment
     here = environment_parts(list(mesh.stand_in.devices.flat))

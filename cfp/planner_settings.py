@@ -1,4 +1,4 @@
-"""What may be asked of planning: how much to measure, and what to try."""
+"""Settings of planning: how much to measure, and what to try."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cfp.settings import ConstraintLevel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """How much to measure, and where progress is reported.
+    """Settings of measuring, search and race.
 
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.

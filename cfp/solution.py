@@ -1,4 +1,4 @@
-"""What the profile pass and the search return: profiles, candidates, a solution."""
+"""Results of the profile pass and the search: profiles, candidates, a solution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cfp.settings import ConstraintLevel
 
 @dataclass(frozen=True)
 class Profiles:
-    """What the profile pass measured.
+    """Result of the profile pass.
 
     Attributes:
         presets: those presets that are worth measuring.
@@ -37,7 +37,7 @@ class Profiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What the best choice for a program takes by estimates.
+    """Estimated cost of the best choice for a program.
 
     Attributes:
         time_ms: of a step.
@@ -74,13 +74,13 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells whole programs apart."""
+        """Key that tells whole programs apart."""
         return self.choice, self.level, tuple(sorted(self.options.items()))
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What the search found.
+    """Result of the search.
 
     Attributes:
         candidates: the best by prediction, then the presets and other choices that are
@@ -100,7 +100,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the profiles say about a choice; nothing, if not all of it was measured.
+    """Prediction for a choice from profiles; empty if parts were not measured.
 
     Attributes:
         time_ms: of a step.
@@ -120,7 +120,7 @@ class Prediction:
 def prediction_of(
     analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> Prediction:
-    """What the profiles say about a choice for a whole program.
+    """Predicts a choice's cost for a whole program.
 
     Args:
         analysis: of the program.

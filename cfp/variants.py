@@ -51,7 +51,7 @@ now = time.monotonic  # Of the time that all variants share.
 
 
 class Basis(StrEnum):
-    """Where the times that variants are compared by come from."""
+    """Source of the times that variants are compared by."""
 
     RACED = "raced"
     MEASURED = "measured"
@@ -79,7 +79,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a variant.
+    """Result of planning a variant.
 
     Attributes:
         name: the variant's.
@@ -315,7 +315,7 @@ _OVER = "not planned: time was over"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Try:
-    """How planning a variant went."""
+    """One attempt to plan a variant."""
 
     name: str
     seconds: float = 0.0
@@ -417,7 +417,7 @@ def _near_by_estimate(
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float]:
-    """What fits in memory comes first, then what is fast."""
+    """Sort key: choices that fit come first, then fast ones."""
     return not estimate.fits, estimate.time_ms
 
 
@@ -427,7 +427,7 @@ def _may_fit(
     settings: PlannerSettings,
     asked: Mapping[str, Any],
 ) -> bool:
-    """Whether a variant can be estimated, and some plan of it fits in memory then."""
+    """True if a variant can be estimated, and some plan of it fits in memory then."""
     try:
         _, analyzed = steps.analyzed(variant)
         return estimate_plan(analyzed, settings=settings, **asked).fits

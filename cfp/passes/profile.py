@@ -122,7 +122,7 @@ def look_up(
 def tuning_jobs(
     analysis: Analysis, presets: Mapping[str, Choice], environment: Parts
 ) -> list[Job]:
-    """What holds nearly every kernel of a program: one of each kind of segment.
+    """Returns jobs with nearly every kernel of a program: one per kind of segment.
 
     In each way in which the presets shard the blocks. The largest come first, so that
     those that tune several at once end together.
@@ -143,7 +143,7 @@ def tuning_jobs(
 
 
 def kernels_of(context: PlanContext, tight: bool = False) -> Kernels:
-    """What may compute the step's attentions and cross-entropies.
+    """Returns the kernels that may compute parts of the step.
 
     Args:
         context: of the plan.
@@ -164,7 +164,7 @@ def _tight_by_estimate(
     estimates: Sequence[SegmentEstimate],
     costs: Costs,
 ) -> bool:
-    """Whether the fastest of the presets' parts may not fit, by estimates."""
+    """True if the fastest of the presets' parts may not fit, by estimates."""
     if context.budget_bytes is None or kernels_of(context, True) == kernels_of(context):
         return False
     found = estimate_options(

@@ -33,7 +33,7 @@ _FORMS = {TOKEN: ROWS, VOCABULARY: COLUMNS, SCALAR: ONE}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What is spread over the axes of a mesh.
+    """Spread of tokens and vocabulary over the axes of a mesh.
 
     Attributes:
         tokens: for each of the tokens' dims its axes.
@@ -50,7 +50,7 @@ class Spread:
 
 
 def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
-    """How many parts, and what is spread, from what plans record.
+    """Parses the number of parts and the spread that a plan records.
 
     Args:
         how: see `Spread.how`.
@@ -70,23 +70,23 @@ def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
 
 
 def name_of(chunks: int) -> str:
-    """What so many parts are called among the kernels of a segment."""
+    """Returns a kernel's name for so many parts."""
     return f"{PREFIX}{chunks}"
 
 
 def is_chunked(name: str) -> bool:
-    """Whether that is what a number of parts is called."""
+    """True if a kernel's name stands for a number of parts."""
     number = name.removeprefix(PREFIX)
     return name.startswith(PREFIX) and number.isdecimal() and 1 < int(number) < 10_000
 
 
 def joined(attention: str, parts: str) -> str:
-    """What computes both attentions and cross-entropies of a segment."""
+    """Joins the kernels of a segment's attentions and cross-entropies."""
     return f"{attention}+{parts}"
 
 
 def split(kernel: str) -> tuple[str, str]:
-    """What computes the attentions of a segment, and what its cross-entropies.
+    """Splits a segment's kernel into those of attentions and cross-entropies.
 
     Each is empty where they are left as they are written.
     """
@@ -95,7 +95,7 @@ def split(kernel: str) -> tuple[str, str]:
 
 
 def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:
-    """What a layout spreads; None if it spreads the hidden dim, or says nothing."""
+    """Returns a layout's spread; None if the hidden dim is sharded, or unknown."""
     op = layout.frame.program.ops[found.contraction]
     if op.id not in layout.axes or layout.unreduced(op):
         return None
@@ -159,7 +159,7 @@ class _Builder:
         self._reads = dict(found.reads)
 
     def keeps_dims(self, tokens: tuple[int, ...], axes: tuple[Axes, ...]) -> bool:
-        """Whether all that tokens have keeps their dims apart, if they are spread."""
+        """True if spread tokens keep their dims apart in all that they have."""
         found = self._found
         shapes = [self._shape(use) for leaf, use in found.reads if leaf.kind == TOKEN]
         shapes += [self._program.values[r.made].shape for r in found.reductions]
@@ -176,7 +176,7 @@ class _Builder:
         return True
 
     def stages(self) -> tuple[tuple[Stage, ...], tuple[Step, ...]]:
-        """What each stage reads and makes, and what it does."""
+        """Returns each stage with the step that computes it."""
         found = [self._reduced(one) for one in self._found.reductions]
         if self._found.products:
             found.append(self._contracted())
@@ -203,7 +203,7 @@ class _Builder:
     def _inputs(
         self, exprs: list[Expr], known: Expr | None = None
     ) -> tuple[list[Use], list[Array]]:
-        """What expressions are computed of; the vectors and the kernel first."""
+        """Returns what expressions read; vectors and kernel first."""
         wanted: dict[Expr, None] = {}
 
         def walk(one: Expr) -> None:

@@ -187,12 +187,12 @@ class _Finder:
 
     @property
     def saw_largest(self) -> bool:
-        """Whether there is a largest of a row, which softmax begins with."""
+        """True if a row's maximum was found, which a softmax begins with."""
         return self._base is not None
 
     @property
     def saw_label(self) -> bool:
-        """Whether a label's word is taken out of logits."""
+        """True if a label's word is taken out of logits."""
         return any(one.kind == PICK for one in self._reductions)
 
     def run(self) -> CrossEntropy:
@@ -328,7 +328,7 @@ class _Finder:
         self._reductions.append(Reduction(op.results[0], LARGEST, wide))
 
     def _base_of(self, wide: Expr) -> Expr:
-        """What is normalized: what the largest was taken of."""
+        """Returns the normalized logits: the ones whose maximum was taken."""
         if self._base is None:
             raise Unread("a sum of exponentials comes before the largest logit")
         return self._base

@@ -1,4 +1,4 @@
-"""What elementwise ops compute, as expressions that can be computed of other arrays."""
+"""Elementwise ops as expressions that can be computed on other arrays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Expr:
             yield from one.walk()
 
     def has(self, *kinds: str) -> bool:
-        """Whether leaves or ops of these kinds are in it."""
+        """True if leaves or ops of these kinds are in it."""
         return any(one.kind in kinds for one in self.walk())
 
 
@@ -65,7 +65,7 @@ def constant(text: str, dtype: str) -> Expr | None:
 
 
 def is_constant(expr: Expr, number: float) -> bool:
-    """Whether an expression is this number, whatever it is converted to."""
+    """True if an expression is this number, whatever it is converted to."""
     expr = stripped(expr)
     return expr.kind == CONSTANT and float(_value(expr.detail, expr.dtype)) == number
 

@@ -1,4 +1,4 @@
-"""What each device computes of its own tokens and words."""
+"""Computation of one device on its own tokens and words."""
 
 from __future__ import annotations
 

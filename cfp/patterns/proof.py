@@ -34,7 +34,7 @@ _WIDE = {"bf16": "f32", "f16": "f32"}
 def objection(
     program: Program, found: CrossEntropy, replacement: Replacement
 ) -> str | None:
-    """What speaks against a replacement on one device; None if it computes the same.
+    """Returns the reason why a replacement is not equal on one device, or None.
 
     Args:
         program: the program.
@@ -99,7 +99,7 @@ def _differs(
 def _computed(
     steps: tuple[Step, ...], sheet: Sheet, first_word: int, reads: Any
 ) -> list[list[jax.Array]]:
-    """What all stages make, compiled as one program for all first words."""
+    """Computes all stages, compiled as one program for all first words."""
 
     @jax.jit
     def run(first_word: jax.Array, reads: Any) -> list[list[jax.Array]]:

@@ -69,7 +69,7 @@ class Reader:
         self._leaves: dict[tuple[str, int], Expr] = {}
 
     def is_wide(self, value: int) -> bool:
-        """Whether a value has a row for each token and a column for each word."""
+        """True if a value has a row for each token and a column for each word."""
         *tokens, last = self.program.values[value].shape or (0,)
         return last == self.words and prod(tokens) == self.rows and bool(tokens)
 
@@ -78,7 +78,7 @@ class Reader:
         return [v for v, expr in self._known.items() if expr.has(TOKEN)]
 
     def express(self, value: int) -> Expr:
-        """What a wide value is computed of.
+        """Returns the expression of a wide value.
 
         Raises:
             Unread: of something that is no expression.
@@ -183,7 +183,7 @@ class Reader:
         return Expr(SELECT, base.dtype, (is_label, update, base))
 
     def at_words(self, op: Op, wide: int, narrow: int, indices: int) -> bool:
-        """Whether a gather or scatter has one word for each token, in their order."""
+        """True if a gather or scatter has one word for each token, in their order."""
         shape = self.program.values[wide].shape
         batch = tuple(range(len(shape) - 1))
         rows = [self.program.values[v].shape for v in (narrow, indices)]

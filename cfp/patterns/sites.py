@@ -67,7 +67,7 @@ def among(program: Program, ops: Collection[int]) -> list[CrossEntropy]:
 def in_parts(
     layout: Layout, ops: Collection[int], kernel: str
 ) -> tuple[Replacement, ...]:
-    """What is put in the place of some ops' cross-entropies.
+    """Returns the replacements of some ops' cross-entropies.
 
     Args:
         layout: how they are spread.
@@ -86,7 +86,7 @@ def in_parts(
 
 
 def no_longer_made(program: Program, replaced: Iterable[Replacement]) -> set[int]:
-    """What is as large as the logits and made of them, in what is replaced.
+    """Returns values as large as the logits that replacements no longer make.
 
     Everything that reads the logits is known, or they are left alone: see
     `cfp.patterns.cross_entropy`. Contractions with them are made in parts.

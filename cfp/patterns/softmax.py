@@ -1,4 +1,4 @@
-"""What makes a softmax with labels of expressions: exponentials, and single words."""
+"""Recognizes exponentials and labels' words: the parts of a softmax with labels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _label(args: Sequence[Expr]) -> Expr | None:
 
 
 def is_exponential(expr: Expr, base: Expr) -> bool:
-    """Whether it grows by exp(d) where the base grows by d."""
+    """True if it grows by exp(d) where the base grows by d."""
     kind, args = expr.kind, expr.args
     if kind in (CONVERT, "negate"):
         return is_exponential(args[0], base)
@@ -63,7 +63,7 @@ def is_exponential(expr: Expr, base: Expr) -> bool:
 
 
 def _is_shifted(expr: Expr, base: Expr) -> bool:
-    """Whether it is the base and something of the token."""
+    """True if it is the base plus something of the token."""
     if stripped(expr) == base or expr == base:
         return True
     kind, args = expr.kind, expr.args

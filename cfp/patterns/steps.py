@@ -14,7 +14,7 @@ ROWS, HIDDEN_ROWS, KERNEL, COLUMNS, ONE = "rows", "x", "kernel", "columns", "one
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """What a stage takes or makes.
+    """An array that a stage reads or makes.
 
     Attributes:
         form: ROWS have an entry for each token, HIDDEN_ROWS a vector for each, COLUMNS
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What all stages have in common.
+    """Parameters that all stages share.
 
     Attributes:
         base: what is normalized, of the logits.

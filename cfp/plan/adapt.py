@@ -224,7 +224,7 @@ def _check_state(plan: Plan, analysis: Analysis) -> None:
 
 
 def _after(old: Sequence[_Rows], i: int, count: int) -> _Rows:
-    """Which of some equal segments the i-th of as many new ones takes after.
+    """Returns the old segment that the i-th of some equal new ones takes after.
 
     The first as the first, the last as the last, and what is more as the middle.
     """
@@ -309,7 +309,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
 
 
 def _kernel(row: PlanRow) -> str:
-    """What computes the attentions of a row's segment; "" as the step has it."""
+    """Returns the kernel of a row's attentions; "" as the step has it."""
     return next(filter(None, map(read_kernel, row.storage.split(", "))), "")
 
 
@@ -403,7 +403,7 @@ def _predicted_ms(
 
 
 def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:
-    """What a segment takes, by the one that it takes after; None if nothing says."""
+    """Estimates a segment's time from its old one's; None if unknown."""
     program, blocks = analysis.frame.program, analysis.frame.blocks
     ratios = {
         program.ops[blocks[b].anchor].repeat / row.repeats if row.repeats else None

@@ -154,7 +154,7 @@ def undonated_bytes(layout: Layout) -> int:
 
 
 def whole_ops(layout: Layout) -> tuple[str, ...]:
-    """What a plan has every device run in full: ``while at model.py:12 (26%)``.
+    """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     Loops in which nothing is sharded, and ops without a sharding rule, from one percent
     of the bytes that the program's ops make, or of its FLOPs. Blocks have rows that
@@ -195,7 +195,7 @@ def _made_bytes(program: Program, op: Op) -> int:
 
 
 def _is_whole(layout: Layout, loop: Op) -> bool:
-    """Whether nothing in a loop, nor what it carries, is sharded."""
+    """True if nothing in a loop, nor what it carries, is sharded."""
     program = layout.frame.program
     for op in (loop, *(program.ops[i] for i in loop.body)):
         specs = [layout.spec(v) for v in op.results]

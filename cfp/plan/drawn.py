@@ -21,7 +21,7 @@ _PATH_PARTS = 2
 def block_figures(
     analysis: Analysis, choice: Choice, rates: Rates | None
 ) -> tuple[BlockFigures, ...]:
-    """What a choice does to each block: its tensors, and the collectives that follow.
+    """Returns each block's tensors and collectives under a choice.
 
     Args:
         analysis: of the program.

@@ -45,7 +45,7 @@ class MoveFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFigures:
-    """What a plan does to one block, in numbers.
+    """Numbers about one block of a plan.
 
     Attributes:
         block: index of the block.
@@ -163,7 +163,7 @@ class VariantFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorthFigures:
-    """What one kind of choice is worth to a plan.
+    """Gain of one kind of choice in a plan.
 
     Attributes:
         name: of what is chosen: "kernels", "storage", ...

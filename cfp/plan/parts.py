@@ -152,7 +152,7 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
 def static_arguments(
     known: tuple[int | str, ...] | None, step: FlatStep | None, args: Sequence[Any]
 ) -> tuple[int | str, ...]:
-    """Which arguments are static, by position or name.
+    """Returns which arguments are static, by position or name.
 
     Args:
         known: what a plan says of it, if it does.
@@ -240,7 +240,7 @@ def arguments_to_json(
 
 
 def replaced_to_json(constraints: Constraints) -> list[dict[str, Any]]:
-    """What takes the place of ops, as JSON: each of them once."""
+    """Returns replacements of ops as JSON, each of them once."""
     found = {(one.name, one.op): one.functions.how for one in constraints.replaced}
     return [{"name": name, "op": op, "how": how} for (name, op), how in found.items()]
 

@@ -31,7 +31,7 @@ class Arguments:
     mesh: Mesh
 
     def sharding(self, spec: Spec, dims: int) -> NamedSharding:
-        """Of an array with some dims."""
+        """Returns the sharding of an array with some dims."""
         return NamedSharding(self.mesh, partition_spec(spec, dims))
 
 
@@ -69,7 +69,7 @@ def made(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What an initialisation makes, in the shardings of the arguments it looks like.
+    """Initialises in the shardings of the arguments that the result looks like.
 
     Raises:
         PlanMismatch: it looks like none.

@@ -132,7 +132,7 @@ class Plan:
         return replace(self, **copied)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the small form of the page of ``cfp show --html``."""
+        """Shows a notebook the small form of the page of ``cfp show --html``."""
         return small_html(self)
 
     # -- shardings -----------------------------------------------------------
@@ -378,12 +378,12 @@ class Plan:
 
     @property
     def changes_ops(self) -> bool:
-        """Whether it rematerializes or replaces parts of the step."""
+        """True if it rematerializes or replaces parts of the step."""
         return bool(self.constraints.rematerialized or self.constraints.replaced)
 
     @cached_property
     def found_sites(self) -> Sites | None:
-        """Where in the step the constraints stand; None if nothing says.
+        """Places of the constraints in the step; None if unknown.
 
         A plan that is bound to its step finds out by lowering that once more.
         """

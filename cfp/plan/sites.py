@@ -1,4 +1,4 @@
-"""Where a plan's constraints stand in the step: equations, with their source lines."""
+"""Places of a plan's constraints in the step: equations, with their source lines."""
 
 from __future__ import annotations
 

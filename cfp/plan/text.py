@@ -99,7 +99,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def best_variants(plan: Plan) -> list[RaceRow]:
-    """Of each candidate its fastest variant, the fastest candidate first.
+    """Returns each candidate's fastest variant, the fastest candidate first.
 
     A variant's name is the candidate's, a comma, and in what it differs. Candidates
     that came out as one program stand there once, under the winner's name if they won.
@@ -122,12 +122,12 @@ def other_names(plan: Plan, row: RaceRow) -> list[str]:
 
 
 def slower_variants(plan: Plan) -> int:
-    """How many variants of candidates were not the fastest of theirs."""
+    """Counts variants that were slower than another of the same candidate."""
     return len(plan.race) - len(_best_of_each(plan))
 
 
 def _best_of_each(plan: Plan) -> list[RaceRow]:
-    """Of each candidate its fastest variant, the winner first."""
+    """Returns each candidate's fastest variant, the winner first."""
     ranked = sorted(
         plan.race,
         key=lambda row: (row.name != plan.winner, *_place(row)),
@@ -139,21 +139,21 @@ def _best_of_each(plan: Plan) -> list[RaceRow]:
 
 
 def won_a_tie(plan: Plan) -> bool:
-    """Whether the winner's time is not the least: the simplest of a tie."""
+    """True if the winner's time is not the least: the simplest of a tie."""
     times = {row.name: row.time_ms for row in best_variants(plan) if not row.note}
     own = times.pop(plan.winner, None)
     return own is not None and any(ms is not None and ms < own for ms in times.values())
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
-    """What could not win, though there may be a time, comes last."""
+    """Sort key: rows that could not win come last, though they may have a time."""
     times = (row.time_ms, row.predicted_ms)
     first, second = (float("inf") if ms is None else ms for ms in times)
     return bool(row.note), first, second
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What a plan does not shard, or keep, or know, though a user may expect it."""
+    """Lists what a plan does not shard, keep or know, though users may expect it."""
     found = []
     crossing = plan.environment.get("crosses_hosts")
     if crossing:
@@ -208,7 +208,7 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def _budget_remarks(plan: Plan) -> list[str]:
-    """How much of a device's memory a plan may use."""
+    """Describes the share of a device's memory that a plan may use."""
     budget = plan.figures.budget_bytes if plan.figures else None
     if budget is None:
         return []
@@ -229,7 +229,7 @@ _AS_WRITTEN = {
 
 
 def replaced_text(plan: Plan) -> str:
-    """What the plan computes otherwise than the step does; "" if nothing."""
+    """Describes what the plan replaces in the step; "" if nothing."""
     ops = {(one.name, one.op): one.functions.how for one in plan.constraints.replaced}
     counts = Counter((name, _way_words(how)) for (name, _), how in ops.items())
     if not counts:
@@ -248,7 +248,7 @@ def replaced_text(plan: Plan) -> str:
 
 
 def _worth_remarks(plan: Plan) -> list[str]:
-    """What the plan was chosen among, and what each kind of choice is worth."""
+    """Describes what a plan was chosen among, and the gain of each kind of choice."""
     if plan.figures is None:
         return []
     found = []
@@ -311,7 +311,7 @@ def _attention_remarks(plan: Plan) -> list[str]:
 
 
 def _still(plan: Plan) -> str:
-    """What is not known yet of a plan that was carried over."""
+    """Describes what is not yet known of a plan that was carried over."""
     if plan.measured_ms is not None:
         return ""
     known = plan.predicted_ms is not None
@@ -359,7 +359,7 @@ def _figures(plan: Plan) -> list[str]:
 
 
 def short_text(plan: Plan) -> str:
-    """What a person wants to know first, in a few lines."""
+    """Returns the most important facts about a plan in a few lines."""
     figures = "; ".join(_figures(plan)) or "neither predicted nor measured"
     lines = [_title(plan), f"  {figures}", f"  chosen: {_chosen_text(plan)}"]
     if (rates := throughput(plan)) is not None:
@@ -383,7 +383,7 @@ def short_text(plan: Plan) -> str:
 
 
 def _chosen_text(plan: Plan) -> str:
-    """How a plan came to be the one."""
+    """Describes how the plan was chosen."""
     able = (row for row in best_variants(plan) if not row.note)
     ran = [row for row in able if row.time_ms is not None]
     twins = [n for r in ran if r.name == plan.winner for n in other_names(plan, r)]
@@ -422,7 +422,7 @@ def _chosen_text(plan: Plan) -> str:
 
 
 def _repeat_text(repeat: Repeat, prefix: str) -> str:
-    """How the blocks of some segments are sharded, in short."""
+    """Describes briefly how the blocks of some segments are sharded."""
     modules: list[str] = []
     ways: dict[str, list[str]] = {}
     columns_of = [*zip(*repeat.rows, strict=True)]

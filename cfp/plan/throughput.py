@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """How fast a step computes.
+    """Rates of a step's computation.
 
     Attributes:
         model_tflop: of one step, as the program has them; rematerialized ones of the

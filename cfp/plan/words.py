@@ -17,12 +17,12 @@ _SAME_MS = 0.0005  # Less does not show.
 
 
 def known_how(plan: Plan) -> str:
-    """How the times of strategies are known, in a word."""
+    """Returns "estimated" or "measured": the source of strategies' times."""
     return "estimated" if "strategies_estimated" in plan.search else "measured"
 
 
 def basis_text(plan: Plan) -> str:
-    """What a plan's predicted time rests on: ``by estimates``."""
+    """Returns the basis of a plan's predicted time: ``by estimates``."""
     if "adapted" in plan.search:
         return "by the time of the plan that it was carried over from"
     how = {"estimated": "by estimates", "measured": "by measured segments"}
@@ -32,7 +32,7 @@ def basis_text(plan: Plan) -> str:
 
 
 def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
-    """Of which part of the step the times of the race are, if not of all of it.
+    """Describes the part of the step that was timed, if not all of it.
 
     Args:
         search: what a plan says of how it was found.
@@ -49,7 +49,7 @@ def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
 
 
 def summary_line(plan: Plan) -> str:
-    """What was measured and how long each pass took; "" if nothing was."""
+    """Summarizes measurements and the time of each pass; "" if nothing was measured."""
     search = plan.search
     parts = []
     if "strategies_measured" in search:
@@ -112,18 +112,18 @@ def runner_up(
 
 
 def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
-    """What to say behind an option that needs more memory than there is."""
+    """Returns the remark on an option that needs more memory than the budget."""
     over = budget_bytes is not None and option.memory_bytes > budget_bytes
     return ", which does not fit" if over else ""
 
 
 def has_raced(plan: Plan) -> bool:
-    """Whether any candidate of a plan was run."""
+    """True if any candidate of a plan was run."""
     return any(row.samples_ms for row in plan.race)
 
 
 def rates_text(plan: Plan) -> str:
-    """Where the rates are from by which a plan's collectives are timed."""
+    """Returns the source of the rates by which a plan's collectives are timed."""
     if described := plan.environment.get("described"):
         return f"of {described}, as it is described"
     if known_how(plan) == "estimated":
@@ -134,7 +134,7 @@ def rates_text(plan: Plan) -> str:
 def surprise_text(
     taken: OptionFigures, runner: OptionFigures, raced: bool = True
 ) -> str:
-    """Why an option is taken though another is predicted to be faster, if it is."""
+    """Explains why an option was taken though another is predicted to be faster."""
     if taken.step_ms - runner.step_ms <= _SAME_MS:
         return ""
     if not raced:

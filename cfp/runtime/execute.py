@@ -322,7 +322,7 @@ def _constrain(
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:
-    """Where executables for a mesh are kept; nowhere if several processes have it."""
+    """Returns the folder of a mesh's executables; None if several processes have it."""
     alone = all(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None

@@ -120,7 +120,7 @@ class Executables:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file is there that nobody but this user can have written."""
+    """True if a file is there that nobody but this user can have written."""
     try:
         stat = path.stat()
     except OSError:

@@ -35,7 +35,7 @@ class Raced:
 
     @classmethod
     def of(cls, program: Program, mesh: Mesh, job: Job, built: Built) -> Raced:
-        """What was built for a whole program."""
+        """Makes the record of a whole program that was built."""
         types = signature(program, job.part)
         return cls(built.compiled, job, mesh, program.content, types)
 

@@ -1,4 +1,4 @@
-"""What a plan puts in the place of a step's ops, found again in the step's program.
+"""Finds the ops that a plan replaces again in the step's program.
 
 A plan's file says by what an attention is computed, and not what it is: that follows
 from the program, whose constants may be others than those that were planned with.

@@ -81,7 +81,7 @@ class Chain:
         return [self._allowed[kind][pick] for kind, pick in pairs]
 
     def to_go_ms(self, price: float) -> list[np.ndarray]:
-        """What is still to come costs at least, with bytes that are held at a price.
+        """Computes lower bounds of the cost to go, with a price on held bytes.
 
         That is what it costs, if nothing passes further than to the next segment.
 
@@ -110,7 +110,7 @@ class Chain:
         return picks
 
     def least_ms(self, price: float) -> float:
-        """What a choice that fits costs at least.
+        """Computes a lower bound of the cost of choices that fit.
 
         Args:
             price: of a byte, in ms; any is right, some bound better than others.
@@ -154,13 +154,13 @@ class Chain:
 
 
 class _Line(NamedTuple):
-    """What a choice takes, as the bound counts it, and the bytes that it holds."""
+    """The bound on a choice's cost as a line: its cost and the bytes that it holds."""
 
     cost_ms: float
     held: int
 
     def at(self, price: float) -> float:
-        """What it costs with bytes at a price."""
+        """Returns the cost with bytes at a price."""
         return self.cost_ms + price * self.held
 
 
@@ -218,7 +218,7 @@ def _places(problem: Problem, allowed: Sequence[Sequence[int]]) -> Iterator[Plac
 
 
 def _equal_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each different row is first, and for each row which of these it equals."""
+    """Returns the first index of each different row, and each row's number."""
     _, firsts, numbers = np.unique(
         matrix, axis=0, return_index=True, return_inverse=True
     )

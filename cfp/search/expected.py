@@ -1,4 +1,4 @@
-"""What candidates should cost that are not measured.
+"""Expected costs of candidates that are not measured.
 
 Estimates leave out what hides behind computing, temporaries, and what rematerializing
 takes: each counts as it turned out for what was measured of the kind (medians). Where
@@ -32,7 +32,7 @@ def expect(
     measured: Sequence[Option],
     candidates: Iterable[SegmentChoice],
 ) -> list[Option]:
-    """What candidates of a kind of segment will probably cost.
+    """Predicts the costs of candidates for a kind of segment.
 
     Args:
         costs: of the program's segments.

@@ -1,4 +1,4 @@
-"""Why a choice is the best: what others would cost the whole program.
+"""Explains why a choice is the best: costs of the program under others.
 
 An option of a kind of segment is judged by the cheapest choice of the whole program in
 which all segments of that kind take it, and all others whatever goes best with it.
@@ -20,7 +20,7 @@ _SAME_MS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What comes of it if all segments of a kind take one option.
+    """Result of all segments of a kind taking one option.
 
     Attributes:
         option: its index among the options of the kind.
@@ -60,7 +60,7 @@ class KindExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryExplanation:
-    """What memory has to do with the best choice.
+    """The role of memory in the best choice.
 
     Attributes:
         budget_bytes: of each device, or None for no limit. More than was asked for if
@@ -85,7 +85,7 @@ class MemoryExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a plan.
+    """Explanation of a plan.
 
     Attributes:
         plan: what is explained; None if that is the best.

@@ -94,7 +94,7 @@ def explore(
 
 
 def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:
-    """What a plan cannot do without: of each kind the first that can be measured."""
+    """Measures what a plan cannot do without: one candidate of each kind."""
     records: dict[str, ProfileRecord] = {}
     rest = [*wanted]
     while rest:
@@ -116,7 +116,7 @@ def _jobs(wanted: Iterable[Wanted]) -> list[Job]:
 
 
 class _Round:
-    """What is asked for next.
+    """One round's selection of candidates to measure.
 
     Args:
         maker: makes candidates into things to measure.
@@ -146,7 +146,7 @@ class _Round:
                 self._asked[item.kind][item.candidate] = item
 
     def ask(self, left: float) -> list[Wanted]:
-        """What will probably make the best plan faster.
+        """Selects candidates that will probably make the best plan faster.
 
         If nothing will probably fit, it is what would if the compiler saves memory; and
         if nothing would then, the leanest, rematerialized.
@@ -207,7 +207,7 @@ class _Round:
                 self._add(kind, options[kind][i].candidate)
 
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
-        """Whether a candidate is new, and there is room for it.
+        """True if a candidate is new, and there is room for it.
 
         With what is rematerialized comes the same without that, unless it was asked for
         before.

@@ -21,7 +21,7 @@ from cfp.patterns.sites import in_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which kernels may compute the attentions of a program.
+    """Kernels that may compute parts of a program.
 
     Attributes:
         names: of kernels, the preferred first: of each candidate the first that can.
@@ -49,7 +49,7 @@ class Kernels:
         layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
         def can(kernel: str) -> bool:
-            """Whether it would compute some attention, and can compute all of those."""
+            """True if it can compute all attentions that it applies to."""
             ways = [(m, way_of(frame.program, m, kernel, layout.axes)) for m in matches]
             able = [(match, way) for match, way in ways if isinstance(way, Way)]
             return bool(able) and not any(

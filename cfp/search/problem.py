@@ -82,7 +82,7 @@ class Problem:
         return total
 
     def state_bytes(self, picks: Sequence[int]) -> int:
-        """What parameters and optimizer state take."""
+        """Returns the bytes of parameters and optimizer state."""
         return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
@@ -100,7 +100,7 @@ class Problem:
         return self.fixed_bytes + self.state_bytes(picks) + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
-        """Whether a choice stays within the budget."""
+        """True if a choice stays within the budget."""
         return self.budget_bytes is None or (
             self.memory_bytes(picks) <= self.budget_bytes
         )

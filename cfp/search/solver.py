@@ -194,7 +194,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
 
 
 def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
-    """Of some rows so many, at most, with the lowest bounds."""
+    """Returns the rows with the lowest bounds, at most so many."""
     if len(rows) <= count:
         return rows
     return rows[np.argsort(bound[rows], kind="stable")[:count]]

@@ -1,4 +1,4 @@
-"""How fast a step can be in how much memory: the frontier of both.
+"""The frontier of step time and memory.
 
 A choice is on the frontier if no other is as fast in less memory, or faster in as
 much. It is found by solving under one budget after another: the cheapest choice that
@@ -84,7 +84,7 @@ class _Gap:
 
     @property
     def unknown_bytes(self) -> int:
-        """How far budgets reach of which nothing is known."""
+        """The unexplored range of budgets, in bytes."""
         return self.high_bytes - self.empty_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What to measure: candidates of each kind of segment, alone and with a neighbour."""
+"""Requests to measure candidates of segments, alone and with a neighbour."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cfp.settings import LEAST_ADDED_SHARE
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a segment is measured together with.
+    """The neighbour that a segment is measured with.
 
     Attributes:
         index: of the neighbour, among the segments.
@@ -43,7 +43,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a candidate takes, by the records of its jobs.
+    """Measured costs of a candidate, from the records of its jobs.
 
     Attributes:
         time_ms: what the segment adds to a step.
@@ -60,7 +60,7 @@ class Measured:
     added_bytes: int | None = None
 
     def residual_bytes(self, least: int) -> int:
-        """What it keeps from the forward to the backward pass.
+        """Returns the bytes kept from the forward to the backward pass.
 
         Args:
             least: what it must keep by its program.
@@ -106,14 +106,14 @@ class Wanted:
         return self.context.pair_job if self.context and self.base else self.job
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
-        """Whether it did not run, be it alone or together with its neighbour."""
+        """True if a job failed, alone or together with the neighbour."""
         known = (records.get(job.key.digest) for job in self.jobs)
         return any(record is not None and not record.ok for record in known)
 
     def measured(
         self, records: Mapping[str, ProfileRecord]
     ) -> Measured | ProfileRecord | None:
-        """What it takes.
+        """Returns the measured costs.
 
         Returns:
             A failed record if the cost cannot be derived; None while a record is
@@ -150,7 +150,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """What was measured, or estimated.
+    """Measurements or estimates of segments.
 
     Attributes:
         rounds: what was asked for, in order: before any search, and by each.
@@ -231,7 +231,7 @@ class WantedMaker:
         ]
 
     def make(self, kind: int, candidate: SegmentChoice, number: int) -> Wanted:
-        """What tells the cost of a candidate that is not rematerialized.
+        """Makes the request for a candidate that is not rematerialized.
 
         Args:
             kind: of segment.

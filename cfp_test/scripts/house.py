@@ -53,7 +53,9 @@ MECHANISMS = (
 )
 _WHERE_THEY_STAND = ("contest", "entries", "whole", "planner", "race")
 _OF_THE_SEARCH = ("race", "squeeze", "shortened", "answers")  # Before they had a room.
-_QUESTIONS = ("What", "Whether", "Which", "Of", "How", "Where", "Who", "Why")
+_QUESTIONS = (
+    *("What", "Whether", "Which", "Of", "How", "Where", "Who", "Why", "When", "Whose"),
+)
 _UNCHANGING = ("Exception", "Error", "Enum", "Protocol", "NamedTuple", "TypedDict")
 
 

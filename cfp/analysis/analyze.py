@@ -11,7 +11,7 @@ from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
 from cfp.analysis.passing import Pair, find_passing
-from cfp.analysis.segments import Segment, find_segments
+from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.state import GroupSharding
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
@@ -106,5 +106,5 @@ def analyze(
     program: Program, mesh: Mesh, pins: Mapping[int, Spec] | None = None
 ) -> Analysis:
     """Finds the blocks, the state and the segments of a program on a mesh."""
-    frame = build_frame(program, mesh, pins)
+    frame = open_loops(build_frame(program, mesh, pins))
     return Analysis(frame, find_segments(frame))

@@ -224,7 +224,13 @@ class Layout:
         for user, index in sorted(self.frame.program.users[value]):
             op = self.frame.program.ops[user]
             if op.kind == "while" and index < len(op.operands):
-                return self._carried(op.results[index])
+                if user not in self.frame.program.opened:
+                    return self._carried(op.results[index])
+                inside = op.entries[index :: len(op.operands)]
+                specs = (self.read_spec(entry) for entry in inside)
+                if (spec := next(filter(None, specs), None)) is not None:
+                    return spec
+                continue
             if passes(op) and not op.has_regions:
                 spec = self.read_spec(op.results[index])
                 if spec is not None:
@@ -244,6 +250,9 @@ class Layout:
         loop = program.ops[program.values[canonical].producer]
         place = loop.results.index(canonical)
         found = None
+        if loop.id in program.opened and loop.yields[place] in loop.entries:
+            # What is stored sharded is gathered in every turn, where it is read.
+            found = self.value_spec.get(loop.operands[place])
         for entry in loop.entries[place :: len(loop.operands)]:
             found = found or self.read_spec(entry)
         if found is None:

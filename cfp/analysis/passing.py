@@ -65,7 +65,7 @@ def _made(
 def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
     """Segments that read a value."""
     program = frame.program
-    tops = (program.top_level(user) for user, _ in program.users[value])
+    tops = (program.top_level(user) for user, _ in program.uses(value))
     return {place[op] for op in tops if op in place}
 
 

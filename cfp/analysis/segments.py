@@ -10,7 +10,7 @@ before every feed-forward block, dense or not) is cut there. Equal segments get 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Frame
@@ -27,6 +27,8 @@ class Segment:
         kind: equal for segments of equal structure; kinds count from 0.
         ops: ids of its top-level ops, the updates of its parameters included.
         groups: indices of the storage groups that it owns.
+        repeat: how often an opened loop runs it in one step; not the updates of its
+            parameters, which stand behind the loop.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Segment:
     kind: int
     ops: tuple[int, ...]
     groups: tuple[int, ...]
+    repeat: int = 1
 
     @property
     def blocks(self) -> range:
@@ -45,6 +48,7 @@ class Segment:
 def find_segments(frame: Frame) -> tuple[Segment, ...]:
     """Cuts the blocks of a program into segments."""
     units = _units(frame)
+    program = frame.program
     marks = _fingerprints(frame, units)
     before = _units_before(frame, units)
     loops = [_is_loop(frame, unit) for unit in units]
@@ -59,16 +63,58 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     ops: list[set[int]] = [set() for _ in ranges]
     for op_id, block in enumerate(frame.block_of):
         if block >= 0:
-            ops[of_block[block]].add(frame.program.top_level(op_id))
+            ops[of_block[block]].add(program.top_level(op_id))
     groups: list[list[int]] = [[] for _ in ranges]
     for group, block in zip(frame.groups, owners, strict=True):
         if block >= 0:
             groups[of_block[block]].append(group.index)
             ops[of_block[block]].update(group.ops)
+            inner = filter(program.is_top_level, group.inner_ops)
+            ops[of_block[block]].update(inner)
     return tuple(
-        Segment(i, start, end, kind, tuple(sorted(ops[i])), tuple(groups[i]))
+        Segment(
+            index=i,
+            start=start,
+            end=end,
+            kind=kind,
+            ops=tuple(sorted(ops[i])),
+            groups=tuple(groups[i]),
+            repeat=max((program.turns(op) for op in ops[i]), default=1),
+        )
         for i, (start, end, kind) in enumerate(ranges)
     )
+
+
+def open_loops(frame: Frame) -> Frame:
+    """Opens the loops inside of which there are segments to find.
+
+    A scan over microbatches has forward and backward passes of all layers in its body.
+    A scan over layers has the passes of one, each in a loop of its own, and stays
+    closed.
+    """
+    count = len(find_segments(frame))
+    tried: set[int] = set()
+    while True:
+        loop = next((one for one in _whole_loops(frame) if one not in tried), None)
+        if loop is None:
+            return frame
+        tried.add(loop)
+        opened = replace(frame.program, opened=frame.program.opened | {loop})
+        inside = replace(frame, program=opened)
+        found = len(find_segments(inside))
+        if found > count:
+            frame, count = inside, found
+
+
+def _whole_loops(frame: Frame) -> list[int]:
+    """Counted loops that hold all contractions of several blocks."""
+    program = frame.program
+    found: dict[int, None] = {}
+    for unit in _units(frame):
+        tops = {program.top_level(m.op) for b in unit for m in frame.blocks[b].members}
+        if len(unit) > 1 and len(tops) == 1:
+            found[tops.pop()] = None
+    return [op for op in found if program.ops[op].kind == "while"]
 
 
 def _units(frame: Frame) -> list[list[int]]:
@@ -78,7 +124,7 @@ def _units(frame: Frame) -> list[list[int]]:
     reach = list(range(len(frame.blocks)))  # the last block tied to each
     for block in frame.blocks:
         for op_id in block.ops:
-            if program.ops[op_id].parent >= 0:
+            if not program.is_top_level(op_id):
                 start = first.setdefault(program.top_level(op_id), block.index)
                 reach[start] = max(reach[start], block.index)
     units: list[list[int]] = []
@@ -94,8 +140,12 @@ def _units(frame: Frame) -> list[list[int]]:
 
 def _is_loop(frame: Frame, unit: list[int]) -> bool:
     """True if the blocks of a unit are what a loop repeats."""
-    ops = frame.program.ops
-    return any(ops[m.op].repeat > 1 for b in unit for m in frame.blocks[b].members)
+    program = frame.program
+    return any(
+        program.ops[m.op].repeat > program.turns(m.op)
+        for b in unit
+        for m in frame.blocks[b].members
+    )
 
 
 def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
@@ -133,7 +183,7 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
             origin = program.values[v].origin
             if origin >= 0:
                 made_by[v] |= made_by[origin]
-        if op.id in anchors and op.parent >= 0:
+        if op.id in anchors and not program.is_top_level(op.id):
             # What enters its loop may reach it in a later iteration.
             reads.extend(program.ops[program.top_level(op.id)].operands)
         found = 0

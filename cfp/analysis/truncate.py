@@ -106,6 +106,8 @@ def truncate_program(
     Returns:
         What is left; None if no stretch has more, or none of them can be truncated.
     """
+    if analysis.frame.program.opened:
+        return None  # What a loop carries ties its repeats to all others.
     truncation = Truncation(analysis)
     left_out: set[int] = set()
     for stretch in find_stretches(kinds, kept):

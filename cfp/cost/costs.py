@@ -16,6 +16,7 @@ from cfp.attention.matching.matches import Match, among, share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.chunks import Span, spans_of, working_bytes
 from cfp.cost.memory import (
+    accumulated_bytes,
     argument_bytes,
     can_rematerialize,
     copied_bytes,
@@ -99,16 +100,32 @@ class Costs:
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
         new = sum(size for p, size in state.items() if p in self._renewed)
+        added = accumulated_bytes(layout, segment)
         if copied := [place for place, p in self._copied if p in state]:
             outputs, specs = layout.frame.program.outputs, layout.output_specs()
             new += sum(value_bytes(layout, outputs[i], specs[i]) for i in copied)
         held = residuals_under(layout, segment, candidate.remat, candidate.kernel)
         residual = sum(value_bytes(layout, v) for v in held - self._results.keys())
         return SegmentBytes(
-            state_bytes=sum(state.values()) + new,
+            state_bytes=sum(state.values()) + new + added,
             new_bytes=new,
             residual_bytes=residual,
         )
+
+    def step_ms(self, kind: int, candidate: SegmentChoice, once_ms: float) -> float:
+        """Computes what a segment takes in a step from what it takes once.
+
+        An opened loop runs it several times, and updates its parameters once behind
+        that: of the time once, what these take by estimate does not repeat.
+        """
+        repeat = self._kinds[kind].repeat
+        if repeat == 1:
+            return once_ms
+        layout = self._layout(kind, candidate)
+        groups = (layout.frame.groups[index] for index in self._kinds[kind].groups)
+        state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
+        update_ms = min(once_ms, self._terms.rates.memory_ms(2 * state))
+        return repeat * (once_ms - update_ms) + update_ms
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """Estimates a running segment's memory, besides the values it keeps."""
@@ -259,7 +276,8 @@ class Costs:
                 read = (program.values[program.ops[op].results[0]] for op in views)
                 least = min(dtype_bytes(one.dtype) for one in (value, *read))
                 size = size * least / dtype_bytes(value.dtype)
-            total += self._terms.transition_ms(size, have, (), want)
+            turns = self._terms.turns(v)
+            total += turns * self._terms.transition_ms(size, have, (), want)
         return total
 
 

@@ -76,7 +76,7 @@ def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]
     found = {v for v in read_late if _feeds_heavy(program, v, turn)}
     # The rest is made again of tensors that are in memory.
     stack = [v for v in read_late if v not in found]
-    seen = set(program.args)
+    seen = {*program.args, *program.opened_entries}
     while stack:
         v = stack.pop()
         producer = program.values[v].producer
@@ -231,6 +231,22 @@ def argument_bytes(layout: Layout, position: int) -> int:
         return 0
     value = program.args[position]
     return value_bytes(layout, value, layout.arg_spec(position))
+
+
+def accumulated_bytes(layout: Layout, segment: Segment) -> int:
+    """Computes the bytes of what a segment adds up over the turns of an opened loop.
+
+    Such as gradients of microbatches, which are there throughout.
+    """
+    program, inside = layout.frame.program, set(segment.ops)
+    return sum(
+        value_bytes(layout, result, layout.spec(result))
+        for loop in sorted(program.opened)
+        for made, result in zip(
+            program.ops[loop].yields, program.ops[loop].results, strict=True
+        )
+        if program.values[made].producer in inside and program.values[made].shape
+    )
 
 
 def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:

@@ -68,6 +68,15 @@ class Terms:
         """The value that stands for all points at which a tensor is seen."""
         return self.frame.canonical.get(value, value)
 
+    def turns(self, value: int) -> int:
+        """How often opened loops have a value resharded in one step."""
+        program = self.frame.program
+        producer = program.values[value].producer
+        if producer >= 0:
+            return program.turns(producer)
+        readers = (op for op, _ in program.uses(value) if op not in self.frame.group_of)
+        return max((program.turns(op) for op in readers), default=1)
+
     def block(self, block: int, strategy: Strategy) -> BlockTerms:
         """Cost terms of a block under a strategy."""
         sharded = self.frame.shardings[block].factor_axes(strategy)
@@ -170,14 +179,16 @@ class Terms:
             if mode in (Storage.SHARDED, Storage.LARGEST):
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    moves += self.transition_ms(read, wide, (), want)
+                    once = self.transition_ms(read, wide, (), want)
+                    moves += self.turns(main) * once
             elif mode is Storage.OPTIMIZER:
                 moves += self.transition_ms(size, wide, (), used)
             for v in group.gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None and len(made[0]) == len(wide):
                     grad_bytes = program.values[v].size_bytes
-                    moves += self.transition_ms(grad_bytes, *made, wide)
+                    once = self.transition_ms(grad_bytes, *made, wide)
+                    moves += self.turns(v) * once
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
         return memory, moves

@@ -7,7 +7,7 @@ of several processes work as for any jitted function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from threading import Lock
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.excerpt import Excerpt, excerpt
-from cfp.program.graph import Program, Spec
+from cfp.program.graph import Op, Program, Spec
 from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
@@ -192,15 +192,45 @@ def _zeros(kind: ir.Type) -> ir.Attribute:
 def _values_by_id(block: ir.Block, program: Program) -> dict[int, ir.Value]:
     found: dict[int, ir.Value] = {}
     found.update(zip(program.args, block.arguments, strict=True))
-    top = (op for op in program.ops if op.parent < 0)
-    for opview in block.operations:
-        op = opview.operation
-        if op.name in ("sdy.sharding_constraint", "func.return"):
+    for op, record in _top_level(block, program):
+        if record is None:
             continue
-        if tag_of(op) is not None:
-            continue
-        found.update(zip(next(top).results, op.results, strict=True))
+        found.update(zip(record.results, op.results, strict=True))
+        if record.id in program.opened:
+            entries = [a for r in op.regions for a in r.blocks[0].arguments]
+            found.update(zip(record.entries, entries, strict=True))
     return found
+
+
+def _top_level(
+    block: ir.Block, program: Program
+) -> Iterator[tuple[ir.Operation, Op | None]]:
+    """The top-level ops of a module, with what the program says of them.
+
+    That is None for sharding constraints, and for what is rematerialized. Ops in an
+    opened loop come before the loop itself, as in the program.
+    """
+    inside: dict[int, list[Op]] = {}
+    for record in program.ops:
+        inside.setdefault(record.parent, []).append(record)
+
+    def descend(
+        blocks: Iterable[ir.Block], parent: int
+    ) -> Iterator[tuple[ir.Operation, Op | None]]:
+        records = iter(inside.get(parent, ()))
+        for opview in (one for block in blocks for one in block.operations):
+            op = opview.operation
+            if op.name in ("func.return", "stablehlo.return"):
+                continue
+            if op.name == "sdy.sharding_constraint" or tag_of(op) is not None:
+                yield op, None
+                continue
+            record = next(records)
+            if record.id in program.opened:
+                yield from descend((r.blocks[0] for r in op.regions), record.id)
+            yield op, record
+
+    yield from descend([block], -1)
 
 
 def _constrained(value: ir.Value) -> ir.Value:
@@ -222,23 +252,13 @@ def _part_ops(
     for value_id, argument in zip(program.args, block.arguments, strict=True):
         if value_id in inputs:
             known.add(argument)
-    top = (op for op in program.ops if op.parent < 0)
-    for opview in block.operations:
-        op = opview.operation
-        if op.name == "func.return":
-            continue
-        tag = tag_of(op)
-        if tag is not None:
-            if tag in wanted:
+    for op, record in _top_level(block, program):
+        if record is None:
+            tag = tag_of(op)
+            if tag in wanted if tag is not None else op.operands[0] in known:
                 kept.append(op)
                 known.update(op.results)
             continue
-        if op.name == "sdy.sharding_constraint":
-            if op.operands[0] in known:
-                kept.append(op)
-                known.add(op.results[0])
-            continue
-        record = next(top)
         if record.id in wanted:
             kept.append(op)
             known.update(op.results)

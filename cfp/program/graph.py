@@ -128,6 +128,8 @@ class Program:
         arg_avals, output_avals: types of arguments and results as JAX shows them, which
             say more than the program's: keys of random numbers, and weak types.
         arg_memory, output_memory: the memory of the host that each is in, or "".
+        opened: ids of loops that parts are cut inside of: the ops of their bodies count
+            as top-level ops.
     """
 
     values: tuple[Value, ...]
@@ -147,6 +149,7 @@ class Program:
     output_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     arg_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
     output_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    opened: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -198,11 +201,40 @@ class Program:
     def _is_stateful(op: Op) -> bool:
         return op.kind in ("custom_call", "rng", "infeed", "partition_id")
 
+    def is_top_level(self, op: int) -> bool:
+        """True if an op stands in no loop or branch, but for opened ones."""
+        parent = self.ops[op].parent
+        return parent < 0 or parent in self.opened
+
     def top_level(self, op: int) -> int:
-        """The op itself, or the outermost loop or branch that it stands in."""
-        while self.ops[op].parent >= 0:
+        """The op itself, or the outermost loop or branch that it stands in.
+
+        Opened loops do not count.
+        """
+        while not self.is_top_level(op):
             op = self.ops[op].parent
         return op
+
+    def turns(self, op: int) -> int:
+        """How often the opened loops that an op stands in run it in one step."""
+        return self.ops[self.top_level(op)].repeat
+
+    @cached_property
+    def opened_entries(self) -> frozenset[int]:
+        """The arguments of the bodies of opened loops."""
+        return frozenset(v for loop in self.opened for v in self.ops[loop].entries)
+
+    def uses(self, value: int) -> list[tuple[int, int]]:
+        """The users of a value, also where it enters an opened loop."""
+        found: list[tuple[int, int]] = []
+        for user, index in self.users[value]:
+            op = self.ops[user]
+            if user in self.opened and index < len(op.operands):
+                entries = op.entries[index :: len(op.operands)]
+                found.extend(use for entry in entries for use in self.uses(entry))
+            else:
+                found.append((user, index))
+        return found
 
     def with_bodies(self, ops: Iterable[int]) -> set[int]:
         """Some top-level ops and everything in their regions."""

@@ -100,7 +100,7 @@ def _cut(program: Program, wanted: Sequence[int]) -> Part:
         for v in reads:
             producer = program.values[v].producer
             if producer >= 0 and producer not in chosen:
-                if producer in program.leaf_ops and program.ops[producer].parent < 0:
+                if producer in program.leaf_ops and program.is_top_level(producer):
                     chosen.add(producer)
                     stack.append(producer)
         chosen.update(op.body)
@@ -114,7 +114,7 @@ def _cut(program: Program, wanted: Sequence[int]) -> Part:
         for v in (*op.operands, *op.yields):
             if v not in inside:
                 inputs[v] = None
-        if op.parent >= 0 or op_id in program.leaf_ops:
+        if not program.is_top_level(op_id) or op_id in program.leaf_ops:
             continue
         for r in op.results:
             if any(user not in chosen for user, _ in program.users[r]):
@@ -123,5 +123,5 @@ def _cut(program: Program, wanted: Sequence[int]) -> Part:
     for v in program.outputs:
         if v in made:
             outputs[v] = None
-    top = tuple(i for i in sorted(chosen) if program.ops[i].parent < 0)
+    top = tuple(i for i in sorted(chosen) if program.is_top_level(i))
     return Part(top, tuple(inputs), tuple(outputs))

@@ -116,11 +116,16 @@ def rematerialize(
     """
     if not wanted:
         return
-    body = [o.operation for o in function.regions[0].blocks[0].operations]
-    place = {op: number for number, op in enumerate(body)}
-    fixed = _without_arguments(body)
+    known: dict[ir.Operation, tuple[dict[ir.Operation, int], set[ir.Operation]]] = {}
     for one in wanted:
-        _Rematerializer(ops, one, place, fixed).run()
+        parent = ops[one.backward[0]].parent
+        assert parent is not None, "ops stand in the function, or in a loop"
+        if parent.operation not in known:
+            regions = parent.operation.regions
+            body = [o.operation for r in regions for o in r.blocks[0].operations]
+            place = {op: number for number, op in enumerate(body)}
+            known[parent.operation] = place, _without_arguments(body)
+        _Rematerializer(ops, one, *known[parent.operation]).run()
 
 
 def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
@@ -145,8 +150,8 @@ class _Rematerializer:
         self.wanted = wanted
         self.place = place
         self.fixed = fixed
-        self.number = {ops[i]: i for i in wanted.forward}
-        self.readers = [ops[i] for i in wanted.backward]
+        self.number = {ops[i]: i for i in wanted.forward if ops[i] in place}
+        self.readers = [ops[i] for i in wanted.backward if ops[i] in place]
 
     def run(self) -> None:
         uses = [

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
+from cfp.program.loops import inline_single_iteration
 from cfp.program.relayout import relayout
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
@@ -141,7 +142,8 @@ def bare_bytecode(module: ir.Module) -> bytes:
 def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
-    Convolutions that XLA would split wrongly get another layout.
+    Loops that run once are taken apart: inlining comes first, the innermost loops
+    next. Convolutions that XLA would split wrongly get another layout.
 
     Returns:
         The number of sharding constraints that were removed.
@@ -162,6 +164,8 @@ def normalise(module: ir.Module) -> int:
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
+            else:
+                inline_single_iteration(op)
         for each in functions(module.operation):
             _separate_constants(each)
     return erased

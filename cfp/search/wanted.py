@@ -260,6 +260,7 @@ class WantedMaker:
             for option in options
         ]
         reshard_ms, neighbour = min(ways, key=lambda way: way[0])
+        reshard_ms /= segments[index].repeat  # What is measured runs once.
         alone = self._alone(analysis.representatives[other], neighbour)
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
@@ -333,10 +334,11 @@ def measured_options(
         elif found is not None:
             least = costs.least_bytes(item.kind, item.candidate)
             residual = found.residual_bytes(least.residual_bytes)
+            once_ms = found.alone_ms if alone else found.time_ms
             options[item.kind].append(
                 Option(
                     candidate=item.candidate,
-                    time_ms=found.alone_ms if alone else found.time_ms,
+                    time_ms=costs.step_ms(item.kind, item.candidate, once_ms),
                     state_bytes=least.state_bytes,
                     residual_bytes=residual,
                     temp_bytes=max(0, found.alone_bytes - residual),

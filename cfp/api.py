@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from cfp.cluster.ray.planning import plan_step
+from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, nearest
 from cfp.find import find_plan
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.interrupts import heeded
 from cfp.profiling.store import store_path
@@ -30,6 +31,7 @@ from cfp.program.meaning import meaning
 from cfp.program.step import flatten_step
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
+from cfp.settings import Dimension
 from cfp.variants import Variant, all_meshes, plan_fastest
 
 
@@ -45,6 +47,7 @@ def plan(
     memory_budget: int | str | None = None,
     pins: Pins | None = None,
     preset: str | None = None,
+    choose: Iterable[str] | None = None,
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     **kwargs: Any,
@@ -75,6 +78,8 @@ def plan(
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
         preset: take a preset instead of searching, such as
             "data_parallel", "fully_sharded" or "tensor_parallel".
+        choose: what to choose among, such as ``("sharding", "kernels")``; by default
+            all, see :class:`PlannerSettings`.
         cache_dir: where measurements are kept; by default the user's cache directory.
         settings: how much to measure, and what is called with progress.
 
@@ -84,6 +89,10 @@ def plan(
         KeyboardInterrupt: the user has interrupted before there was anything to choose
             from. What was measured is kept, and the message says where.
     """
+    if choose is not None:
+        settings = settings_or_defaults(settings)
+        names = tuple(sorted(dimensions_of(choose)))
+        settings = replace(settings, choose=names)
     if isinstance(settings, PlannerSettings) and settings.ray is not None:
         if isinstance(mesh, DescribedMesh):
             raise CfpError(
@@ -124,7 +133,8 @@ def plan(
         "donate_argnames": donate_argnames,
     }
     if mesh is None:
-        meshes = all_meshes(most_axes=1 if preset is not None else 2)
+        may = Dimension.MESH in settings_or_defaults(settings).dimensions
+        meshes = all_meshes(most_axes=2 if may and preset is None else 1)
         if len(meshes) > 1:
             fastest = plan_fastest(
                 [
@@ -172,7 +182,7 @@ def _warn_of_interrupt() -> None:
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
 
 # What decides a plan; a saved one has decided.
-_DECIDES = {"memory_budget", "pins", "preset"}
+_DECIDES = {"memory_budget", "pins", "preset", "choose"}
 _OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
 # Names a plan's file for the steps of `parallelize` that are given none.
 PLAN_VARIABLE = "CFP_PLAN"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +30,7 @@ from cfp.settings import (
     PLANS_BY_ESTIMATE,
     REACH_BY_ESTIMATE,
     ConstraintLevel,
+    Dimension,
     PlatformDefaults,
     defaults_of,
 )
@@ -236,6 +238,13 @@ def _rules(
         for name in ("attention", "cross_entropy")
         if (value := getattr(settings, name)) is not None
     }
+    asked |= {
+        name: empty
+        for dimension, name, empty in _REPLACING
+        if dimension not in settings.dimensions
+    }
+    if Dimension.COMPILER_OPTIONS not in settings.dimensions:
+        options = {}
     levels, later = settings.constraint_levels or usual.levels, usual.later_levels
     is_measured = not (isinstance(mesh, DescribedMesh) or usual.estimates)
     if settings.constraint_levels is None and is_measured and is_plenty:
@@ -251,7 +260,14 @@ def _rules(
         compiler_options=usual.compiler_options if options is None else options,
         replacing=replace(usual.replacing, **asked),
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
+        dimensions=settings.dimensions,
     )
+
+
+_REPLACING: tuple[tuple[Dimension, str, Any], ...] = (
+    (Dimension.KERNELS, "attention", ()),
+    (Dimension.CROSS_ENTROPIES, "cross_entropy", 0),
+)
 
 
 def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:

@@ -122,9 +122,9 @@ def _find_plan(
     choice = outcome.winner.choice
     seconds = analyzed.seconds + time.perf_counter() - started
     made = replace(made, search={**made.search, "planning_seconds": seconds})
-    how = (solution.problem, rates, kernels, failed)
+    how = (solution.problem, rates, kernels, failed, outcome.raced)
     return Found(
-        plan=with_figures(made, analysis, choice, *how),
+        plan=with_figures(made, analysis, choice, *how, context.rules.dimensions),
         analysis=analysis,
         winner=outcome.winner,
         interrupted=interrupted,

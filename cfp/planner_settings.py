@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
@@ -12,7 +12,7 @@ from cfp.errors import CfpError, nearest
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
-from cfp.settings import ConstraintLevel
+from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,11 @@ class PlannerSettings:
             preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
             are written. By default on GPUs cuDNN's, which computes in the dtype of the
             attention; and everywhere chunks where memory decides.
+        choose: what to choose among, such as ("sharding", "kernels"); by default all:
+            mesh, sharding, storage, remat, kernels, cross_entropies, compiler_options
+            and microbatches. What is left out stays as it is without a plan: one mesh
+            axis, data parallel, parameters stored as they are used, nothing
+            rematerialized, the step as it is written, no options.
         cross_entropy: over so many parts of the vocabulary a cross-entropy may be
             computed, so that its logits are never held; 0 keeps it as it is written.
             By default 8 where memory decides.
@@ -69,7 +74,8 @@ class PlannerSettings:
         place: where programs are compiled, and records kept besides, if not only here.
 
     Raises:
-        CfpError: fewer than two repeats, or no strategy to measure.
+        CfpError: fewer than two repeats, no strategy to measure, or a choice among
+            what there is not.
     """
 
     per_kind: int = 16
@@ -81,6 +87,7 @@ class PlannerSettings:
     reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
+    choose: tuple[str, ...] | None = None
     cross_entropy: int | None = None
     race: bool = True
     repeats: int | None = 4
@@ -121,8 +128,64 @@ class PlannerSettings:
                 "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "
                 f"cross-entropies as they are, got cross_entropy={self.cross_entropy}."
             )
+        dimensions = self.dimensions
+        for dimension, name in _OF_DIMENSIONS.items():
+            if getattr(self, name) and dimension not in dimensions:
+                raise CfpError(
+                    f"{name}={getattr(self, name)!r} asks for what choose leaves out. "
+                    f"Add {dimension!r} to choose, or leave out {name}."
+                )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(
                 f"Expected kernels of attention among {', '.join(KERNELS)}, got "
                 f"{', '.join(unknown)}."
             )
+
+    @property
+    def dimensions(self) -> frozenset[Dimension]:
+        """What is chosen among.
+
+        Raises:
+            CfpError: there is no such dimension, or none was given.
+        """
+        return ALL_DIMENSIONS if self.choose is None else dimensions_of(self.choose)
+
+
+# Settings that ask for what a dimension chooses among.
+_OF_DIMENSIONS = {
+    Dimension.KERNELS: "attention",
+    Dimension.CROSS_ENTROPIES: "cross_entropy",
+    Dimension.COMPILER_OPTIONS: "compiler_options",
+}
+
+
+def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
+    """Reads names of dimensions, written with hyphens or underscores.
+
+    Raises:
+        CfpError: there is no such dimension, or none was given.
+    """
+    names = [names] if isinstance(names, str) else [*names]
+    known = [str(one) for one in Dimension]
+    plain = {name: str(name).strip().replace("-", "_") for name in names}
+    for name, found in plain.items():
+        if found not in known:
+            raise CfpError(
+                f"There is no {name!r} to choose; {nearest(found, known, _ALIASES)}"
+                f"There are: {', '.join(known)}."
+            )
+    if not plain:
+        raise CfpError(
+            f"Expected something to choose among, got none. There are: "
+            f"{', '.join(known)}; leave choose out for all."
+        )
+    return frozenset(map(Dimension, plain.values()))
+
+
+_ALIASES = {
+    "attention": "kernels",
+    "rematerialization": "remat",
+    "options": "compiler_options",
+    "cross_entropy": "cross_entropies",
+    "strategies": "sharding",
+}

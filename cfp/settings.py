@@ -104,6 +104,22 @@ class ConstraintLevel(StrEnum):
     ARGUMENTS = "arguments"
 
 
+class Dimension(StrEnum):
+    """Kinds of choices that a plan is made of, by the names that users give."""
+
+    MESH = "mesh"
+    SHARDING = "sharding"
+    STORAGE = "storage"
+    REMAT = "remat"
+    KERNELS = "kernels"
+    CROSS_ENTROPIES = "cross_entropies"
+    COMPILER_OPTIONS = "compiler_options"
+    MICROBATCHES = "microbatches"
+
+
+ALL_DIMENSIONS = frozenset(Dimension)
+
+
 # Parts of the vocabulary that a cross-entropy is computed over where memory decides.
 # docs/results/operators_plans_h200_202611.
 CROSS_ENTROPY_PARTS = 8
@@ -151,6 +167,7 @@ class PlatformDefaults:
         compiler_options: what leaders are raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
+        dimensions: what is chosen among; of all else the plan has what is usual.
     """
 
     estimates: bool = False
@@ -165,6 +182,7 @@ class PlatformDefaults:
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
+    dimensions: frozenset[Dimension] = ALL_DIMENSIONS
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,

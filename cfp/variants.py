@@ -26,7 +26,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
 from cfp.find import Found, estimate_plan, find_plan
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
-from cfp.plan.figures import VariantFigures
+from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -68,6 +68,8 @@ class Variant:
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
         mesh: the devices.
         kwargs: its arguments by name.
+        microbatches: in how many parts the batch goes through the step, if that is
+            what variants differ in.
     """
 
     name: str
@@ -75,6 +77,12 @@ class Variant:
     args: tuple[Any, ...] = field(repr=False)
     mesh: Mesh | DescribedMesh
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    microbatches: int | None = None
+
+    @property
+    def axes(self) -> int:
+        """The number of mesh axes that shard anything."""
+        return sum(size > 1 for size in self.mesh.shape.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,7 @@ class Outcome:
         seconds: how long planning it took.
         note: why it has no plan or no time, or "".
         estimated_ms: what its best plan takes by estimates, if that was asked.
+        is_too_large: whether none of its plans fits in memory.
     """
 
     name: str
@@ -96,6 +105,7 @@ class Outcome:
     seconds: float = 0.0
     note: str = ""
     estimated_ms: float | None = None
+    is_too_large: bool = False
 
     def __repr__(self) -> str:
         time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
@@ -204,7 +214,7 @@ def plan_fastest(
                 **asked,
             )
 
-        first = [*variants]
+        first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
         if rule_out and len(first) > 1 and preset is None:
@@ -224,6 +234,7 @@ def plan_fastest(
         errors = [(one.name, one.error) for one in tries if one.error]
         if _none_fits(tries):
             for one in leaner():
+                spares.append(one)
                 if not _may_fit(one, steps, how, asked):
                     continue
                 names.append(one.name)
@@ -249,6 +260,7 @@ def plan_fastest(
                     notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
     seconds = {one.name: one.seconds for one in tries}
+    too_large = {one.name for one in tries if isinstance(one.error, MemoryBudgetError)}
     outcomes = tuple(
         Outcome(
             name=name,
@@ -257,10 +269,13 @@ def plan_fastest(
             seconds=seconds.get(name, 0.0),
             note=notes.get(name, _INTERRUPTED),
             estimated_ms=estimates[name].time_ms if name in estimates else None,
+            is_too_large=name in too_large,
         )
         for name in names
     )
     plan = with_variants(found[best].plan, best, outcomes)
+    known = [one for one in (*variants, *spares) if one.name in names]
+    plan = _with_worth(plan, known, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
@@ -308,6 +323,58 @@ def with_variants(plan: Plan, best: str, outcomes: Sequence[Outcome]) -> Plan:
 
 
 # --------------------------------------------------------------------------- inside
+
+
+def _with_worth(
+    plan: Plan,
+    variants: Sequence[Variant],
+    outcomes: Sequence[Outcome],
+    basis: Basis,
+) -> Plan:
+    """The plan with what it gains by meshes of several axes, and by microbatches."""
+    if plan.figures is None or len(variants) < 2:
+        return plan
+    by_name = {one.name: one for one in outcomes}
+    pairs = [(one, by_name[one.name]) for one in variants]
+    plain: dict[str, Callable[[Variant], bool]] = {
+        "mesh": lambda one: one.axes < 2,
+        "microbatches": lambda one: one.microbatches in (None, 1),
+    }
+    found = []
+    for name, is_plain in plain.items():
+        without = [outcome for one, outcome in pairs if is_plain(one)]
+        if not without or len(without) == len(pairs):
+            continue
+        figures = _worth_of(name, [*by_name.values()], without, basis)
+        found += [figures] if figures is not None else []
+    worth = (*plan.figures.worth, *found)
+    return replace(plan, figures=replace(plan.figures, worth=worth))
+
+
+def _worth_of(
+    name: str, every: Sequence[Outcome], without: Sequence[Outcome], basis: Basis
+) -> WorthFigures | None:
+    """Compares the best variant with the best of some, by times of one kind."""
+
+    def best(outcomes: Sequence[Outcome], kind: str) -> float | None:
+        times = (getattr(one, kind) for one in outcomes)
+        return min((ms for ms in times if ms is not None), default=None)
+
+    for kind in ("step_ms", "estimated_ms"):
+        with_ms, without_ms = best(every, kind), best(without, kind)
+        fits = any(one.plan is not None for one in without)
+        if with_ms is None or (without_ms is None and kind == "step_ms" and fits):
+            continue
+        if without_ms is None and not all(one.is_too_large for one in without):
+            continue
+        return WorthFigures(
+            name=name,
+            with_ms=with_ms,
+            without_ms=without_ms,
+            is_measured=kind == "step_ms" and basis is not Basis.PREDICTED,
+        )
+    return None
+
 
 _INTERRUPTED = "interrupted"
 _OVER = "not planned: time was over"

@@ -13,7 +13,7 @@ import typer
 from cfp.cli import modes, values
 from cfp.cli import options as o
 from cfp.cli.commands import is_given, refuse_others
-from cfp.cli.output import only_json, plan_json, save, show, suggest
+from cfp.cli.output import only_json, plan_json, print_error, save, show, suggest
 from cfp.cli.variants import (
     MeshShapes,
     Microbatches,
@@ -66,6 +66,7 @@ def plan(
     memory_budget: o.Budget = None,
     time_budget: o.TimeBudget = None,
     preset: o.Preset = None,
+    choose: o.Choose = None,
     pin: o.Pins = None,
     donate: o.Donate = None,
     output: Output = None,
@@ -123,6 +124,7 @@ def plan(
         if as_json:
             more = {"variants": variants_data(found)} if several else {}
             print_json(plan_json(found.plan, more))
+            _end_interrupted(found)
             return
         if several:
             show(lambda b: variants_view(found, b))
@@ -130,6 +132,18 @@ def plan(
         if ", microbatches " in found.name:
             print("The plan is for its number of microbatches: give cfp run the same.")
         suggest(found.plan, output)
+        _end_interrupted(found)
+
+
+def _end_interrupted(found: Fastest) -> None:
+    """Ends a command that was interrupted, and has a plan all the same.
+
+    Raises:
+        typer.Exit: it was.
+    """
+    if found.interrupted:
+        print_error("Interrupted: the plan is the best of what was finished by then.")
+        raise typer.Exit(o.INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import typer
 from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
@@ -188,6 +188,16 @@ CrossEntropy = Annotated[
         "written. By default 8 where memory decides.",
         show_default=False,
         rich_help_panel=KERNELS,
+    ),
+]
+Choose = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="What to choose among, such as sharding,kernels: mesh, sharding, storage, "
+        "remat, kernels, cross-entropies, compiler-options, microbatches. All, if not "
+        "given.",
+        show_default=False,
     ),
 ]
 Others = Annotated[
@@ -365,6 +375,9 @@ def settings(
         supervision = ctx.obj if ctx is not None else None
         since = supervision.started if isinstance(supervision, Supervision) else True
         made = replace(made, retry_failures=since)
+    if given.get("choose") is not None:
+        names = dimensions_of(given["choose"].split(","))
+        made = replace(made, choose=tuple(sorted(names)))
     if given.get("attention") is not None:
         names = [name for name in given["attention"].split(",") if name != "none"]
         made = replace(made, attention=tuple(names))

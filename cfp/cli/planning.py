@@ -286,7 +286,16 @@ def search_stored(
     made = made.bound_to(session.step, session.lowering.out_tree)
     choice = outcome.winner.choice
     kernels = profiles.found.kernels
-    made = with_figures(made, analysis, choice, problem, profiles.rates, kernels)
+    made = with_figures(
+        made,
+        analysis,
+        choice,
+        problem,
+        profiles.rates,
+        kernels,
+        raced=outcome.raced,
+        dimensions=settings.dimensions,
+    )
     return Searched(plan=made, choice=choice, problem=problem)
 
 

@@ -21,7 +21,9 @@ from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
+from cfp.planner_settings import dimensions_of
 from cfp.report.console import Fitted
+from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant
@@ -79,8 +81,17 @@ def variants_of(ctx: typer.Context) -> Wanted:
             target does not take these microbatches.
     """
     given = ctx.params
+    chosen = dimensions_of(given["choose"].split(",")) if given.get("choose") else None
+    for option, dimension in _VARIED.items():
+        if given[option] and chosen is not None and dimension not in chosen:
+            flag = f"--{option.replace('_', '-')}"
+            raise CfpError(
+                f"{flag} is for what --choose leaves out. Add {dimension} to --choose, "
+                f"or leave out {flag}."
+            )
     counts = _counts(given["microbatches"])
     shapes, every = shapes_of(given)
+    every = every and (chosen is None or Dimension.MESH in chosen)
     cluster = _cluster(given)
     plays = cluster is not None and _plays(cluster, given)
     if cluster is None or not plays:
@@ -118,11 +129,19 @@ def variants_of(ctx: typer.Context) -> Wanted:
 
     def vary(mesh: Mesh | DescribedMesh, count: int | None, target: Target) -> Variant:
         name = _name(tuple(mesh.shape.items()), count)
-        return Variant(name=name, fn=target.step, args=target.args, mesh=mesh)
+        return Variant(
+            name=name,
+            fn=target.step,
+            args=target.args,
+            mesh=mesh,
+            microbatches=count,
+        )
 
     def leaner() -> Iterator[Variant]:
         asked = MICROBATCHES.flag in (word.partition("=")[0] for word in ctx.args)
         if given["microbatches"] is not None or asked:
+            return
+        if chosen is not None and Dimension.MICROBATCHES not in chosen:
             return
         for count in _MORE_MICROBATCHES:
             try:
@@ -139,6 +158,12 @@ def variants_of(ctx: typer.Context) -> Wanted:
         leaner=leaner,
     )
 
+
+# Options that name variants, and what these are of.
+_VARIED = {
+    "mesh_shapes": Dimension.MESH,
+    "microbatches": Dimension.MICROBATCHES,
+}
 
 # Numbers of microbatches that are tried where nothing fits otherwise.
 _MORE_MICROBATCHES = (2, 4, 8)

@@ -58,12 +58,15 @@ class Costs:
     Args:
         analysis: the program's analysis.
         rates: the devices' rates.
+        may_rematerialize: whether segments may compute their forward pass again.
 
     Attributes:
         fixed_bytes: what arguments and results that are no state take on each device.
     """
 
-    def __init__(self, analysis: Analysis, rates: Rates) -> None:
+    def __init__(
+        self, analysis: Analysis, rates: Rates, may_rematerialize: bool = True
+    ) -> None:
         self.analysis = analysis
         program = analysis.frame.program
         copies = copied_bytes(analysis)
@@ -78,7 +81,10 @@ class Costs:
         self._numbers: dict[SegmentChoice, int] = {}
         self._plain: list[SegmentChoice] = []
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
-        self._able = [can_rematerialize(analysis.frame, one) for one in self._kinds]
+        self._able = [
+            may_rematerialize and can_rematerialize(analysis.frame, one)
+            for one in self._kinds
+        ]
         self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
         self._spans = cache(self._find_spans)
         self._steps = cache(self._find_steps)

@@ -8,7 +8,7 @@ The estimate ranks choices; only what is worth measuring is then measured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -52,6 +52,49 @@ class SegmentEstimate:
         total = sum(float(row[pick]) for row, pick in nodes)
         return total + sum(
             float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
+        )
+
+    def among(
+        self, strategies: Sequence[Set[Strategy]] | None, modes: Set[Storage]
+    ) -> SegmentEstimate:
+        """The estimate of fewer choices.
+
+        Args:
+            strategies: for each block those that stay, or None for all.
+            modes: how parameters may be stored.
+        """
+        node_ms = {mode: rows for mode, rows in self.node_ms.items() if mode in modes}
+        if strategies is None:
+            return replace(self, node_ms=node_ms)
+        numbers = [
+            {one: number for one, number in known.items() if one in may}
+            for known, may in zip(self.numbers, strategies, strict=True)
+        ]
+        kept = [sorted(set(one.values())) for one in numbers]
+        new = [{old: place for place, old in enumerate(rows)} for rows in kept]
+
+        def fewer(edges: Mapping[tuple[int, int], np.ndarray]) -> dict:
+            return {
+                (a, b): matrix[np.ix_(kept[a], kept[b])]
+                for (a, b), matrix in edges.items()
+            }
+
+        return replace(
+            self,
+            strategies=tuple(
+                tuple(every[i] for i in rows)
+                for every, rows in zip(self.strategies, kept, strict=True)
+            ),
+            node_ms={
+                mode: [row[rows] for row, rows in zip(nodes, kept, strict=True)]
+                for mode, nodes in node_ms.items()
+            },
+            edge_ms=fewer(self.edge_ms),
+            own_edge_ms=fewer(self.own_edge_ms),
+            numbers=tuple(
+                {one: places[number] for one, number in known.items()}
+                for known, places in zip(numbers, new, strict=True)
+            ),
         )
 
     def without_twin(self) -> SegmentEstimate:

@@ -69,7 +69,7 @@ class Terms:
         return self.frame.canonical.get(value, value)
 
     def turns(self, value: int) -> int:
-        """How often opened loops have a value resharded in one step."""
+        """Counts the times that opened loops have a value resharded in one step."""
         program = self.frame.program
         producer = program.values[value].producer
         if producer >= 0:

@@ -18,13 +18,14 @@ from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
 from cfp.search.build import build_problem
-from cfp.search.choices import estimate_kinds, leading_presets
+from cfp.search.choices import estimate_among, leading_presets
 from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
 from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Explored, WantedMaker
+from cfp.settings import Dimension
 from cfp.solution import Estimate, Profiles
 
 
@@ -63,13 +64,17 @@ def look_up(
         measure: whether to measure; otherwise no device is used.
     """
     settings, alone = context.settings, context.agreement.alone
-    estimates = estimate_kinds(analysis, rates)
-    every = leading_presets(analysis, estimates, named_choices(analysis.frame))
+    dimensions = context.rules.dimensions
+    estimates, among = estimate_among(
+        analysis, rates, named_choices(analysis.frame), dimensions
+    )
+    every = leading_presets(analysis, estimates, among)
     # What saves memory is worth measuring however long it takes, if need be, and so are
     # all where one could not be built or run; which depends on times, too, that several
     # processes may know differently.
     near = leading_presets(analysis, estimates, every, context.rules.estimate_reach)
-    costs, memory = Costs(analysis, rates), context.memory
+    costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
+    memory = context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
         able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
@@ -194,7 +199,8 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     """Estimates what the best choice for a program takes; of it nothing runs."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
-    costs = Costs(analysis, profiles.rates)
+    may = Dimension.REMAT in context.rules.dimensions
+    costs = Costs(analysis, profiles.rates, may)
     problem = build_problem(costs, profiles.found.estimated, context.budget_bytes)
     best = solve(problem)
     found = best or leanest(problem)
@@ -216,9 +222,12 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     else:
         # What lies between processes may be anything, and is found out in seconds.
         rates = measured_rates(context)
-    estimates = estimate_kinds(analysis, rates)
-    named = leading_presets(analysis, estimates, named_choices(analysis.frame))
-    costs = Costs(analysis, rates)
+    dimensions = context.rules.dimensions
+    estimates, among = estimate_among(
+        analysis, rates, named_choices(analysis.frame), dimensions
+    )
+    named = leading_presets(analysis, estimates, among)
+    costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
 
     def estimated(tight: bool) -> Explored:
         return estimate_options(

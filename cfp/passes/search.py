@@ -27,7 +27,7 @@ from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.solver import best_solutions
 from cfp.search.wanted import measured_options
-from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE
+from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
 from cfp.solution import Candidate, Profiles, Solution, prediction_of
 
 
@@ -49,7 +49,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     decided_by = context.decided_by(profiles.interrupted)
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
-    costs, wanted = Costs(analysis, profiles.rates), explored.wanted
+    may = Dimension.REMAT in context.rules.dimensions
+    costs, wanted = Costs(analysis, profiles.rates, may), explored.wanted
     sets = (
         [explored.estimated]
         if explored.estimated

@@ -197,6 +197,7 @@ class Figures:
             to what does.
         variants: meshes and microbatches that the plan was chosen among.
         worth: what each kind of choice is worth.
+        chosen: what was chosen among, by the names of `choose`; empty for all.
     """
 
     blocks: tuple[BlockFigures, ...] = ()
@@ -210,6 +211,7 @@ class Figures:
     refused: tuple[RefusedFigures, ...] = ()
     variants: tuple[VariantFigures, ...] = ()
     worth: tuple[WorthFigures, ...] = ()
+    chosen: tuple[str, ...] = ()
 
     def taken(self, segment: int) -> OptionFigures | None:
         """The option that the plan takes for a segment, if that was measured."""
@@ -309,6 +311,7 @@ def figures_from_json(data: Mapping[str, Any]) -> Figures:
             )
             for one in data.get("worth", ())
         ),
+        chosen=tuple(map(_words, data.get("chosen", ()))),
     )
 
 

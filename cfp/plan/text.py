@@ -16,6 +16,7 @@ from cfp.plan.parts import PlanRow
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import columns, distinct_ends, merged_name, span_text
 from cfp.race.programs import RaceRow
+from cfp.settings import Dimension
 from cfp.units import format_bytes
 
 if TYPE_CHECKING:
@@ -252,6 +253,9 @@ def _worth_remarks(plan: Plan) -> list[str]:
     if plan.figures is None:
         return []
     found = []
+    chosen = plan.figures.chosen
+    if chosen and len(chosen) < len(Dimension):
+        found.append(f"chosen among {', '.join(chosen)} alone, as --choose asks")
     if tried := plan.figures.variants:
         times = (
             f"{one.name} {_or_estimate(one)}{' (this one)' if one.taken else ''}"
@@ -259,8 +263,10 @@ def _worth_remarks(plan: Plan) -> list[str]:
         )
         found.append(f"chosen among: {'; '.join(times)}")
     worth = [one for one in plan.figures.worth if _is_worth_something(one)]
-    if parts := [_worth_text(one) for one in worth]:
-        found.append(f"worth by prediction: {'; '.join(parts)}")
+    for how, is_measured in (("as measured", True), ("by prediction", False)):
+        mine = [one for one in worth if one.is_measured is is_measured]
+        if parts := [_worth_text(one) for one in mine]:
+            found.append(f"worth {how}: {'; '.join(parts)}")
     return found
 
 

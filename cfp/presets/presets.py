@@ -23,6 +23,9 @@ PRESETS = {
     "expert_parallel": ("expert", Storage.USED),
 }
 
+# Whose strategies the others fall back to.
+DATA_PARALLEL = "data_parallel"
+
 # What others call them.
 ALIASES = {
     "ddp": "data_parallel",

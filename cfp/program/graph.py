@@ -216,7 +216,7 @@ class Program:
         return op
 
     def turns(self, op: int) -> int:
-        """How often the opened loops that an op stands in run it in one step."""
+        """Counts the times that opened loops run an op in one step."""
         return self.ops[self.top_level(op)].repeat
 
     @cached_property

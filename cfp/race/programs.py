@@ -172,6 +172,7 @@ class RaceOutcome:
         built: its whole program, if it was compiled just now.
         rows: what raced, and how it did.
         counts: counts and seconds of all passes.
+        raced: what ran, with its step time.
     """
 
     winner: Candidate
@@ -180,6 +181,7 @@ class RaceOutcome:
     built: Built | None = field(default=None, repr=False)
     rows: tuple[RaceRow, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
+    raced: tuple[tuple[Candidate, float], ...] = field(default=(), repr=False)
 
 
 def was_refused(record: ProfileRecord) -> bool:
@@ -236,6 +238,7 @@ def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
         result=None,
         rows=tuple(rows),
         built=None,
+        raced=(),
         counts={**outcome.counts, "compiled": 1},
     )
 

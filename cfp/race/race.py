@@ -119,7 +119,8 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     if len(tied) > 1:
         spread = max(tied.values()) / min(tied.values()) - 1.0
         counts = {"ties": len(tied) - 1, "tie_spread": spread}
-    return run.outcome(best, rows, run.built.get(best.program.identity), counts)
+    made = run.built.get(best.program.identity)
+    return run.outcome(best, rows, made, counts, results=results)
 
 
 def _first_that_fits(run: Run, candidates: Sequence[Candidate]) -> RaceResult:
@@ -183,7 +184,8 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         "segments_raced": len(raced.segments),
         "winner_seconds": time.perf_counter() - timed,
     }
-    return run.outcome(won, rows, run.built.get(won.program.identity), counts)
+    made = run.built.get(won.program.identity)
+    return run.outcome(won, rows, made, counts, results=ranking.results)
 
 
 def _late_answer(
@@ -211,7 +213,8 @@ def _late_answer(
             break
     if best is None:
         raise run.nothing_fits([*results.values()])
-    return run.outcome(best, [race_row(result) for result in results.values()])
+    every = [*results.values()]
+    return run.outcome(best, [*map(race_row, every)], results=every)
 
 
 # What did not run whole, by choice and level: with other options it is as large.

@@ -308,6 +308,8 @@ class Run:
         rows: Sequence[RaceRow],
         built: Built | None = None,
         counts: Mapping[str, float] | None = None,
+        *,
+        results: Sequence[RaceResult],
     ) -> RaceOutcome:
         """Returns the outcome of a race that has a winner."""
         absent = self.solution.unraced.items()
@@ -326,4 +328,5 @@ class Run:
                 "race_cached": float(not self.fresh),
                 **(counts or {}),
             },
+            raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
         )

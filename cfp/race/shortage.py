@@ -215,7 +215,8 @@ def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
         f"{len(able)} could be: a search tries that where it predicts that memory is "
         "tight, a preset does not."
     )
-    if any(op.kind == "while" for op in analysis.frame.program.ops):
+    program = analysis.frame.program
+    if any(op.kind == "while" and op.id not in program.opened for op in program.ops):
         text += (
             " A loop is rematerialized as a whole: put jax.checkpoint around its body, "
             "so that it keeps less of each iteration."

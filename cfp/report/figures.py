@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, Storage, lay_out
+from cfp.analysis.layout import Choice, Layout, lay_out
 from cfp.attention.matching.matches import (
     Match,
     among,
@@ -17,7 +17,6 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
-from cfp.cost.choice import SegmentChoice
 from cfp.patterns.build import split
 from cfp.patterns.sites import cross_entropies
 from cfp.plan.drawn import block_figures, short_source
@@ -27,15 +26,16 @@ from cfp.plan.figures import (
     LeftFigures,
     OptionFigures,
     RefusedFigures,
-    WorthFigures,
 )
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
+from cfp.report.worth import worth
 from cfp.search.choices import picks_of
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option, Problem
-from cfp.search.solver import solve
+from cfp.settings import ALL_DIMENSIONS, Dimension
+from cfp.solution import Candidate
 
 _NONE_CAN = "no kernel that may be used can compute it"
 
@@ -48,6 +48,8 @@ def with_figures(
     rates: Rates | None,
     kernels: Kernels,
     failed: Mapping[str, str] = MappingProxyType({}),
+    raced: Sequence[tuple[Candidate, float]] = (),
+    dimensions: Set[Dimension] = ALL_DIMENSIONS,
 ) -> Plan:
     """The plan with its figures.
 
@@ -59,14 +61,18 @@ def with_figures(
         rates: of the devices, if they are known.
         kernels: what might have computed its attentions.
         failed: kernels that did not run, with the reason.
+        raced: whole programs, with their measured step times.
+        dimensions: what was chosen among.
     """
     layout = lay_out(analysis.frame, choice)
     left, refused = _kernels(analysis, layout, choice, kernels, failed)
     left += _losses(analysis, kernels)
     blocks = block_figures(analysis, choice, rates)
-    found = Figures(blocks=blocks, left=left, refused=refused)
+    chosen = tuple(str(one) for one in Dimension if one in dimensions)
+    found = Figures(blocks=blocks, left=left, refused=refused, chosen=chosen)
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
+        found = replace(found, worth=worth(analysis, problem, raced))
     return replace(plan, figures=found)
 
 
@@ -179,47 +185,7 @@ def _searched(
         reshard_ms=_reshard_ms(problem, picks) if picks else (),
         fixed_bytes=problem.fixed_bytes,
         budget_bytes=problem.budget_bytes,
-        worth=worth(problem),
     )
-
-
-# Of each kind of choice: what it is called, and whether an option goes without it.
-_CHOICES: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
-    {
-        "attention kernels": lambda one: not split(one.kernel)[0],
-        "cross-entropy in parts": lambda one: not split(one.kernel)[1],
-        "rematerialization": lambda one: not one.remat,
-        "storage": lambda one: one.storage is Storage.USED,
-    }
-)
-
-
-def worth(problem: Problem) -> tuple[WorthFigures, ...]:
-    """Predicts what each kind of choice is worth: the best step with it, and without.
-
-    Kinds that no option makes use of are left out.
-    """
-    best = solve(problem)
-    if best is None:
-        return ()
-    found = []
-    for name, goes_without in _CHOICES.items():
-        kept = [
-            [i for i, one in enumerate(options) if goes_without(one.candidate)]
-            for options in problem.options
-        ]
-        if [*map(len, kept)] == [*map(len, problem.options)]:
-            continue
-        without = solve(problem.among(kept)) if all(kept) else None
-        found.append(
-            WorthFigures(
-                name=name,
-                with_ms=best.cost_ms,
-                without_ms=without and without.cost_ms,
-                is_measured=False,
-            )
-        )
-    return tuple(found)
 
 
 def _option(

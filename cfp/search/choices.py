@@ -9,7 +9,7 @@ unless they are estimated to take far longer than the best of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -20,12 +20,12 @@ from cfp.analysis.strategies import Strategy
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.presets.presets import PRESETS
+from cfp.presets.presets import DATA_PARALLEL, PRESETS
 from cfp.presets.propagated import PROPAGATED
 from cfp.profiling.collectives import Rates
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem, Solved
-from cfp.settings import MIXED_PRESETS
+from cfp.settings import MIXED_PRESETS, Dimension
 
 # Partial choices that a search for the best by estimate goes on with.
 BEAM_WIDTH = 256
@@ -102,7 +102,10 @@ def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoi
     for (a, b), matrix in estimate.edge_ms.items():
         before.setdefault(b, []).append((a, matrix))
     found = []
-    for storage in USUAL_STORAGE if estimate.segment.groups else (Storage.USED,):
+    usual = USUAL_STORAGE if estimate.segment.groups else (Storage.USED,)
+    for storage in usual:
+        if storage not in estimate.node_ms:
+            continue
         costs, picks = np.zeros(1), np.zeros((1, 0), int)
         for place, options in enumerate(estimate.node_ms[storage]):
             grown = costs[:, None] + options[None, :]
@@ -168,6 +171,48 @@ def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, .
         twin = behind if behind is not None and behind.kind == kind else None
         found.append(estimate_segment(terms, segments[index], twin))
     return tuple(found)
+
+
+def estimate_among(
+    analysis: Analysis,
+    rates: Rates,
+    named: Mapping[str, Choice],
+    dimensions: Set[Dimension],
+) -> tuple[tuple[SegmentEstimate, ...], Mapping[str, Choice]]:
+    """Estimates every kind, and named choices, within the dimensions to choose among.
+
+    Without sharding every block is as data parallelism has it; without storage
+    parameters are stored as they are used.
+
+    Args:
+        analysis: of the program.
+        rates: the devices' rates.
+        named: presets and what propagation makes, by name, data_parallel among them.
+        dimensions: what is chosen among.
+    """
+    estimates = estimate_kinds(analysis, rates)
+    modes, fixed = {*Storage}, None
+    if Dimension.STORAGE not in dimensions:
+        modes = {Storage.USED}
+    if Dimension.SHARDING not in dimensions:
+        fixed = named[DATA_PARALLEL].blocks
+    if fixed is None and len(modes) > 1:
+        return estimates, named
+    kept = {
+        name: choice
+        for name, choice in named.items()
+        if modes.issuperset(choice.storage) and fixed in (None, choice.blocks)
+    }
+    found = []
+    for kind, estimate in enumerate(estimates):
+        strategies = None
+        if fixed is not None:
+            alike = [one.blocks for one in analysis.segments if one.kind == kind]
+            strategies = [
+                {*map(fixed.__getitem__, same)} for same in zip(*alike, strict=True)
+            ]
+        found.append(estimate.among(strategies, modes))
+    return tuple(found), kept
 
 
 def leading_presets(

@@ -1,0 +1,132 @@
+"""The gain of each kind of choice, against a search over everything there is."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.layout import Storage
+from cfp.context import open_context
+from cfp.models import build
+from cfp.passes.pipeline import analyze_step
+from cfp.passes.profile import profile
+from cfp.passes.search import search
+from cfp.patterns.build import split
+from cfp.planner_settings import PlannerSettings
+from cfp.presets.presets import presets
+from cfp.program.step import flatten_step
+from cfp.report.worth import worth
+from cfp.settings import Dimension
+from cfp.solution import Candidate
+from cfp.variants import Variant, plan_fastest
+from cfp_test.models.tiny import TINY
+
+SETTINGS = PlannerSettings(per_kind=2, attention=("chunked",))
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """A problem of a few options, and its analysis."""
+    step, args = build("gpt", **{**TINY["gpt"], "layers": 2})
+    mesh = cfp.described("4xh100")
+    analyzed = analyze_step(flatten_step(step, args, {}), mesh, None)
+    folder = tmp_path_factory.mktemp("store")
+    with open_context(mesh, folder, None, SETTINGS) as context:
+        profiles = profile(context, analyzed.analysis)
+        found = search(context, analyzed.analysis, profiles)
+    return analyzed.analysis, found.problem
+
+
+def of_data_parallel(analysis):
+    plain = presets(analysis.frame)["data_parallel"].blocks
+    return {
+        (segment.kind, tuple(plain[b] for b in segment.blocks))
+        for segment in analysis.segments
+    }
+
+
+def brute_force(problem, may):
+    """The least cost of all picks of options that may be."""
+    allowed = [
+        [i for i, one in enumerate(problem.options[kind]) if may(kind, one.candidate)]
+        for kind in problem.kinds
+    ]
+    every = (p for p in itertools.product(*allowed) if problem.fits(p))
+    return min(map(problem.cost_ms, every), default=None)
+
+
+def test_predicted_gains_are_those_of_trying_everything(searched):
+    analysis, problem = searched
+    plain = of_data_parallel(analysis)
+    without = {
+        "sharding": lambda kind, one: (kind, one.strategies) in plain,
+        "storage": lambda _, one: one.storage is Storage.USED,
+        "attention kernels": lambda _, one: not split(one.kernel)[0],
+    }
+    # Alike segments at both ends of a stack are what makes a step deep: few are enough.
+    found = {one.name: one for one in worth(analysis, problem)}
+    assert {*found} >= {*without}
+    best = brute_force(problem, lambda *_: True)
+    for name, may in without.items():
+        assert found[name].with_ms == pytest.approx(best)
+        assert found[name].without_ms == pytest.approx(brute_force(problem, may))
+        assert not found[name].is_measured
+        assert found[name].without_ms >= best - 1e-9
+
+
+def test_what_raced_with_and_without_is_measured(searched):
+    analysis, problem = searched
+    known = presets(analysis.frame)
+    tensor = Candidate("tensor_parallel", known["tensor_parallel"])
+    raced = [
+        (Candidate("data_parallel", known["data_parallel"]), 10.0),
+        (Candidate("fully_sharded", known["fully_sharded"]), 9.0),
+        (tensor, 8.0),
+        (Candidate("other", tensor.choice, options={"xla_a": "1"}), 7.0),
+    ]
+    found = {one.name: one for one in worth(analysis, problem, raced)}
+    measured = {
+        name: (one.with_ms, one.without_ms)
+        for name, one in found.items()
+        if one.is_measured
+    }
+    assert measured == {
+        "sharding": (7.0, 9.0),
+        "storage": (7.0, 7.0),
+        "compiler options": (7.0, 8.0),
+    }
+    assert not found["attention kernels"].is_measured
+
+
+def step(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def test_the_gain_of_a_mesh_is_that_over_one_axis(tmp_path):
+    args = ({"a": jnp.ones((64, 128)), "b": jnp.ones((128, 64))}, jnp.ones((64, 64)))
+    variants = [
+        Variant(name=name, fn=step, args=args, mesh=cfp.described("4xh100", **mesh))
+        for name, mesh in (("x=4", {"x": 4}), ("x=2,y=2", {"x": 2, "y": 2}))
+    ]
+    settings = PlannerSettings(choose=tuple(Dimension))
+    found = plan_fastest(variants, cache_dir=tmp_path, settings=settings, quiet=True)
+    times = {one.name: one.step_ms for one in found.outcomes}
+    [gain] = [one for one in found.plan.figures.worth if one.name == "mesh"]
+    assert gain.with_ms == min(times.values())
+    assert gain.without_ms == times["x=4"]
+    assert not gain.is_measured
+    assert found.plan.figures.chosen == tuple(map(str, Dimension))
+
+
+def test_a_plan_says_what_it_chose_among_if_that_is_not_all(tmp_path):
+    args = ({"a": jnp.ones((64, 128)), "b": jnp.ones((128, 64))}, jnp.ones((64, 64)))
+    mesh = cfp.described("4xh100")
+
+    def said(**choose):
+        return repr(cfp.plan(step, *args, mesh=mesh, cache_dir=tmp_path, **choose))
+
+    assert "chosen among sharding, storage alone" in said(
+        choose=("storage", "sharding")
+    )
+    assert "alone" not in said()

@@ -45,3 +45,32 @@ def format_bytes(count: float, *, up: bool = False) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{rounded:.2f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds for people: ``2:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def seconds_left(done: int, total: int, seconds: float) -> float | None:
+    """Estimates the time for the rest of some work of equal parts.
+
+    Args:
+        done: parts that are over.
+        total: all parts.
+        seconds: that took.
+
+    Returns:
+        None where nothing is over yet, or all is.
+    """
+    return seconds / done * (total - done) if 0 < done < total else None
+
+
+def left_text(done: int, total: int, seconds: float) -> str:
+    """The time for the rest as the end of a line: ``, about 0:40 left``.
+
+    Empty where it is not known, or no time to speak of; see `seconds_left`.
+    """
+    left = round(seconds_left(done, total, seconds) or 0.0)
+    return f", about {clock_text(left)} left" if left else ""

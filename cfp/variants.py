@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ from jax.sharding import Mesh
 
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
-from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
 from cfp.find import Found, estimate_plan, find_plan
+from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
-from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -43,74 +41,11 @@ from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
-from cfp.settings import REACH_BY_ESTIMATE
+from cfp.settings import LEAST_VARIANT_SHARE, REACH_BY_ESTIMATE
 from cfp.solution import Estimate
 from cfp.units import parse_bytes
 
 now = time.monotonic  # Of the time that all variants share.
-
-
-class Basis(StrEnum):
-    """Source of the times that variants are compared by."""
-
-    RACED = "raced"
-    MEASURED = "measured"
-    PREDICTED = "predicted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to run a step.
-
-    Attributes:
-        name: what it is called in the outcome.
-        fn: the step, as for :func:`cfp.plan`.
-        args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
-        mesh: the devices.
-        kwargs: its arguments by name.
-        microbatches: in how many parts the batch goes through the step, if that is
-            what variants differ in.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...] = field(repr=False)
-    mesh: Mesh | DescribedMesh
-    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    microbatches: int | None = None
-
-    @property
-    def axes(self) -> int:
-        """The number of mesh axes that shard anything."""
-        return sum(size > 1 for size in self.mesh.shape.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of planning a variant.
-
-    Attributes:
-        name: the variant's.
-        plan: its plan, or None.
-        step_ms: the time that it is compared by, or None.
-        seconds: how long planning it took.
-        note: why it has no plan or no time, or "".
-        estimated_ms: what its best plan takes by estimates, if that was asked.
-        is_too_large: whether none of its plans fits in memory.
-    """
-
-    name: str
-    plan: Plan | None = None
-    step_ms: float | None = None
-    seconds: float = 0.0
-    note: str = ""
-    estimated_ms: float | None = None
-    is_too_large: bool = False
-
-    def __repr__(self) -> str:
-        time = f"{self.step_ms:.3f} ms per step" if self.step_ms is not None else ""
-        parts = [text for text in (time, self.note.partition("\n")[0]) if text]
-        return f"{self.name}: {'; '.join(parts) or 'not timed'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +210,7 @@ def plan_fastest(
     )
     plan = with_variants(found[best].plan, best, outcomes)
     known = [one for one in (*variants, *spares) if one.name in names]
-    plan = _with_worth(plan, known, outcomes, basis)
+    plan = with_worth(plan, known, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
@@ -304,76 +239,7 @@ def all_meshes(most_axes: int = 2) -> dict[str, Mesh]:
     }
 
 
-def with_variants(plan: Plan, best: str, outcomes: Sequence[Outcome]) -> Plan:
-    """The plan with what it was chosen among, if there was more than one."""
-    if len(outcomes) < 2 or plan.figures is None:
-        return plan
-    tried = tuple(
-        VariantFigures(
-            name=one.name,
-            step_ms=one.step_ms,
-            estimated_ms=one.estimated_ms,
-            memory_bytes=one.plan and (one.plan.peak_bytes or one.plan.predicted_bytes),
-            note=one.note.partition("\n")[0],
-            taken=one.name == best,
-        )
-        for one in outcomes
-    )
-    return replace(plan, figures=replace(plan.figures, variants=tried))
-
-
 # --------------------------------------------------------------------------- inside
-
-
-def _with_worth(
-    plan: Plan,
-    variants: Sequence[Variant],
-    outcomes: Sequence[Outcome],
-    basis: Basis,
-) -> Plan:
-    """The plan with what it gains by meshes of several axes, and by microbatches."""
-    if plan.figures is None or len(variants) < 2:
-        return plan
-    by_name = {one.name: one for one in outcomes}
-    pairs = [(one, by_name[one.name]) for one in variants]
-    plain: dict[str, Callable[[Variant], bool]] = {
-        "mesh": lambda one: one.axes < 2,
-        "microbatches": lambda one: one.microbatches in (None, 1),
-    }
-    found = []
-    for name, is_plain in plain.items():
-        without = [outcome for one, outcome in pairs if is_plain(one)]
-        if not without or len(without) == len(pairs):
-            continue
-        figures = _worth_of(name, [*by_name.values()], without, basis)
-        found += [figures] if figures is not None else []
-    worth = (*plan.figures.worth, *found)
-    return replace(plan, figures=replace(plan.figures, worth=worth))
-
-
-def _worth_of(
-    name: str, every: Sequence[Outcome], without: Sequence[Outcome], basis: Basis
-) -> WorthFigures | None:
-    """Compares the best variant with the best of some, by times of one kind."""
-
-    def best(outcomes: Sequence[Outcome], kind: str) -> float | None:
-        times = (getattr(one, kind) for one in outcomes)
-        return min((ms for ms in times if ms is not None), default=None)
-
-    for kind in ("step_ms", "estimated_ms"):
-        with_ms, without_ms = best(every, kind), best(without, kind)
-        fits = any(one.plan is not None for one in without)
-        if with_ms is None or (without_ms is None and kind == "step_ms" and fits):
-            continue
-        if without_ms is None and not all(one.is_too_large for one in without):
-            continue
-        return WorthFigures(
-            name=name,
-            with_ms=with_ms,
-            without_ms=without_ms,
-            is_measured=kind == "step_ms" and basis is not Basis.PREDICTED,
-        )
-    return None
 
 
 _INTERRUPTED = "interrupted"
@@ -521,11 +387,13 @@ def _plan_all(
     tries: list[_Try] = []
     for place, variant in enumerate(variants):
         left = end - now()
-        if left <= 0.0 and any(one.found for one in tries):
+        # A variant takes some time, however little it is given.
+        took = min((one.seconds for one in tries if one.found), default=0.0)
+        if left <= LEAST_VARIANT_SHARE * took and any(one.found for one in tries):
             tries.append(_Try(name=variant.name, why_not=_OVER))
             continue
         found = error = None
-        started = time.perf_counter()
+        started = now()
         try:
             # The last race takes a share, too.
             shares = len(variants) - place + (len(variants) > 1)
@@ -535,7 +403,7 @@ def _plan_all(
         except KeyboardInterrupt:
             if not any(one.found for one in tries):
                 raise
-        seconds = time.perf_counter() - started
+        seconds = now() - started
         tries.append(_Try(name=variant.name, seconds=seconds, found=found, error=error))
         if tries[-1].interrupted:
             break

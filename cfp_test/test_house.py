@@ -43,6 +43,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("cluster",),
     ("find",),
+    ("outcomes",),
     ("variants",),
     ("api",),
     ("operators",),

@@ -259,6 +259,21 @@ def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
     assert found.plan is not None and found.name in ("line", "flat")
 
 
+def test_what_would_take_longer_than_is_left_is_not_begun(monkeypatch, tmp_path):
+    asked, now, whole = [], [100.0], room.find_plan
+
+    def find(step, **options):
+        asked.append(options["settings"].seconds)
+        now[0] += 41.0
+        return whole(step, **options)
+
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    assert asked == [15.0]
+    assert [*notes(found).values()].count("not planned: time was over") == 2
+
+
 def test_a_step_that_cannot_be_traced_is_tried_and_told_once(tmp_path):
     calls = []
 

@@ -128,8 +128,9 @@ class Costs:
         if repeat == 1:
             return once_ms
         layout = self._layout(kind, candidate)
-        groups = (layout.frame.groups[index] for index in self._kinds[kind].groups)
-        state = sum(argument_bytes(layout, p) for group in groups for p in group.args)
+        groups = [layout.frame.groups[index] for index in self._kinds[kind].groups]
+        behind = (group for group in groups if group.ops)  # Others are in the loop.
+        state = sum(argument_bytes(layout, p) for group in behind for p in group.args)
         update_ms = min(once_ms, self._terms.rates.memory_ms(2 * state))
         return repeat * (once_ms - update_ms) + update_ms
 

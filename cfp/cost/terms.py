@@ -190,7 +190,10 @@ class Terms:
                     once = self.transition_ms(grad_bytes, *made, wide)
                     moves += self.turns(v) * once
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
-            memory += self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
+            updates = group.ops or group.inner_ops[:1]
+            turns = max(map(program.turns, updates), default=1)
+            once = self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
+            memory += turns * once
         return memory, moves
 
     def state_specs(

@@ -21,6 +21,7 @@ from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.race.programs import TOO_LATE, RaceProgram, RaceResult, was_refused
 from cfp.settings import MOST_REFUSED
+from cfp.units import left_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +120,15 @@ def build_each(
     cache = environment.compilation_cache(platform)
     with cache, builders(marks.at_once(wanted, most)) as pool:
         outcomes = pool.map(with_settings(build_in_time), wanted)
+        started, over = time.monotonic(), 0
         for digest, one in wanted.items():
             if digest not in there:
-                options.tell(f"compiling {one.job.label}")
+                seconds = time.monotonic() - started
+                total = len(wanted) - len(there)
+                which = f", {over + 1} of {total}" if total > 1 else ""
+                rest = left_text(over, total, seconds)
+                options.tell(f"compiling {one.job.label}{which}{rest}")
+                over += 1
             if (outcome := next(outcomes)) is None:
                 continue
             is_built = [isinstance(outcome, Built)]

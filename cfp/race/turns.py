@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -34,6 +35,7 @@ from cfp.settings import (
     ConstraintLevel,
     defaults_of,
 )
+from cfp.units import left_text
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
@@ -141,7 +143,7 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
-    most = 2 * rounds
+    most, started, over = 2 * rounds, time.monotonic(), 0
     for turn in range(most):
         known = [records[d].time_ms for d in order if turn]
         timing = _timing(platform, min(known, default=None))
@@ -149,7 +151,10 @@ def _run_in_turn(
         for place in range(len(order)):
             digest = order[(place + turn) % len(order)]
             label = by_key[digest].job.label
-            builder.options.tell(f"timing {label}, turn {turn + 1} of {of}")
+            rest = max(1, rounds - turn) * len(order) - place
+            about = left_text(over, over + rest, time.monotonic() - started)
+            builder.options.tell(f"timing {label}, turn {turn + 1} of {of}{about}")
+            over += 1
             records[digest] = _join(records.get(digest), timed(digest, timing))
         times = {d: time_of(d) for d in ready}
         best = min((times[d] for d in order), default=0.0)

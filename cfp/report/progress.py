@@ -20,10 +20,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import Progress
 from cfp.report.console import literal_console
+from cfp.units import clock_text
 
 # How often to see whether a plain line is due.
 _LOOK_SECONDS = 1.0
@@ -59,7 +61,7 @@ class PlainLines:
         self._doing, self._shown_seconds = doing, seconds
         if isinstance(event, Progress):
             event = f"measuring {progress_text(event, clock=False)}"
-        return f"cfp {_clock(seconds)}: {event}"
+        return f"cfp {clock_text(seconds)}: {event}"
 
 
 class Display:
@@ -145,7 +147,7 @@ class Display:
                 Text(progress_text(event), no_wrap=True, overflow="ellipsis"),
             ]
         else:
-            cells += [Text(event), Text(_clock(time.monotonic() - self._started))]
+            cells += [Text(event), Text(clock_text(time.monotonic() - self._started))]
         line.add_row(*cells)
         return line
 
@@ -193,22 +195,17 @@ def progress_text(event: Progress, clock: bool = True) -> str:
     if math.isfinite(event.best_ms):
         parts.append(f"best {event.best_ms:.3g} ms")
     if clock:
-        parts.append(_clock(event.elapsed_seconds))
+        parts.append(clock_text(event.elapsed_seconds))
     left = seconds_left(event)
     if left is not None:
-        parts.append(f"about {_clock(left)} left")
+        parts.append(f"about {clock_text(left)} left")
     return ", ".join(parts)
 
 
 def seconds_left(event: Progress) -> float | None:
     """Estimates the remaining time; None if unknown."""
     measured = event.done - event.cached
-    rest = event.total - event.done
-    if measured < 2 or rest == 0:
+    if measured < 2:  # What comes first also sets up what the others use.
         return None
-    return event.elapsed_seconds / measured * rest
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    rest = event.total - event.done
+    return units.seconds_left(measured, measured + rest, event.elapsed_seconds)

@@ -26,9 +26,9 @@ WIDE = ("--layers", "4", "--hidden", "4096", "--heads", "32")
 # The model's own options, and what is asked for besides.
 MODELS: Mapping[str, Sequence[str]] = {
     "gpt": ("gpt", *WIDE, "--batch", "64", "--seq", "1024"),
-    "gpt, 20 GiB": (
+    "gpt, 8 GiB": (
         *("gpt", *WIDE, "--batch", "64", "--seq", "1024"),
-        *("--memory-budget", "20GiB"),
+        *("--memory-budget", "8GiB"),
     ),
     "llama, 4k tokens": ("llama", *WIDE, "--batch", "16", "--seq", "4096"),
     "bert": ("bert", *WIDE, "--batch", "128", "--seq", "512"),
@@ -183,6 +183,8 @@ def draw(data: Mapping[str, Any], file: Path) -> None:
         axes.set_xticks(range(len(runs)), [run["model"] for run in runs])
         axes.set_ylabel("longer without it, %")
         axes.set_yscale("symlog", linthresh=10)
+        ticks = (0, 2, 5, 10, 20, 50, 100)
+        axes.set_yticks(ticks, map(str, ticks))
         axes.legend(fontsize="small", ncols=2)
 
 

@@ -11,6 +11,7 @@ from cfp_test.bench import (
     one_as_n_page,
     planned_on_one_page,
     planning_time_page,
+    worth,
 )
 from cfp_test.results import (
     attention,
@@ -156,6 +157,12 @@ _OPERATORS = tuple(
 )
 
 PAGES: tuple[Page, ...] = (
+    Page(
+        name="worth_described_8xh100_202611",
+        sources=("worth_described_8xh100_202611.json",),
+        figures=worth.page,
+        has_text=False,
+    ),
     *_OPERATORS,
     _page("analysis_cpu_202611", checked.analysis),
     Page(

@@ -143,7 +143,7 @@ class PlannerSettings:
 
     @property
     def dimensions(self) -> frozenset[Dimension]:
-        """What is chosen among.
+        """The dimensions that are chosen among.
 
         Raises:
             CfpError: there is no such dimension, or none was given.

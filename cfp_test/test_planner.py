@@ -28,7 +28,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race.enough import near_among, raced_anyway
 from cfp.race.programs import TOO_LARGE
-from cfp.race.run import Run
+from cfp.race.race import Run
 from cfp.race.shortage import no_winner
 from cfp.search.guided import explore
 from cfp.settings import LEADERS, LIMITED_MEMORY, ConstraintLevel, defaults_of
@@ -581,7 +581,7 @@ def test_what_is_out_of_reach_is_raced_where_nothing_else_fits(plan, monkeypatch
         return replace(solution, candidates=[fast, every[small.name]])
 
     monkeypatch.setattr("cfp.find.search", split)
-    monkeypatch.setattr("cfp.race.run.known_to_fit", lambda *_: [])
+    monkeypatch.setattr("cfp.race.race.known_to_fit", lambda *_: [])
     monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
     made = plan(small.peak_bytes)
     # The leanest races then, too, and may be as fast.

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import cfp
-from cfp.program import shared
+from cfp.program import dispatch
 
 SETTINGS = cfp.PlannerSettings(race=False)
 
@@ -95,9 +95,9 @@ def test_keys_and_their_numbers(mesh, tmp_path):
 def test_a_training_loop_asks_no_array_for_its_buffers(averaged, monkeypatch):
     """To ask for buffers waits for what makes them."""
     asked = []
-    buffers = shared._buffers
+    buffers = dispatch._buffers
     monkeypatch.setattr(
-        shared, "_buffers", lambda leaf: asked.append(leaf.shape) or buffers(leaf)
+        dispatch, "_buffers", lambda leaf: asked.append(leaf.shape) or buffers(leaf)
     )
     state = {"w": weights(), "ema": weights()}
     for turn in range(3):

@@ -5,6 +5,12 @@ and the next contraction: forward ops belong to the contraction before them,
 backward ops to the derived contraction after them. Ops that update the state (an
 optimizer's) belong to no block; they follow the storage of what they update
 (:mod:`cfp.analysis.storage`).
+
+Assigns each op to the block that it follows.
+
+Forward ops follow the contraction before them, backward ops the derived contraction
+after them. "Before" and "after" go around loops: the first ops of a loop's body stand
+behind the last contraction of the iteration before.
 """
 
 from __future__ import annotations
@@ -13,13 +19,368 @@ from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from math import prod
 
+from cfp.analysis.classes import DimClasses
 from cfp.analysis.contractions import Member, find_members
-from cfp.analysis.flow import Flow, passes
-from cfp.analysis.labels import label_ops
+from cfp.analysis.flow import Flow, first_downstream, passes
 from cfp.analysis.naming import block_names
 from cfp.analysis.numbering import Numbers
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
+
+NONE = -1
+_FAR = -(2**60)
+
+
+def label_ops(
+    flow: Flow, members: list[list[Member]], update_ops: Set[int]
+) -> list[int]:
+    """For each op of a program the index of its block, or -1.
+
+    Args:
+        flow: the program's data flow.
+        members: the contractions of each block, the anchor first.
+        update_ops: ops that only update state; they get no block.
+    """
+    return _Labels(flow, members, update_ops).run()
+
+
+class _Labels:
+    def __init__(
+        self, flow: Flow, members: list[list[Member]], update_ops: Set[int]
+    ) -> None:
+        self.flow = flow
+        self.program: Program = flow.program
+        self.update_ops = update_ops
+        self.members = members
+        self.member_block: dict[int, int] = {}
+        self.derived: set[int] = set()
+        for index, block in enumerate(members):
+            for member in block:
+                self.member_block[member.op] = index
+                if member.derived:
+                    self.derived.add(member.op)
+        # Blocks by the place of their anchors in the program, and the reverse.
+        self.by_rank = sorted(range(len(members)), key=lambda i: members[i][0].op)
+        self.rank = [0] * len(members)
+        for place, index in enumerate(self.by_rank):
+            self.rank[index] = place
+        # (loop, block) pairs in which the loop holds a forward member of the block.
+        self.loop_blocks: set[tuple[int, int]] = set()
+        for op, block in self.member_block.items():
+            loop = self.program.ops[op].parent
+            while loop >= 0 and op not in self.derived:
+                self.loop_blocks.add((loop, block))
+                loop = self.program.ops[loop].parent
+        # The blocks with contractions in each outermost loop that has any.
+        self.held: dict[int, set[int]] = {}
+        for op, block in self.member_block.items():
+            if self.program.ops[op].parent >= 0:
+                self.held.setdefault(self.program.top_level(op), set()).add(block)
+
+    def run(self) -> list[int]:
+        previous, backward = self._upstream()
+        following, _ = first_downstream(self.flow, self.member_block.keys())
+        labels = [NONE] * len(self.program.ops)
+        for op in self.program.ops:
+            if op.id in self.member_block:
+                labels[op.id] = self.member_block[op.id]
+            elif self._takes_part(op):
+                after = following[op.id][1]
+                before = previous[op.id]
+                if backward[op.id] and after in self.derived:
+                    labels[op.id] = self.member_block[after]
+                elif not backward[op.id] and before != NONE:
+                    labels[op.id] = before
+                if not self._may_hold(op.id, labels[op.id]):
+                    labels[op.id] = NONE
+                # What is left (parameters on their way to their first use, and
+                # gradients of what no contraction reads) follows its neighbours.
+        self._fill(labels, (True, False, True))
+        self._reattach(labels)
+        self._widen(labels, backward)
+        return labels
+
+    def _takes_part(self, op: Op) -> bool:
+        return (
+            op.id not in self.update_ops
+            and op.id not in self.program.leaf_ops
+            and not passes(op)
+        )
+
+    def _may_hold(self, op: int, block: int) -> bool:
+        """True if an op may follow a block.
+
+        In a loop with contractions only those of its own: what a loop does first
+        with its input would tie it to the block before.
+        """
+        held = self.held.get(self.program.top_level(op))
+        return held is None or block in held
+
+    def _upstream(self) -> tuple[list[int], list[bool]]:
+        """Per op: the latest anchor's block upstream; whether it is backward.
+
+        A value's time is the rank of the latest anchor upstream. Inside a loop, times
+        of the iteration before are moved below all of this iteration's, and times of
+        what comes from outside below these.
+        """
+        program, count = self.program, len(self.rank)
+        of_op = [NONE] * len(program.ops)
+        op_backward = [False] * len(program.ops)
+        times: list[int | None] = []
+        backward: list[bool] = []
+        # Once more for each loop that data goes around in. Times need not settle where
+        # an inner loop swaps what it carries: any of them will do.
+        loops = sum(op.kind == "while" for op in program.ops)
+        for _turn in range(loops + 2):
+            before = times
+            times = [None for _ in program.values]
+            backward_before, backward = backward, [False] * len(program.values)
+            for op in program.ops:
+                reads = (*op.operands, *op.yields)
+                for v in reads:
+                    if times[v] is None and v in self.flow.entry_place:
+                        self._enter(v, times, backward, before, backward_before)
+                if passes(op):
+                    for result in op.results:
+                        sources = self.flow.sources(result)
+                        if op.kind == "while":
+                            sources = sources[:1]
+                        best = max(
+                            (self._time(times[s]) for s in sources), default=_FAR
+                        )
+                        times[result] = best if best == _FAR else best % count
+                        backward[result] = any(backward[s] for s in sources)
+                    continue
+                # A number (a loss, a norm, a seed) ties no dims together.
+                shaped = [v for v in reads if program.values[v].shape]
+                best = max((self._time(times[v]) for v in shaped), default=_FAR)
+                back = any(backward[v] for v in shaped) or op.id in self.derived
+                if op.id in self.member_block and op.id not in self.derived:
+                    # Behind an anchor data is on its way forward, also in a second
+                    # forward pass that starts from what a backward pass made.
+                    best, back = self.rank[self.member_block[op.id]], False
+                of_op[op.id] = NONE if best == _FAR else self.by_rank[best % count]
+                op_backward[op.id] = back
+                for result in op.results:
+                    times[result], backward[result] = best, back
+            if not self.flow.entry_place or (times, backward) == (
+                before,
+                backward_before,
+            ):
+                break
+        return of_op, op_backward
+
+    @staticmethod
+    def _time(time: int | None) -> int:
+        return _FAR if time is None else time
+
+    def _enter(
+        self,
+        entry: int,
+        times: list[int | None],
+        backward: list[bool],
+        before: list[int | None],
+        backward_before: list[bool],
+    ) -> None:
+        loop, place = self.flow.entry_place[entry]
+        origin = self.program.ops[loop].operands[place]
+        yielded = self.program.ops[loop].yields[place]
+        count = len(self.rank)
+        outside = self._time(times[origin])
+        times[entry] = outside if outside == _FAR else outside % count - 2 * count
+        backward[entry] = backward[origin]
+        if not before:
+            return
+        backward[entry] = backward[entry] or backward_before[yielded]
+        around = self._time(before[yielded])
+        if around != _FAR and (loop, self.by_rank[around % count]) in self.loop_blocks:
+            times[entry] = around % count - count
+
+    def _fill(self, labels: list[int], directions: tuple[bool, ...]) -> None:
+        """Gives ops that are still without a block their largest neighbour's.
+
+        Args:
+            labels: changed in place.
+            directions: for each pass over the program whether it looks at what an op
+                reads, in program order, or at what reads it, in reverse order.
+        """
+        program = self.program
+        for forward in directions:
+            for op in program.ops if forward else reversed(program.ops):
+                if labels[op.id] != NONE or not self._takes_part(op):
+                    continue
+                near: list[tuple[int, int]] = []
+                for v in op.operands if forward else op.results:
+                    others = (
+                        self.flow.makers(v)
+                        if forward
+                        else (user for user, _ in self.flow.readers(v))
+                    )
+                    size = program.values[v].size_bytes
+                    near.extend(
+                        (size, labels[o.id])
+                        for o in others
+                        if labels[o.id] != NONE and self._may_hold(op.id, labels[o.id])
+                    )
+                if near:
+                    labels[op.id] = max(near)[1]
+
+    def _reattach(self, labels: list[int]) -> None:
+        """Moves ops that share no dim with their block's contractions.
+
+        A mask made from a small result of the block before, for example, follows the
+        contraction whose result it masks.
+        """
+        before = list(labels)
+        ops = self._by_block(labels)
+        for label, members in enumerate(self.members):
+            for op_id in self._loose(ops.get(label, []), members):
+                labels[op_id] = NONE
+        self._fill(labels, (False, True, False))
+        for op_id, label in enumerate(before):
+            if labels[op_id] == NONE:
+                labels[op_id] = label
+
+    def _loose(self, ops: list[int], members: list[Member]) -> list[int]:
+        """Ops of a block that share no dim with its contractions."""
+        lacking = self._lacking(ops, members, ops)
+        return [op for op, (factors, shared) in lacking.items() if not shared]
+
+    def _widen(self, labels: list[int], backward: list[bool]) -> None:
+        """Moves what a block's result is broadcast for to where the other dims are.
+
+        A sum of activations and of what was computed once for all rows of the batch,
+        such as embeddings of positions, follows the activations: the block of the
+        embeddings has no dim of the batch, and would replicate what it holds. What the
+        backward pass does to sum over the batch goes there, too.
+        """
+        ops = self._by_block(labels)
+        for label in self.by_rank:
+            mine = ops.get(label, [])
+            found = self._lacking(mine, self.members[label], mine)
+            lacking = {op: factors for op, (factors, _) in found.items() if factors}
+            grown = self._broadcast(mine, lacking)
+            if not grown:
+                continue
+            targets: dict[int, None] = {}
+            for part in self._parts([op for op in lacking if not backward[op]]):
+                if grown.intersection(part):
+                    for other in self._wider(part, lacking, labels, label):
+                        rest = [op for op in part if labels[op] == label]
+                        if self._move(rest, ops, other, labels):
+                            targets[other] = None
+            for other in targets:
+                rest = [op for op in lacking if labels[op] == label]
+                self._move(rest, ops, other, labels)
+            ops = self._by_block(labels) if targets else ops
+
+    @staticmethod
+    def _by_block(labels: list[int]) -> dict[int, list[int]]:
+        ops: dict[int, list[int]] = {}
+        for op_id, label in enumerate(labels):
+            if label != NONE:
+                ops.setdefault(label, []).append(op_id)
+        return ops
+
+    def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
+        """Ops that give dims that a block lacks to what its contractions made."""
+        made: set[int] = set()
+        found = set()
+        for op_id in ops:
+            op = self.program.ops[op_id]
+            if op_id in self.member_block or made.intersection(op.operands):
+                made.update(op.results)
+                if op.rule is not None and op_id in lacking:
+                    read = {f for dims in op.rule.operands for dim in dims for f in dim}
+                    found |= {op_id} if lacking[op_id] - read else set()
+        return found
+
+    def _parts(self, ops: list[int]) -> list[list[int]]:
+        """Ops that data connects, in program order."""
+        parts, known = UnionFind(), set(ops)
+        for op_id in ops:
+            for v in self.program.ops[op_id].results:
+                for reader, _ in self.flow.readers(v):
+                    if reader.id in known:
+                        parts.union(op_id, reader.id)
+        found: dict[Hashable, list[int]] = {}
+        for op_id in ops:
+            found.setdefault(parts.find(op_id), []).append(op_id)
+        return list(found.values())
+
+    def _wider(
+        self,
+        part: list[int],
+        lacking: dict[int, Set[int]],
+        labels: list[int],
+        label: int,
+    ) -> list[int]:
+        """Blocks that made what comes in with dims that a block lacks, latest first.
+
+        Where it comes from no block, the blocks of what reads the ops' results.
+        """
+        program, near, comes_in = self.program, set(), False
+        for op_id in part:
+            op = program.ops[op_id]
+            assert op.rule is not None
+            for v, dims in zip(op.operands, op.rule.operands, strict=False):
+                if lacking[op_id].isdisjoint(f for dim in dims for f in dim):
+                    continue
+                makers = {labels[o.id] for o in self.flow.makers(v)}
+                comes_in |= program.values[v].producer not in program.leaf_ops and (
+                    label not in makers
+                )
+                near |= makers - {label, NONE}
+        if comes_in and not near:
+            results = (v for op_id in part for v in program.ops[op_id].results)
+            readers = (o.id for v in results for o, _ in self.flow.readers(v))
+            near = {labels[op_id] for op_id in readers} - {label, NONE}
+        return sorted(near, key=lambda other: -self.rank[other])
+
+    def _move(
+        self,
+        candidates: list[int],
+        ops: dict[int, list[int]],
+        block: int,
+        labels: list[int],
+    ) -> bool:
+        """Moves ops to a block that has all their dims; whether there were any."""
+        held = [op for op in candidates if self._may_hold(op, block)]
+        joined = [*ops[block], *held]
+        lacking = self._lacking(joined, self.members[block], held)
+        moved = [op for op, (factors, _) in lacking.items() if not factors]
+        for op_id in moved:
+            labels[op_id] = block
+        ops[block] += moved
+        return bool(moved)
+
+    def _lacking(
+        self, ops: list[int], members: list[Member], asked: list[int]
+    ) -> dict[int, tuple[Set[int], bool]]:
+        """For ops of a block their factors that its contractions lack.
+
+        And whether they have any other. Without the contractions themselves, and
+        without ops that have no rule.
+        """
+        classes = DimClasses(
+            self.program, ops, tuple(members), self.flow.canonical, axis_size=1
+        )
+        anchored = set()
+        for member in members:
+            op = self.program.ops[member.op]
+            for v in (*op.operands, *op.results):
+                for dim in range(len(self.program.values[v].shape)):
+                    anchored.add(classes.of_dim(v, dim))
+        found = {}
+        for op_id in asked:
+            rule = self.program.ops[op_id].rule
+            if rule is None or op_id in self.member_block:
+                continue
+            factors = {f for f, size in enumerate(rule.sizes) if size > 1}
+            shared = {f for f in factors if classes.of_factor(op_id, f) in anchored}
+            found[op_id] = factors - shared, bool(shared)
+        return found
+
 
 # Parts of a program without contractions and without a tensor of this many elements
 # (random keys, counters) are not worth a block.

@@ -4,20 +4,302 @@ In the forward pass each part of the vocabulary gives its largest logit and its 
 exponentials, and a label's logit is the product of the token with the label's column.
 In the backward pass the logits of each part are made again, and contracted at once.
 Tokens and words may be spread over devices: each computes its own, and sums follow.
+
+Computation of one device on its own tokens and words.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cfp.patterns.local import Local
-from cfp.patterns.steps import COLUMNS, KERNEL, ONE, Array, Sheet, Step, row_axes
+from cfp.patterns.expression import (
+    INDEX,
+    LOGITS,
+    VOCABULARY,
+    Expr,
+    evaluate,
+    stripped,
+)
+from cfp.patterns.steps import COLUMNS, KERNEL, ONE, ROWS, Array, Sheet, Step, row_axes
+from cfp.program.dtypes import numpy_dtype
+
+
+class Local:
+    """Runs steps.
+
+    Args:
+        sheet: what they have in common.
+        sizes: of the mesh axes.
+    """
+
+    def __init__(self, sheet: Sheet, sizes: Mapping[str, int]):
+        self._sheet, self._sizes = sheet, sizes
+        self._token_axes = tuple(a for axes in sheet.token_axes for a in axes)
+        self._word_axes = sheet.word_axes
+        self._rows = prod(sheet.tokens) // prod(sizes[a] for a in self._token_axes)
+        self._words = sheet.words // prod(sizes[a] for a in self._word_axes)
+
+    def run(self, step: Step, *args: jax.Array) -> Sequence[jax.Array]:
+        """Runs one step.
+
+        Args:
+            step: which.
+            args: what it takes; then, behind the first step that finds the largest,
+                each token's largest and its sum of exponentials.
+
+        Returns:
+            What it makes, and the latter two if they are known.
+        """
+        reads, known = args[: len(step.takes)], args[len(step.takes) :]
+        leaves: dict[Expr, jax.Array] = {}
+        for one, array in zip(step.takes, reads, strict=True):
+            if one.leaf is None:
+                continue
+            if one.form == ROWS:
+                leaves[one.leaf] = array.reshape(self._rows, 1)
+            elif one.form == COLUMNS:
+                leaves[one.leaf] = array.reshape(1, self._words)
+            else:
+                leaves[one.leaf] = array.reshape(1, 1)
+        if step.kind == "products":
+            return [*self._products(step, reads, leaves), *known]
+        if step.kind == "largest":
+            known = self._largest(step, reads, leaves)
+            found = known[0]
+        elif step.kind == "sum":
+            found = self._sum(step, leaves, *known)
+        else:
+            found = self._pick(step, reads, leaves)
+        [made] = step.makes
+        found = jnp.broadcast_to(found, (self._rows, 1))
+        shape = self._local(made)
+        return [found.astype(numpy_dtype(made.dtype)).reshape(shape), *known]
+
+    def _local(self, made: Array) -> tuple[int, ...]:
+        """The local shape of something of each token."""
+        if self._rows == prod(self._sheet.tokens):
+            return made.shape
+        axes = row_axes(made.shape, self._sheet.tokens, self._sheet.token_axes)
+        return tuple(
+            n // prod(self._sizes[a] for a in own)
+            for n, own in zip(made.shape, axes, strict=True)
+        )
+
+    # -- over the words ------------------------------------------------------
+
+    def _over_words(self, carry: Any, body: Callable[[Any, Any, int], Any]) -> Any:
+        """Runs a body, of a carry, a first word and a count, for each part."""
+        size = self._words // self._sheet.chunks
+
+        def one(carry: Any, place: jax.Array) -> tuple[Any, None]:
+            return body(carry, place * size, size), None
+
+        if size:
+            carry, _ = lax.scan(one, carry, jnp.arange(self._sheet.chunks))
+        done = size * self._sheet.chunks
+        if done < self._words:
+            carry = body(carry, jnp.asarray(done), self._words - done)
+        return carry
+
+    def _first_word(self) -> Any:
+        """The number of this device's first word."""
+        if not self._word_axes:
+            return self._sheet.first_word
+        return lax.axis_index(self._word_axes) * self._words
+
+    def _logits(
+        self, step: Step, reads: Sequence[jax.Array], first: Any, size: int
+    ) -> jax.Array:
+        x, kernel = reads[0], reads[1]
+        dim = step.takes[1].words_dim
+        part = lax.dynamic_slice_in_dim(kernel, first, size, dim)
+        return lax.dot_general(
+            x.reshape(self._rows, x.shape[-1]),
+            part,
+            (((1,), (1 - dim,)), ((), ())),
+            preferred_element_type=numpy_dtype(self._sheet.logits),
+        )
+
+    def _known(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+        first: Any,
+        size: int,
+    ) -> dict[Expr, jax.Array]:
+        """All leaves, of some words."""
+        found = dict(leaves)
+        for one in found:
+            if one.kind == VOCABULARY:
+                found[one] = lax.dynamic_slice_in_dim(found[one], first, size, 1)
+        logits = Expr(LOGITS, self._sheet.logits)
+        found[logits] = self._logits(step, reads, first, size)
+        words = self._first_word() + first + lax.iota(jnp.int32, size)[None]
+        for one in {e for wide in step.wide for e in wide.walk() if e.kind == INDEX}:
+            found[one] = words.astype(numpy_dtype(one.dtype))
+        return found
+
+    def _largest(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Each token's largest, and its sum of exponentials less that."""
+
+        def body(carry: Any, first: Any, size: int) -> Any:
+            most, total = carry
+            known = self._known(step, reads, leaves, first, size)
+            base = evaluate(self._sheet.base, known).astype(jnp.float32)
+            more = jnp.maximum(most, base.max(1, keepdims=True))
+            shift = _finite(more)
+            grown = total * jnp.exp(most - shift)
+            return more, grown + jnp.exp(base - shift).sum(1, keepdims=True)
+
+        start = jnp.full((self._rows, 1), -jnp.inf, jnp.float32)
+        most, total = self._over_words((start, jnp.zeros_like(start)), body)
+        if self._word_axes:
+            local = most
+            most = lax.pmax(most, self._word_axes)
+            shrunk = total * jnp.exp(local - _finite(most))
+            total = lax.psum(shrunk, self._word_axes)
+        return most, total
+
+    # -- of each token -------------------------------------------------------
+
+    def _sum(
+        self,
+        step: Step,
+        leaves: Mapping[Expr, jax.Array],
+        most: jax.Array,
+        total: jax.Array,
+    ) -> jax.Array:
+        known = {**leaves, **self._bases(_finite(most))}
+        return total * evaluate(step.wide[0], known).astype(jnp.float32)
+
+    def _bases(self, value: jax.Array) -> dict[Expr, jax.Array]:
+        base = self._sheet.base
+        found = {base: value.astype(numpy_dtype(base.dtype))}
+        found[stripped(base)] = value.astype(numpy_dtype(stripped(base).dtype))
+        return found
+
+    def _pick(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+    ) -> jax.Array:
+        assert step.label is not None, "a pick has a label"
+        [wide] = step.wide
+        label = leaves[step.label].astype(jnp.int32)
+        if step.clamped:
+            first = self._sheet.first_word
+            label = jnp.clip(label, first, first + self._sheet.words - 1)
+        place = label - self._first_word()
+        here = (place >= 0) & (place < self._words)
+        place = jnp.where(here, place, 0)
+        known = dict(leaves)
+        for one in leaves:
+            if one.kind == VOCABULARY:
+                known[one] = leaves[one][0][place]
+        for one in wide.walk():
+            if one.kind == INDEX:
+                known[one] = label.astype(numpy_dtype(one.dtype))
+        if wide.has(LOGITS):
+            dim = step.takes[1].words_dim
+            columns = jnp.take(reads[1], place[:, 0], axis=dim)
+            x = reads[0].reshape(self._rows, -1)
+            formula = "th,th->t" if dim == 0 else "th,ht->t"
+            dtype = numpy_dtype(self._sheet.logits)
+            logit = jnp.einsum(formula, x, columns, preferred_element_type=jnp.float32)
+            known[Expr(LOGITS, self._sheet.logits)] = logit[:, None].astype(dtype)
+        found = jnp.where(here, evaluate(wide, known), 0)
+        if self._word_axes:
+            found = lax.psum(found, self._word_axes)
+        return found
+
+    # -- of all tokens -------------------------------------------------------
+
+    def _products(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+    ) -> list[jax.Array]:
+        plans = list(zip(step.contractions, step.wide, step.makes, strict=True))
+
+        def start(made: Array, over: str) -> jax.Array:
+            if over == "words":
+                return jnp.zeros((self._rows, made.shape[-1]), jnp.float32)
+            shape = list(made.shape)
+            shape[made.words_dim] = self._words
+            return jnp.zeros(shape, numpy_dtype(made.dtype))
+
+        def body(carry: Any, first: Any, size: int) -> Any:
+            known = self._known(step, reads, leaves, first, size)
+            found, done = [], {}
+            for held, ((over, is_first, place), wide, made) in zip(
+                carry, plans, strict=True
+            ):
+                if wide not in done:
+                    value = evaluate(wide, known)
+                    done[wide] = jnp.broadcast_to(value, (self._rows, size))
+                if over == "words":
+                    dim = step.takes[place].words_dim
+                    part = lax.dynamic_slice_in_dim(reads[place], first, size, dim)
+                    found.append(held + _product(done[wide], part, 1, dim))
+                    continue
+                if place < 0:
+                    part = done[wide].astype(jnp.float32).sum(0).astype(held.dtype)
+                    shape = [
+                        size if i == made.words_dim else 1 for i in range(held.ndim)
+                    ]
+                    part = part.reshape(shape)
+                else:
+                    other = reads[place].reshape(self._rows, -1)
+                    pair = (done[wide], other) if is_first else (other, done[wide])
+                    part = _product(*pair, 0, 0, held.dtype)
+                found.append(
+                    lax.dynamic_update_slice_in_dim(held, part, first, made.words_dim)
+                )
+            return found
+
+        carry = [start(made, over) for (over, _, _), _, made in plans]
+        carry = self._over_words(carry, body)
+        return [
+            self._whole(value, made, over)
+            for value, ((over, _, _), _, made) in zip(carry, plans, strict=True)
+        ]
+
+    def _whole(self, value: jax.Array, made: Array, over: str) -> jax.Array:
+        """A product of all words, or all tokens."""
+        if over == "words":
+            value = value.astype(numpy_dtype(made.dtype)).reshape(self._local(made))
+            return lax.psum(value, self._word_axes) if self._word_axes else value
+        return lax.psum(value, self._token_axes) if self._token_axes else value
+
+
+def _finite(most: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(most), most, 0.0)
+
+
+def _product(
+    one: jax.Array, other: jax.Array, dim: int, other_dim: int, dtype: Any = jnp.float32
+) -> jax.Array:
+    return lax.dot_general(
+        one, other, (((dim,), (other_dim,)), ((), ())), preferred_element_type=dtype
+    )
+
 
 Function = Callable[..., Sequence[jax.Array]]
 

@@ -1,17 +1,216 @@
-"""All cross-entropies of a program, proved, and what computes them under a layout."""
+"""All cross-entropies of a program, proved, and what computes them under a layout.
+
+Proves that stages compute what the program's ops do, by numbers.
+
+The ops are evaluated in float64 at a few coordinates of each dim, and the stages in
+float32 at the same, with random arguments: whatever is read from outside of the ops is
+drawn by itself, so that nothing that the rest of the program does can hide an error.
+The first words and the last ones are tried, since an op may treat some differently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import PREFIX, build, is_chunked, spread_of
+from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
-from cfp.patterns.proof import objection
+from cfp.patterns.expression import VOCABULARY
+from cfp.patterns.steps import Sheet, Step, resized
+from cfp.program.dtypes import numpy_dtype
+from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement
+
+# Relative difference of norms, of float32 and sums of a few products.
+TOLERANCE = 1e-4
+_WORDS, _HIDDEN, _TOKENS = 7, 5, 3
+_WIDE = {"bf16": "f32", "f16": "f32"}
+
+
+def objection(
+    program: Program, found: CrossEntropy, replacement: Replacement
+) -> str | None:
+    """Returns the reason why a replacement is not equal on one device, or None.
+
+    Args:
+        program: the program.
+        found: what is to be replaced.
+        replacement: of one device.
+    """
+    functions = replacement.functions
+    assert isinstance(functions, ChunkedCrossEntropy), "a cross-entropy's functions"
+    evaluator = Evaluator(program)
+    words = functions.sheet.words
+    for seed, last in enumerate((False, True)):
+        first_word = max(words - _WORDS, 0) if last else 0
+        try:
+            reason = _differs(program, found, replacement, evaluator, first_word, seed)
+        except NotEvaluated as error:
+            return f"not evaluated: {error}"
+        if reason:
+            return reason
+    return None
+
+
+def _differs(
+    program: Program,
+    found: CrossEntropy,
+    replacement: Replacement,
+    evaluator: Evaluator,
+    first_word: int,
+    seed: int,
+) -> str | None:
+    functions: Any = replacement.functions
+    sizes = _sizes(functions, replacement, program)
+    words = functions.sheet.words
+    drawn = _Drawn(program, found, sizes, words, first_word, seed)
+
+    def coordinates(value: int, dim: int) -> np.ndarray:
+        size = program.values[value].shape[dim]
+        start = first_word if size == words else 0
+        return start + np.arange(sizes.get(size, min(size, _TOKENS)))
+
+    wanted = [v for stage in replacement.stages for v in stage.makes]
+    uses = {use for stage in replacement.stages for use in stage.reads}
+    known = {v: drawn.array(v) for v in sorted({_value(program, u) for u in uses})}
+    _at_words(program, found, evaluator, known, coordinates, first_word)
+    right = dict(zip(wanted, evaluator.run(wanted, known, coordinates), strict=True))
+    steps = tuple(resized(step, sizes, _WIDE) for step in functions.steps)
+    reads = [
+        [
+            jnp.asarray(known[_value(program, use)], numpy_dtype(one.dtype))
+            for use, one in zip(stage.reads, step.takes, strict=True)
+        ]
+        for stage, step in zip(replacement.stages, steps, strict=True)
+    ]
+    sheet = replace(functions.sheet.resized(sizes, _WIDE), chunks=2)
+    every = _computed(steps, sheet, first_word, reads)
+    for stage, step, made in zip(replacement.stages, steps, every, strict=True):
+        for v, got in zip(stage.makes, made, strict=True):
+            if not _close(np.asarray(got, np.float64), right[v]):
+                return f"the {step.kind} is not what the program computes"
+    return None
+
+
+def _computed(
+    steps: tuple[Step, ...], sheet: Sheet, first_word: int, reads: Any
+) -> list[list[jax.Array]]:
+    """Computes all stages, compiled as one program for all first words."""
+
+    @jax.jit
+    def run(first_word: jax.Array, reads: Any) -> list[list[jax.Array]]:
+        kept: list[jax.Array] = []
+        made: list[list[jax.Array]] = []
+        own = replace(sheet, first_word=first_word)
+        functions = ChunkedCrossEntropy(steps, own).plain()
+        for step, function, args in zip(steps, functions, reads, strict=True):
+            found = [*function(*args, *kept)]
+            made.append(found[: len(step.makes)])
+            kept = found[len(step.makes) :]
+        return made
+
+    with jax.default_matmul_precision("highest"):
+        return run(jnp.int32(first_word), reads)
+
+
+def _value(program: Program, use: tuple[int, int]) -> int:
+    return program.ops[use[0]].operands[use[1]]
+
+
+def _close(got: np.ndarray, right: np.ndarray) -> bool:
+    size = np.linalg.norm(right.ravel())
+    off = np.linalg.norm((got - right).ravel())
+    return bool(off <= TOLERANCE * max(size, 1e-3))
+
+
+def _sizes(
+    functions: ChunkedCrossEntropy, replacement: Replacement, program: Program
+) -> dict[int, int]:
+    """The small size of each size."""
+    sizes = {1: 1}
+    for size in functions.sheet.tokens:
+        sizes.setdefault(size, min(size, _TOKENS))
+    for step in functions.steps:
+        for one in (*step.takes, *step.makes):
+            for size in one.shape:
+                if size != functions.sheet.words:
+                    sizes.setdefault(size, min(size, _HIDDEN))
+    sizes[functions.sheet.words] = min(functions.sheet.words, _WORDS)
+    return sizes
+
+
+class _Drawn:
+    """Random arrays for what is read from outside."""
+
+    def __init__(
+        self,
+        program: Program,
+        found: CrossEntropy,
+        sizes: Mapping[int, int],
+        words: int,
+        first_word: int,
+        seed: int,
+    ):
+        self._program, self._sizes = program, sizes
+        self._words = first_word, first_word + sizes[words]
+        self._random = np.random.default_rng(seed)
+        self._columns = {
+            _value(program, use) for leaf, use in found.reads if leaf.kind == VOCABULARY
+        }
+
+    def array(self, value: int) -> np.ndarray:
+        """Normal floats, and words that there are."""
+        record = self._program.values[value]
+        shape = [self._sizes[size] for size in record.shape]
+        if record.dtype == "i1":
+            return self._random.integers(0, 2, shape) != 0
+        if record.dtype.startswith(("i", "ui")):
+            return self._random.integers(*self._words, shape)
+        return self._random.normal(size=shape)
+
+
+def _at_words(
+    program: Program,
+    found: CrossEntropy,
+    evaluator: Evaluator,
+    known: dict[int, np.ndarray],
+    coordinates: Coordinates,
+    first_word: int,
+) -> None:
+    """Adds what gathers take from one word of each token, and scatters put there.
+
+    That they do is seen in their attributes, where they are found.
+    """
+    for number in found.ops:
+        op = program.ops[number]
+        if op.kind not in ("gather", "scatter"):
+            continue
+        [result] = op.results
+        shape = [len(coordinates(result, d)) for d in _dims(program, result)]
+        [wide] = evaluator.run([op.operands[0]], known, coordinates)
+        rows = wide.reshape(-1, wide.shape[-1])
+        labels = known[op.operands[1]].reshape(-1) - first_word
+        places = np.arange(len(rows)), np.clip(labels, 0, rows.shape[1] - 1)
+        if op.kind == "gather":
+            known[result] = rows[places].reshape(shape)
+        else:
+            made = rows.copy()
+            np.add.at(made, places, known[op.operands[2]].reshape(-1))
+            known[result] = made.reshape(shape)
+
+
+def _dims(program: Program, value: int) -> range:
+    return range(len(program.values[value].shape))
+
 
 _KEY = "cross-entropy"
 _TOO_LATE = "something is made too late to be read"

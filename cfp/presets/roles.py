@@ -23,6 +23,14 @@ takes down which dims it has sharded so far:
 ``expert``
     ``data``, except where weights have a batch factor of their own (one matrix per
     expert), which is then sharded. GShard, arXiv 2006.16668.
+
+Factors of an op's rule that may shard its result and its operands.
+
+Preferences of roles, and those that an axis of a size allows.
+
+Of a walk through a program that is all that depends on the axis's size. So what an axis
+of one size does in its blocks, one of another size does, too, if it may do first of
+every wish what that one did: with thousands of devices a walk is for several axes.
 """
 
 from __future__ import annotations
@@ -33,12 +41,66 @@ from dataclasses import dataclass
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
-from cfp.analysis.strategies import NONE, AxisChoice
+from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
 from cfp.presets.batch import data_arguments, made_of_parameters
-from cfp.presets.factors import in_result, own_factors, shared_factors
-from cfp.presets.wishes import Wishes
 from cfp.program.graph import Op
 from cfp.program.rules import Rule
+
+Wish = tuple[AxisChoice, ...]
+
+
+class Wishes:
+    """Every wish of a walk, and what was chosen of it.
+
+    Args:
+        size: of the axis.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # Rules are alike in alike layers, and few; to compare them takes long.
+        self._known: dict[tuple[int, Wish], tuple[Rule, Wish, AxisChoice]] = {}
+
+    def choose(self, rule: Rule, wish: Sequence[AxisChoice]) -> AxisChoice:
+        """The first of some choices that the axis may make; none of them if it may not.
+
+        Args:
+            rule: of a block's anchor.
+            wish: choices, best first.
+        """
+        key = id(rule), tuple(wish)
+        if key not in self._known:
+            self._known[key] = (rule, key[1], _first(rule, key[1], self._size))
+        return self._known[key][2]
+
+    def come_true(self, size: int) -> bool:
+        """Returns True if an axis of another size does the same everywhere."""
+        return all(
+            _first(rule, wish, size) == choice
+            for rule, wish, choice in self._known.values()
+        )
+
+
+def _first(rule: Rule, wish: Wish, size: int) -> AxisChoice:
+    allowed = axis_choices(rule, size)
+    return next((choice for choice in wish if choice in allowed), AxisChoice())
+
+
+def in_result(rule: Rule) -> list[int]:
+    """Those of the first result's dims, in their order."""
+    return [f for f in map(rule.major, rule.results[0]) if f is not None]
+
+
+def own_factors(rule: Rule) -> list[set[int | None]]:
+    """Returns the factors that may shard the dims of each operand."""
+    return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
+
+
+def shared_factors(rule: Rule) -> list[int]:
+    """Factors of the result that both operands have: one matrix for each of them."""
+    own = own_factors(rule)[:2]
+    return [f for f in in_result(rule) if all(f in factors for factors in own)]
+
 
 ROLES = ("data", "tensor", "sequence", "expert")
 

@@ -12,7 +12,7 @@ import pytest
 
 import cfp
 from cfp.attention import call, chunked, cudnn, pallas, plain
-from cfp.attention.heads import fit_heads
+from cfp.attention.call import fit_heads
 from cfp.attention.kernels import KERNELS
 from cfp.attention.mask import NO_MASK, Mask, Scores, may_meet, visible
 from cfp.attention.merge import merge, nothing_yet

@@ -39,9 +39,9 @@ from cfp.cli.session import Session, analyse
 from cfp.devices import mock
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
+from cfp.profiling.collectives import build_probe
 from cfp.profiling.inputs import generator, input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
-from cfp.profiling.probe_build import build_probe
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from cfp.cost.step_time import Constants, StepTime, step_time
+from cfp.cost.stand_in import Constants, StepTime, step_time
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import carried_over, rates_from_page, without_launches
 from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json

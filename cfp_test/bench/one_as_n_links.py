@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from cfp.cost.step_time import Constants, step_time
+from cfp.cost.stand_in import Constants, step_time
 from cfp.profiling.rates import Rates
 from cfp_test.bench.one_as_n import groups, link_rates, pairs, summary
 from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cfp.cost.schedule import Computed, Schedule, Sent
-from cfp.cost.step_time import Constants, step_time
+from cfp.cost.stand_in import Constants, step_time
 from cfp.profiling.rates import Rates, sent_share
 from cfp_test.bench.carried import carried_over, without_launches
 from cfp_test.bench.one_as_n import groups, link_rates, pairs, rank_correlation

@@ -11,8 +11,16 @@ from rich.console import Console
 
 from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
+from cfp.operators.benchmark import bound_ms, least_bytes, peaks
 from cfp.operators.cases import Shape, check_dtype, sample
-from cfp.operators.document import changes, read, write
+from cfp.operators.command import (
+    changes,
+    parse_share,
+    print_list,
+    print_results,
+    read,
+    write,
+)
 from cfp.operators.environment import environment
 from cfp.operators.inject import Worth
 from cfp.operators.inventory import matching
@@ -23,8 +31,6 @@ from cfp.operators.operator import (
     OperatorError,
 )
 from cfp.operators.oracle import Check, limit_of
-from cfp.operators.roofline import bound_ms, least_bytes, peaks
-from cfp.operators.tables import parse_share, print_list, print_results
 from cfp_test.results.operators import page
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cfp.profiling.inputs import input_kinds, make_inputs
-from cfp.profiling.ranges import counts
+from cfp.profiling.inputs import counts, input_kinds, make_inputs
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -5,10 +5,10 @@ import threading
 import jax
 import pytest
 
-from cfp.profiling import tuning
+from cfp.profiling import looker
 from cfp.profiling.builder import BuildEnvironment, build_failure
+from cfp.profiling.looker import tune_kernels
 from cfp.profiling.marks_folder import MarksFolder, Suspicion
-from cfp.profiling.tuning import tune_kernels
 from cfp_test.waiting import GUARD_SECONDS
 
 
@@ -19,7 +19,7 @@ def tunable(monkeypatch):
         BuildEnvironment, "options", lambda self, platform: {"kept": platform}
     )
     built = []
-    monkeypatch.setattr(tuning, "build", lambda *job: built.append(job[2].label))
+    monkeypatch.setattr(looker, "build", lambda *job: built.append(job[2].label))
     return built
 
 
@@ -49,8 +49,8 @@ def test_as_many_as_there_are_devices_are_built_at_once(
         assert {d.id for d in mesh.devices.flat} == devices
         assert mesh.shape == case.mesh.shape
 
-    monkeypatch.setattr(tuning, "build", build)
-    monkeypatch.setattr(tuning, "default_threads", lambda platform: 99)
+    monkeypatch.setattr(looker, "build", build)
+    monkeypatch.setattr(looker, "default_threads", lambda platform: 99)
     devices = {device.id for device in case.mesh.devices.flat}
     assert len(devices) > 1
     jobs = [case.job(str(number)) for number in range(2 * len(devices))]
@@ -66,7 +66,7 @@ def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
     def build(program, mesh, job, environment):
         seen.append(mesh.devices.flat[0].id)
 
-    monkeypatch.setattr(tuning, "build", build)
+    monkeypatch.setattr(looker, "build", build)
     jobs = [case.job(name) for name in "abc"]
     folder = MarksFolder(store.path)
     suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
@@ -80,7 +80,7 @@ def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch
     def build(*_):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(tuning, "build", build)
+    monkeypatch.setattr(looker, "build", build)
     jobs = [case.job(str(number)) for number in range(9)]
     with pytest.raises(AssertionError, match="a bug"):
         tune_kernels(case.program, case.mesh, jobs, store)

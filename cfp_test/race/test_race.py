@@ -17,12 +17,12 @@ from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
+from cfp.race import race as steps
 from cfp.race import race as story
-from cfp.race import run as steps
 from cfp.race.candidates import with_options
 from cfp.race.enough import limit_options
 from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
-from cfp.race.run import second_race
+from cfp.race.race import second_race
 from cfp.race.truncated import truncate
 from cfp.report.tables import plan_text
 from cfp.settings import defaults_of

@@ -32,8 +32,8 @@ from cfp.cost.costs import Costs
 from cfp.passes.profile import look_up, tuning_jobs
 from cfp.profiling import scheduler
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.looker import tune_kernels
 from cfp.profiling.runner import profile
-from cfp.profiling.tuning import tune_kernels
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.wanted import WantedMaker

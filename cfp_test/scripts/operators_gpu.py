@@ -33,8 +33,7 @@ from flax import nnx
 from cfp.operators import benchmark as b
 from cfp.operators.ahead import Ahead
 from cfp.operators.cases import Shape
-from cfp.operators.command import CPU_SHAPES, SHAPES
-from cfp.operators.document import read, to_json
+from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
 from cfp.operators.environment import environment
 from cfp.operators.inject import inject, worth
 from cfp.operators.inventory import OPERATORS, matching

@@ -1,6 +1,6 @@
 """Plans, runs, saves, loads, adapts, interrupts and kills in a loop, and watches.
 
-    python -m cfp_test.scripts.soak --seconds 3600 --output docs/results/soak_cpu_202611.json
+    python -m cfp_test.scripts.soak --seconds 3600 --output soak.json
 
 One process stays for the whole time, as a notebook does. In turn it plans a small step
 with a store that is kept, runs, saves, loads and adapts the plan; interrupts a planning
@@ -8,8 +8,10 @@ by SIGINT at a random moment, and plans again with the same store; and ends a ch
 SIGKILL while that measures, and plans on where the child was. Every step is a new
 function, and what is measured is measured on four virtual CPU devices.
 
-After each turn, with JAX's caches cleared, it notes memory, file handles, threads,
-live arrays and executables, and the size of the store. A second process compiles and
+Once a minute, with JAX's caches cleared, it notes memory, file handles, threads, live
+arrays and executables, and the size of the store. Resident memory has what glibc keeps
+for later, too; what is in use is noted beside it, and what is resident once glibc was
+asked to give back what it can. A second process compiles and
 runs as many new steps with nothing but ``jax.jit``: what grows there is JAX's.
 Checked in each turn: results equal those of one device, every row of the store can be
 read, no record that was stored is measured again, and no file is left over.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -62,6 +65,7 @@ _SHARE = 0.5
 # So many new functions the comparison compiles in a turn.
 _PLAIN_FUNCTIONS = 8
 _GUARD_SECONDS = 900.0
+_SELF = (sys.executable, "-m", "cfp_test.scripts.soak")
 _SAMPLE_SECONDS = 60.0
 # What a killed process may leave, and the next one has to tidy up.
 _LEFT_OVER = (".new", ".part", ".unfinished", ".alive", ".tmp", ".json")
@@ -125,15 +129,40 @@ def settings(
     )
 
 
-def count_live(plain: bool = False) -> dict[str, Any]:
+class _MallInfo(ctypes.Structure):
+    """Answer of glibc's ``mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_LIBC = ctypes.CDLL("libc.so.6")
+_LIBC.mallinfo2.restype = _MallInfo
+
+
+def read_status() -> dict[str, str]:
+    """Reads what the kernel says of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in status)
+
+
+def count_live() -> dict[str, Any]:
     """Counts what a process holds, with JAX's caches cleared."""
     jax.clear_caches()
     gc.collect()
-    status = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in status)
+    before, heap = read_status(), _LIBC.mallinfo2()
+    _LIBC.malloc_trim(0)
+    fields = read_status()
     client = jax.devices()[0].client
     return {
-        "rss_mib": int(fields["VmRSS"].split()[0]) / 1024,
+        "rss_mib": int(before["VmRSS"].split()[0]) / 1024,
+        "trimmed_rss_mib": int(fields["VmRSS"].split()[0]) / 1024,
+        "heap_used_mib": (heap.uordblks + heap.hblkhd) / 2**20,
         "threads": int(fields["Threads"]),
         "open_files": len(os.listdir("/proc/self/fd")),
         "maps": len(Path("/proc/self/maps").read_text().splitlines()),
@@ -306,7 +335,7 @@ class Soak:
         timer = threading.Timer(
             seconds, lambda: signal.pthread_kill(main, signal.SIGINT)
         )
-        outcome = "interrupted too late"
+        outcome = "not interrupted: planned before"
         try:
             timer.start()
             try:
@@ -314,15 +343,15 @@ class Soak:
                     warnings.simplefilter("always")
                     found = self.plan(name, folder)
                 if any("Interrupted" in str(one.message) for one in told):
-                    outcome = "interrupted, with the best so far"
+                    outcome = "interrupted: planned with what was measured"
             finally:
                 timer.cancel()
                 timer.join()
             self.check(outcome, name, found.compile_bound(), 16)
         except KeyboardInterrupt as error:
-            outcome = "interrupted, with nothing yet"
+            outcome = "interrupted: ended"
             if "Interrupted" not in str(error):
-                outcome = "interrupted after planning"
+                outcome = "interrupted: after planning"
         self.count(outcome)
         kept = len(stored(folder))
         self.count("records that an interrupt left", kept)
@@ -338,8 +367,7 @@ class Soak:
         folder = Path(tempfile.mkdtemp(prefix="killed-", dir=self.folder))
         word, after = self.random.choice(("run", "build")), self.random.randint(1, 4)
         child = subprocess.Popen(
-            [sys.executable, "-m", "cfp_test.scripts.soak", "--child", name]
-            + ["--folder", str(folder)],
+            [*_SELF, "--child", name, "--folder", str(folder)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -411,7 +439,7 @@ def soak(seconds: float, folder: Path, seed: int, output: Path) -> int:
     tempfile.tempdir = None
     loop = Soak(folder, seed)
     plain = subprocess.Popen(
-        [sys.executable, "-m", "cfp_test.scripts.soak", "--plain"],
+        [*_SELF, "--plain"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Fingerprints of a program: of its structure, and of all that it computes with.
+"""What a program is compared by: its structure, or all that it computes with.
 
 A learning rate, an epsilon or a table changes what a step computes, but neither how it
 is best sharded nor what it costs. Plans and measurements therefore depend on a
@@ -13,7 +13,6 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 from jax.extend.mlir import ir
@@ -34,9 +33,8 @@ _BLANK = "builtin.unrealized_conversion_cast"
 _MOST_ELEMENTS = 16
 
 
-@lru_cache
 def _is_counter_type(kind: ir.Type) -> bool:
-    """True if values of a type may count iterations or index a place."""
+    """Returns True if values of a type may count iterations or tell a place."""
     return (
         isinstance(kind, ir.RankedTensorType)
         and isinstance(kind.element_type, ir.IntegerType)
@@ -60,7 +58,7 @@ class Fingerprints:
 
 
 def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
-    """Computes a module's fingerprints.
+    """What a module is compared by.
 
     Args:
         text: the module, as bytecode.
@@ -144,7 +142,7 @@ def _returned(region: ir.Region) -> list[ir.Value]:
 
 
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
-    """Yields a value's inputs, in a loop those of the iteration before, too."""
+    """What a value is computed from, in a loop in the iteration before, too."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         loop = owner.owner.operation

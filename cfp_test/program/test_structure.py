@@ -1,11 +1,14 @@
 """What tells programs apart: their structure, or all that they compute with."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 from cfp.program.graph import Program
@@ -198,3 +201,29 @@ def test_constants_of_equal_values_stay_apart():
     constants = [op for op in program.ops if op.kind == "constant"]
     assert len(constants) == 4
     assert [len(program.users[op.results[0]]) for op in constants] == [1] * 4
+
+
+def count_contexts() -> int:
+    """Counts contexts of MLIR that something holds, in which all of a module lies."""
+    jax.clear_caches()
+    gc.collect()
+    return ir.Context._get_live_count()
+
+
+def test_nothing_is_held_of_programs_that_are_gone():
+    """With a context all constants of its program stay in memory."""
+
+    def make_step(scale):
+        def step(x):
+            def layer(x, _):
+                return x * scale, None
+
+            return jax.lax.scan(layer, x, None, length=3)[0]
+
+        return step
+
+    read(make_step(1.0))
+    before = count_contexts()
+    for number in range(3):
+        read(make_step(float(number)))
+    assert count_contexts() == before

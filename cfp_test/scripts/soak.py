@@ -42,12 +42,9 @@ from typing import Any
 
 from cfp_test.quick_flags import QUICK_FLAGS
 
-DEVICES = 4
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={DEVICES} {QUICK_FLAGS}"
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}"
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +55,9 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
 from cfp_test.scripts.rows import commit
 
+DEVICES = 4
 # Rounding of float32 over these sizes, with sums in another order.
 _TOLERANCE = 1e-4
-# Of one processor, on average over the run.
-_SHARE = 0.5
 # So many new functions the comparison compiles in a turn.
 _PLAIN_FUNCTIONS = 8
 _GUARD_SECONDS = 900.0
@@ -429,7 +425,7 @@ def spent_seconds() -> float:
     )
 
 
-def soak(seconds: float, folder: Path, seed: int, output: Path) -> int:
+def soak(seconds: float, folder: Path, seed: int, output: Path, share: float) -> int:
     """Runs the loop, and writes what it notes.
 
     Returns:
@@ -495,7 +491,7 @@ def soak(seconds: float, folder: Path, seed: int, output: Path) -> int:
             part.replace(output)
             print({k: v for k, v in samples[-1].items() if k != "plain"}, flush=True)
         used = spent_seconds() + beside["cpu_seconds"]
-        time.sleep(max(0.0, used / _SHARE - (time.monotonic() - began)))
+        time.sleep(max(0.0, used / share - (time.monotonic() - began)))
     plain.stdin.close()
     plain.wait()
     print(f"{turn} turns, {len(wrong)} wrong, {loop.counts}")
@@ -509,6 +505,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("soak.json"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of one processor, on average"
+    )
     parser.add_argument("--child", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -526,6 +525,7 @@ def main() -> int:
             options.folder or Path(folder),
             options.seed,
             options.output,
+            options.share,
         )
 
 

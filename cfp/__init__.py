@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cfp.checking.difference import compare
     from cfp.devices.described import described
     from cfp.devices.joining import join
+    from cfp.discovery.discover import discover_rules
+    from cfp.discovery.rule import ShardingRule
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -65,6 +67,8 @@ _HOMES = {
         "TargetError",
     ),
     "cfp.devices.joining": ("join",),
+    "cfp.discovery.discover": ("discover_rules",),
+    "cfp.discovery.rule": ("ShardingRule",),
     "cfp.plan.plan": ("Plan",),
     "cfp.planner_settings": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
@@ -91,6 +95,7 @@ __all__ = [
     "PlannerSettings",
     "ProcessError",
     "SettingsError",
+    "ShardingRule",
     "StepNotTraceable",
     "TargetError",
     "Variant",
@@ -99,6 +104,7 @@ __all__ = [
     "attention_options",
     "compare",
     "described",
+    "discover_rules",
     "join",
     "parallelize",
     "plan",

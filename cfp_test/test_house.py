@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parent.parent / "cfp"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("units", "printable", "settings"),
+    ("discovery",),
     ("program",),
     ("analysis",),
     ("attention", "patterns"),

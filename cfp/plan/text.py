@@ -192,8 +192,9 @@ def remarks(plan: Plan) -> list[str]:
         )
         if any(text.startswith("custom_") for text in plan.whole):
             found.append(
-                "a kernel is sharded by a rule that it brings: custom_partitioning "
-                "with sharding_rule=, or shard_map; see docs/performance.md"
+                "a kernel is sharded by a rule that it brings: cfp.discover_rules "
+                "finds one by running it; or custom_partitioning with sharding_rule=, "
+                "or shard_map; see docs/performance.md"
             )
     if plan.silenced:
         found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,12 +198,14 @@ class Asked:
 
     Attributes:
         groups: for each factor that may be sharded its dims.
+        sizes: of these factors: dims are split into so many pieces at most.
         reduction: those of them that are summed over.
         refusals: why others may not, each once.
         locals: what computes each on one device, as text.
     """
 
     groups: tuple[tuple[Place, ...], ...]
+    sizes: tuple[int, ...]
     reduction: frozenset[int]
     refusals: tuple[str, ...]
     locals: tuple[str, ...]
@@ -232,16 +234,19 @@ class _Asking:
         self.axes = [name for name, size in mesh.shape.items() if size > 1]
         self.count = len(callbacks.operands)
         self.claimed: set[Place] = set()
+        self.pieces = 0  # of the factor that is tried
         self.refusals: dict[str, None] = {}
 
     def run(self) -> Asked:
         """Tries every factor."""
         groups: list[tuple[Place, ...]] = []
+        sizes: list[int] = []
         texts: list[str] = []
         reduction = set()
-        for seed, is_sum in self._seeds():
+        for seed, is_sum, pieces in self._seeds():
             if self.claimed.intersection(seed):
                 continue
+            self.pieces = pieces
             found = self._grown(seed)
             if found is None:
                 continue
@@ -252,34 +257,52 @@ class _Asking:
             if not has_result:
                 reduction.add(len(groups))
             groups.append(tuple(sorted(kept)))
+            sizes.append(self._common(kept))
             texts.append(text)
             self.claimed.update(kept)
         return Asked(
-            tuple(groups), frozenset(reduction), tuple(self.refusals), tuple(texts)
+            tuple(groups),
+            tuple(sizes),
+            frozenset(reduction),
+            tuple(self.refusals),
+            tuple(texts),
         )
 
     def _size(self, place: Place) -> int:
         return self.callbacks.tensors[place[0]].shape[place[1]]
 
-    def _seeds(self) -> Iterator[tuple[tuple[Place, ...], bool]]:
-        """Dims that may be one factor, and whether it is summed over."""
+    def _common(self, places: Iterable[Place]) -> int:
+        """The size of a factor with these dims, of the pieces that its rule allows."""
+        return math.gcd(self.pieces, *map(self._size, places))
+
+    def _seeds(self) -> Iterator[tuple[tuple[Place, ...], bool, int]]:
+        """Yields dims that may be one factor, whether it is summed over, and its size.
+
+        The size is 0 where the dims alone limit it: a rule may leave pieces of them
+        whole, as factors behind it that need replication.
+        """
         rule = self.rule
         if rule is None:
             for tensor, aval in enumerate(self.callbacks.operands):
                 for dim, size in enumerate(aval.shape):
                     if size > 1:
-                        yield ((tensor, dim),), False
+                        yield ((tensor, dim),), False, 0
             return
         by_factor: dict[int, list[Place]] = {}
+        in_pieces: set[int] = set()
         for tensor, dims in enumerate((*rule.operands, *rule.results)):
             for dim, factors in enumerate(dims):
                 factor = rule.major(factors)
                 if factor is not None and factor not in rule.fixed:
                     by_factor.setdefault(factor, []).append((tensor, dim))
+                    if rule.fixed.intersection(factors):
+                        in_pieces.add(factor)
         self.free = {p for found in by_factor.values() if len(found) < 2 for p in found}
         for factor, places in by_factor.items():
-            if len(places) > 1 and places[0][0] < self.count:
-                yield tuple(places), factor in rule.reduction
+            is_sum = factor in rule.reduction
+            if (len(places) > 1 or is_sum) and places[0][0] < self.count:
+                size = rule.sizes[factor] if factor in in_pieces else 0
+                yield tuple(places), is_sum, size
 
     def _is_free(self, place: Place) -> bool:
         """True if a dim may join a factor: the rule, if there is one, is silent."""
@@ -345,7 +368,7 @@ class _Asking:
         """
         found: tuple[set[Place], str] | None = None
         for axis in self.axes:
-            ways = _least_divisor(math.gcd(*map(self._size, places)))
+            ways = _least_divisor(self._common(places))
             mesh = self._with_sizes(ways)
             dims: Dims = {place: (axis,) for place in places}
             kept, text = self._answer(mesh, dims)
@@ -378,7 +401,7 @@ class _Asking:
             return True
         one, other = self.axes[:2]
         for group in groups:
-            ways = _least_divisor(math.gcd(*map(self._size, kept)))
+            ways = _least_divisor(self._common(kept))
             if any(self._size(place) % ways for place in group):
                 continue
             dims: Dims = {place: (one,) for place in group}
@@ -417,10 +440,7 @@ def written(asked: Asked, tensors: Sequence[Shape], count: int) -> str:
         sizes.append(size)
         return names[-1]
 
-    def size(place: Place) -> int:
-        return tensors[place[0]].shape[place[1]]
-
-    shared = [factor(math.gcd(*map(size, group))) for group in asked.groups]
+    shared = [factor(size) for size in asked.sizes]
     of = {p: n for group, n in zip(asked.groups, shared, strict=True) for p in group}
     texts = []
     for tensor, aval in enumerate(tensors):

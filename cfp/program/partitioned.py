@@ -474,11 +474,9 @@ def _settled(
     All dims of a factor are sharded as the first of them that is; all others are
     whole.
     """
-    tensors = call.callbacks.tensors
     found: Dims = {}
     used: set[str] = set()
-    for group in call.asked.groups:
-        size = math.gcd(*(tensors[tensor].shape[dim] for tensor, dim in group))
+    for group, size in zip(call.asked.groups, call.asked.sizes, strict=True):
         wanted = (given[tensor][dim] for tensor, dim in group)
         axes = next((names for names in wanted if names), ())
         ways = int(np.prod([mesh.shape[name] for name in axes]))

@@ -1,4 +1,4 @@
-"""What a program is compared by: its structure, or all that it computes with.
+"""Fingerprints of a program: of its structure, and of all that it computes with.
 
 A learning rate, an epsilon or a table changes what a step computes, but neither how it
 is best sharded nor what it costs. Plans and measurements therefore depend on a
@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 16
 
 
 def _is_counter_type(kind: ir.Type) -> bool:
-    """Returns True if values of a type may count iterations or tell a place."""
+    """True if values of a type may count iterations or index a place."""
     return (
         isinstance(kind, ir.RankedTensorType)
         and isinstance(kind.element_type, ir.IntegerType)
@@ -58,7 +58,7 @@ class Fingerprints:
 
 
 def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
-    """What a module is compared by.
+    """Computes a module's fingerprints.
 
     Args:
         text: the module, as bytecode.
@@ -142,7 +142,7 @@ def _returned(region: ir.Region) -> list[ir.Value]:
 
 
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
-    """What a value is computed from, in a loop in the iteration before, too."""
+    """Yields a value's inputs, in a loop those of the iteration before, too."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         loop = owner.owner.operation

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.ray.planning import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError, nearest
+from cfp.errors import CfpError, MeshError, OptionError, nearest
 from cfp.find import find_plan
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
@@ -214,20 +214,24 @@ def parallelize(
         A callable like ``fn``; its ``plan`` is the plan that it runs under.
 
     Raises:
-        TypeError: there is no such option, or it would decide what a plan has decided.
+        OptionError: there is no such option, or it would decide what a plan has
+            decided.
+        PlanFileError: the file is no plan, or is not there.
     """
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:
         known = ["mesh", "plan", "quiet", *_OPTIONS]
-        raise TypeError(
+        raise OptionError(
             f"cfp.parallelize has no option {', '.join(unknown)}; "
             f"{nearest(unknown[0], known)}There are: {', '.join(known)}."
         )
     if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
-        raise TypeError(
+        raise OptionError(
             f"cfp.parallelize has a plan, which {', '.join(decided)} would decide. "
             "Leave out the one or the other."
         )
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
     if fn is None:
         return lambda function: ParallelStep(function, mesh, quiet, options, plan)
     return ParallelStep(fn, mesh, quiet, options, plan)
@@ -255,7 +259,7 @@ class ParallelStep:
         mesh: Mesh | None,
         quiet: bool,
         options: Mapping[str, Any],
-        plan: str | Path | Plan | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._fn = fn
         self._given = plan
@@ -306,8 +310,10 @@ class ParallelStep:
 
     def _saved(self) -> Plan | None:
         """The plan that was given, or that the environment names; None if neither."""
-        given = self._given or os.environ.get(PLAN_VARIABLE) or None
-        return given if given is None or isinstance(given, Plan) else Plan.load(given)
+        if self._given is not None:
+            return self._given
+        path = os.environ.get(PLAN_VARIABLE)
+        return Plan.load(path) if path else None
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable

@@ -76,6 +76,10 @@ class CfpError(Exception):
     interrupted = False
 
 
+class OptionError(CfpError, TypeError):
+    """There is no such option, or it does not go with the others."""
+
+
 class StepNotTraceable(CfpError):
     """The step function cannot be traced to a program with these arguments."""
 

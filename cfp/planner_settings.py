@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from cfp.attention.kernels import KERNELS
-from cfp.errors import CfpError, nearest
+from cfp.errors import CfpError, OptionError, nearest
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
@@ -102,11 +102,11 @@ class PlannerSettings:
         """Refuses names that there are not, with the nearest that there is.
 
         Raises:
-            CfpError: there is such a name.
+            OptionError: there is such a name.
         """
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
-            raise CfpError(
+            raise OptionError(
                 f"PlannerSettings has no {name}; {nearest(name, known)}"
                 f"There are: {', '.join(known)}."
             )

@@ -6,7 +6,7 @@ import pytest
 
 import cfp
 from cfp.errors import nearest
-from cfp.plan.text import remarks
+from cfp.plan.text import remarks, storage_text
 from cfp_test.cli_runner import run_batch
 
 MB = 2**20
@@ -104,18 +104,76 @@ def test_nothing_is_meant_by_a_name_like_none(tmp_path):
 
 
 def test_settings_that_there_are_not_are_refused_with_the_nearest():
-    with pytest.raises(cfp.CfpError, match=r"has no perkind; did you mean 'per_kind'"):
+    with pytest.raises(cfp.OptionError, match=r"perkind; did you mean 'per_kind'"):
         cfp.PlannerSettings(perkind=3)  # pyright: ignore[reportCallIssue]
 
 
 def test_options_that_there_are_not_are_refused_with_the_nearest(tmp_path):
-    with pytest.raises(cfp.CfpError, match=r"'memory_buget'; did you mean 'memory_b"):
+    """One type of error for all, which is a TypeError, too."""
+    with pytest.raises(cfp.OptionError, match=r"'memory_buget'; did you mean 'memor"):
         planned(tmp_path, memory_buget="20GiB")
+    plan = planned(tmp_path, preset="zero1")
+    with pytest.raises(cfp.OptionError, match=r"argnum; did you mean 'donate_argnums'"):
+        plan.bind(train_step, W, shape(32, 512), donate_argnum=0)
+    with pytest.raises(cfp.OptionError, match=r"'donate'; did you mean 'donate_argnu"):
+        cfp.adapt(plan, train_step, W, shape(32, 512), donate=0)
     with pytest.raises(TypeError, match=r"donate_argnum; did you mean 'donate_argnu"):
         cfp.parallelize(train_step, donate_argnum=0)
 
 
+# ---------------------------------------------------------------------------- a plan
+
+
+def test_a_plan_that_is_not_there_is_refused_at_once(tmp_path):
+    with pytest.raises(cfp.PlanFileError, match=r"nope\.json"):
+        cfp.parallelize(train_step, plan=tmp_path / "nope.json")
+
+
+def test_storage_is_said_in_english(tmp_path):
+    zero1 = planned(tmp_path, preset="zero1")
+    assert "parameters as used, optimizer state sharded" in str(zero1)
+    assert storage_text("used, cudnn attention") == "as used, cudnn attention"
+
+
+def attend(w, x):
+    def loss_fn(w):
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w[name]) for name in "qkv")
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return out.astype(jnp.float32).var()
+
+    loss, grads = jax.value_and_grad(loss_fn)(w)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads), loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "said"),
+    [(jnp.float32, 64, True), (jnp.float32, 68, False), (jnp.bfloat16, 64, False)],
+)
+def test_what_bfloat16_would_allow_is_said(tmp_path, dtype, width, said):
+    """Not of heads that the kernel cannot compute in bfloat16 either."""
+    w = {name: jax.ShapeDtypeStruct((64, 4, width), dtype) for name in "qkv"}
+    args = w, jax.ShapeDtypeStruct((8, 128, 64), dtype)
+    plan = planned(tmp_path, fn=attend, args=args)
+    assert bool(remark(plan, "it would with q, k and v in bfloat16")) == said
+
+
 # ------------------------------------------------------------------- a step's own error
+
+
+def test_static_arguments_are_named_only_where_they_help(tmp_path):
+    def own(w, x):
+        raise ValueError("of my own")
+
+    def branches(w, x):
+        return w["up"] if x.sum() > 0 else w["up"] + 1
+
+    def shapes(w, x):
+        return jnp.zeros(x[0, 0])
+
+    for fn, named in ((own, False), (branches, True), (shapes, True)):
+        with pytest.raises(cfp.StepNotTraceable) as refused:
+            planned(tmp_path, fn=fn)
+        assert ("static_argnums" in str(refused.value)) == named, fn
 
 
 def test_arguments_are_named_by_path(tmp_path):

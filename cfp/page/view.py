@@ -19,7 +19,6 @@ from cfp.plan.figures import (
 )
 from cfp.plan.parts import PlanRow
 from cfp.plan.text import (
-    STORAGE_WORDS,
     Repeat,
     best_variants,
     collapse,
@@ -28,6 +27,7 @@ from cfp.plan.text import (
     other_names,
     remarks,
     span_text,
+    storage_text,
 )
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import (
@@ -269,7 +269,7 @@ def _segment(
         title=f"Segment{'s' if len(members) > 1 else ''} {span_text(members)}",
         count=len(members),
         names=" to ".join(dict.fromkeys(ends)),
-        storage=STORAGE_WORDS.get(row.storage, row.storage),
+        storage=storage_text(row.storage),
         segment_ms=row.segment_ms,
         blocks=tuple(_block(column, found, draw) for column in twins),
         moves_ms=_sum_ms(moves),

@@ -10,7 +10,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
-from cfp.errors import CfpError, nearest
+from cfp.errors import OptionError, nearest
 from cfp.presets.presets import ALIASES, PRESETS, presets
 from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.race.candidates import (
@@ -129,11 +129,11 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
     """A preset, by name, in place of a search.
 
     Raises:
-        CfpError: there is no such preset for the program.
+        OptionError: there is no such preset for the program.
     """
     known = named_choices(analysis.frame)
     if name not in known:
-        raise CfpError(
+        raise OptionError(
             f"There is no preset {name!r} for this program; "
             f"{nearest(name, known, ALIASES)}There are: {', '.join(known)}."
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -33,6 +34,7 @@ from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
 from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
+from cfp.program.calling import check_keywords
 from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -76,7 +78,9 @@ def adapt(
 
     Raises:
         PlanMismatch: a segment or an argument does not match; the message names it.
+        OptionError: there is a keyword that neither the step nor this function has.
     """
+    check_keywords(fn, kwargs, _OPTIONS, "cfp.adapt")
     if mesh is not None:
         mesh = planning_mesh(mesh)
         check_axes(plan, mesh)
@@ -94,6 +98,9 @@ def adapt(
     program, lowering = trace(step, mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
     return carry_over(plan, analysis, step, lowering.out_tree, mesh)
+
+
+_OPTIONS = tuple(signature(adapt).parameters)[3:-1]  # not plan, fn, args, kwargs
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:

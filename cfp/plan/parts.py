@@ -11,7 +11,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch, compose
+from cfp.errors import OptionError, PlanMismatch, compose, nearest
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
@@ -82,7 +82,14 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     )
 
 
-# What decides a plan, and nothing of one that is there.
+# Options of `Plan.bind`; and what decides a plan, and nothing of one that is there.
+_BINDS = (
+    "mesh",
+    "static_argnums",
+    "static_argnames",
+    "donate_argnums",
+    "donate_argnames",
+)
 _DECIDES = ("memory_budget", "pins", "preset", "cache_dir", "settings", "choose")
 
 
@@ -94,7 +101,7 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         kwargs: of the call.
 
     Raises:
-        PlanMismatch: the step has no such argument.
+        OptionError: the step has no such argument.
     """
     try:
         parameters = signature(fn).parameters
@@ -106,13 +113,14 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         if name in parameters:
             continue
         decides = name in _DECIDES
-        raise PlanMismatch(
+        meant = nearest(name, [*_BINDS, *parameters])
+        raise OptionError(
             compose(
                 f"{name} decides how a step is planned, and this plan is made."
                 if decides
-                else f"Neither the step nor plan.bind has an argument {name}.",
-                expected="arguments of the step, mesh, static_argnums, "
-                "static_argnames, donate_argnums or donate_argnames",
+                else f"Neither the step nor plan.bind has an argument {name}"
+                + (f"; {meant.strip()}" if meant else "."),
+                expected=f"arguments of the step, {', '.join(_BINDS)}",
                 got=f"{name}=...",
                 attempt=f"leave {name} out, or cfp.plan(...), which plans again"
                 if decides

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SIZES = re.compile(r" \([^)]*\)")
 STORAGE_WORDS = {
     "used": "as used",
-    "optimizer": "optimizer sharded",
+    "optimizer": "as used, optimizer state sharded",
     "sharded": "sharded",
     "largest": "sharded along their largest dims",
 }
@@ -35,6 +35,12 @@ _USUAL_SHARE = 0.70, 0.76
 # What a short text has room for.
 _MOST_REPEATS = 4
 _MOST_NAMES = 4
+
+
+def storage_text(storage: str) -> str:
+    """Says how a row's parameters are stored, and what else its segment does."""
+    mode, comma, more = storage.partition(", ")
+    return STORAGE_WORDS.get(mode, mode) + comma + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +453,7 @@ def _repeat_text(repeat: Repeat, prefix: str) -> str:
         ways.setdefault(way, []).append(end)
     where = f" ({_few(modules, ', ')})" if modules else ""
     sharded = _few([f"{_few(names, ', ')} {way}" for way, names in ways.items()], "; ")
-    stored = [STORAGE_WORDS.get(r.storage, r.storage) for r in repeat.rows[0]]
+    stored = [storage_text(row.storage) for row in repeat.rows[0]]
     numbers = span_text([row.segment for part in repeat.rows for row in part])
     return f"  segment {numbers}{where}: {sharded}; parameters {_few(stored, ' or ')}"
 

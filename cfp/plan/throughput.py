@@ -23,6 +23,7 @@ class Throughput:
         tflop_per_s: of each device.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
             None for kinds that are not shipped.
+        rate_dtypes: the types that these rates are of: "bfloat16", "float32" or both.
         tokens_per_s: None where the batch does not show tokens.
         samples_per_s: None where it does, or the batch is not known.
     """
@@ -31,6 +32,7 @@ class Throughput:
     step_ms: float
     tflop_per_s: float
     rate_share: float | None
+    rate_dtypes: str
     tokens_per_s: float | None
     samples_per_s: float | None
 
@@ -56,6 +58,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         step_ms=step_ms,
         tflop_per_s=rate,
         rate_share=_rate_share(plan, rate),
+        rate_dtypes=_rate_dtypes(plan),
         tokens_per_s=None if tokens is None else tokens / seconds,
         samples_per_s=None if samples is None else samples / seconds,
     )
@@ -71,9 +74,17 @@ def _rate_share(plan: Plan, tflop_per_s: float) -> float | None:
     return tflop_per_s * (narrow / narrow_rate + (1.0 - narrow) / wide_rate)
 
 
+def _rate_dtypes(plan: Plan) -> str:
+    narrow = plan.search.get("narrow_share", 0.0)
+    found = (("bfloat16", narrow > 0.0), ("float32", narrow < 1.0))
+    return " and ".join(name for name, is_there in found if is_there)
+
+
 def throughput_text(found: Throughput) -> str:
     """The same in a line."""
-    share = "" if found.rate_share is None else f" ({found.rate_share:.1%} of its rate)"
+    share = ""
+    if found.rate_share is not None:
+        share = f" ({found.rate_share:.1%} of its rate in {found.rate_dtypes})"
     parts = [
         f"{_flop_text(found.model_tflop)} of the model a step",
         f"{_flop_text(found.tflop_per_s)}/s on each device{share}",

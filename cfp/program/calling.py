@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cfp.errors import StepNotTraceable, nearest
+from cfp.errors import OptionError, StepNotTraceable, nearest
 
 
 def check_names(
@@ -31,17 +31,21 @@ def check_names(
 
 
 def check_keywords(
-    fn: Callable[..., Any], kwargs: Mapping[str, Any], options: Sequence[str]
+    fn: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    options: Sequence[str],
+    function: str = "cfp.plan",
 ) -> None:
-    """Refuses keywords that neither the step has nor planning.
+    """Refuses keywords that neither the step has nor a function of cfp.
 
     Args:
         fn: the step.
         kwargs: of the call, without the options.
-        options: of planning.
+        options: of the function.
+        function: its name.
 
     Raises:
-        StepNotTraceable: there is one.
+        OptionError: there is one.
     """
     try:
         parameters = inspect.signature(fn).parameters
@@ -50,10 +54,10 @@ def check_keywords(
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
     for name in kwargs.keys() - parameters.keys():
-        raise StepNotTraceable(
-            f"Neither the step nor cfp.plan has an argument {name!r}; "
+        raise OptionError(
+            f"Neither the step nor {function} has an argument {name!r}; "
             f"{nearest(name, [*options, *parameters])}The step's are "
-            f"{', '.join(parameters)}; those of cfp.plan {', '.join(options)}."
+            f"{', '.join(parameters)}; those of {function} {', '.join(options)}."
         )
 
 

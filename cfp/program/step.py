@@ -47,10 +47,32 @@ from cfp.program.partitioned import traced_with_callbacks
 _NO_NUMBERS = "OSUMm"
 # What a step knows of itself once it is traced, whoever gives memory away.
 _TRACED = ("flat_fn", "traced")
+# Errors of a step that takes an argument's value while it is traced; in some JAX
+# raises a TypeError or ValueError with these words.
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_NEEDS_VALUE_WORDS = ("concrete value", "not a valid JAX type", "hashable")
+_STATIC_ADVICE = (
+    "; arguments that are not arrays belong in static_argnums or static_argnames, also "
+    "where the step is wrapped in jax.jit, which keeps its own to itself."
+)
 # A leaf as JAX names it, which sees a function of flat leaves.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
 # How many of the leaves that have changed a message names.
 _MOST_NAMED = 4
+
+
+def _needs_value(error: Exception) -> bool:
+    """Decides if a step failed since it takes a value that tracing does not have."""
+    words = str(error)
+    return isinstance(error, _NEEDS_VALUE) or (
+        isinstance(error, TypeError | ValueError)
+        and any(one in words for one in _NEEDS_VALUE_WORDS)
+    )
 
 
 @dataclass(frozen=True)
@@ -250,9 +272,8 @@ class FlatStep:
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
                 f"{type(error).__name__}: {self.with_paths(str(error))}"
                 f"{place_of(error)}\n"
-                "The step must be a function that jax.jit accepts; arguments that are "
-                "not arrays belong in static_argnums or static_argnames, also where "
-                "the step is wrapped in jax.jit, which keeps its own to itself."
+                "The step must be a function that jax.jit accepts"
+                + (_STATIC_ADVICE if _needs_value(error) else ".")
             ) from error
         name = self.flat_fn.__name__
         if overwritten := around.overwritten():

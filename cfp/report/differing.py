@@ -9,7 +9,7 @@ from typing import Any
 
 from cfp.analysis.strategies import Spec
 from cfp.plan.plan import Plan
-from cfp.plan.text import STORAGE_WORDS
+from cfp.plan.text import storage_text
 from cfp.plan.words import basis_text, elided
 from cfp.printable import merged_alike
 from cfp.report.explain_plan import wrapped
@@ -152,7 +152,7 @@ def _blocks(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         seen[row.name] += 1
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
-        stored = STORAGE_WORDS.get(row.storage, row.storage)
+        stored = storage_text(row.storage)
         sharded = _OF_SIZE.sub("", row.sharded)
         found[row.name + again] = f"{sharded}; parameters {stored}"
     return found

@@ -17,7 +17,6 @@ from cfp.plan.figures import BlockFigures, OptionFigures
 from cfp.plan.parts import PlanRow
 from cfp.plan.plan import Plan
 from cfp.plan.text import (
-    STORAGE_WORDS,
     Repeat,
     best_variants,
     collapse,
@@ -25,6 +24,7 @@ from cfp.plan.text import (
     merged_name,
     other_names,
     span_text,
+    storage_text,
     won_a_tie,
 )
 from cfp.plan.words import (
@@ -199,7 +199,7 @@ def _repeat_lines(plan: Plan, repeat: Repeat, wanted: set[int]) -> Iterator[str]
 def _segment_title(plan: Plan, members: list[int], row: PlanRow) -> str:
     word = f"Segment {members[0]}" if len(members) == 1 else ""
     title = word or f"Segments {span_text(members)} ({len(members)} alike)"
-    stored = f"parameters {STORAGE_WORDS.get(row.storage, row.storage)}"
+    stored = f"parameters {storage_text(row.storage)}"
     if row.segment_ms is None:
         return f"{title}: {stored}"
     time = f"{title}: {stored}; {row.segment_ms:.3f} ms each, {known_how(plan)}"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, lay_out
+from cfp.attention.matching.graft import refused as refused_by
 from cfp.attention.matching.matches import (
     Match,
     among,
@@ -96,7 +97,13 @@ def _kernels(
 
     def refusal(match: Match, kernel: str) -> str | None:
         where = (dict(analysis.frame.mesh), kernels.platform)
-        return ruled_out(program, match, kernel, layout.axes, *where)
+        reason = ruled_out(program, match, kernel, layout.axes, *where)
+        way = way_of(program, match, kernel, layout.axes)
+        if reason is None or match.problem.dtype != "float32" or isinstance(way, str):
+            return reason
+        narrow = replace(match.problem, dtype="bfloat16")
+        can = refused_by(narrow, way, *where) is None
+        return reason + "; it would with q, k and v in bfloat16" * can
 
     for one in attentions(program).left_alone:
         left[short_source(one.source), one.reason] += 1

@@ -17,7 +17,6 @@ from rich.text import Text
 from cfp.plan.parts import PlanRow
 from cfp.plan.plan import Plan
 from cfp.plan.text import (
-    STORAGE_WORDS,
     Repeat,
     best_variants,
     collapse,
@@ -28,6 +27,7 @@ from cfp.plan.text import (
     remarks,
     slower_variants,
     span_text,
+    storage_text,
 )
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import scale_text, summary_line
@@ -62,7 +62,7 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
                 _segment_text(repeat, row.segment) if new_segment else "",
                 merged_name([twin.name.removeprefix(prefix) for twin in twins]),
                 row.sharded,
-                STORAGE_WORDS.get(row.storage, row.storage) if new_segment else "",
+                storage_text(row.storage) if new_segment else "",
                 _collectives(twins),
                 _segment_time(row, repeat.count) if new_segment else "",
             )

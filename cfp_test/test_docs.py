@@ -143,13 +143,16 @@ AROUND = {
 # Of the blocks that run here those that take a preset, or plan nothing, are quick.
 QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "mesh_utils")
 
+# Their programs follow from each other: plan/test_keep.py, test_tutorial.py.
+FOLLOWING = ("keep-a-plan.md", "tutorial.md")
+
 
 def programs() -> list:
     """All Python blocks, each as a program that runs."""
     found = []
     for page in PAGES:
-        if page.name == "keep-a-plan.md":
-            continue  # Its programs follow from each other: plan/test_keep.py.
+        if page.name in FOLLOWING:
+            continue
         for number, block in enumerate(blocks(page, "python")):
             before, after = next(
                 (

@@ -1,0 +1,286 @@
+# %% [markdown]
+# # Train a model on several devices
+#
+# This tutorial takes a training loop that runs on one device to four of them, and
+# then through what happens to a training run in practice: it is stopped, it starts
+# again from a checkpoint, and the next machine has another number of devices. The
+# model learns to write, character by character, from a story of 4,000 characters.
+# Nothing in it is written for cfp, and nothing in it changes on the way.
+#
+# You need cfp and what comes with it ([installation](install.md)), and to know JAX a
+# little. On a machine without GPUs everything below runs on four virtual devices, in
+# about a minute. There is nothing to win there, since all of them are one CPU; what
+# you see and type is the same. This page is also [a
+# notebook](tutorial/tutorial.ipynb) and [a program](tutorial/tutorial.py), to be run
+# in the folder of [the story](tutorial/mill.txt).
+
+# %%
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+import cfp
+
+jax.config.update("jax_num_cpu_devices", 4)  # Where there are GPUs it changes nothing.
+devices = jax.devices()[:4]
+
+# %% [markdown]
+# ## The model, on one device
+#
+# A small transformer in flax NNX: two blocks of causal attention and an MLP.
+
+# %%
+text = Path("mill.txt").read_text()
+characters = sorted(set(text))
+tokens = np.array([characters.index(c) for c in text], np.int32)
+length, rows = 64, 16
+
+
+class Block(nnx.Module):
+    def __init__(self, width, heads, rngs):
+        self.heads = heads
+        self.norm1 = nnx.RMSNorm(width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        split = (*x.shape[:2], 3, self.heads, -1)
+        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(split), 2, 0)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class Writer(nnx.Module):
+    def __init__(self, width, heads, layers, rngs):
+        self.embed = nnx.Embed(len(characters), width, rngs=rngs)
+        self.place = nnx.Embed(length, width, rngs=rngs)
+        self.blocks = nnx.List(Block(width, heads, rngs) for _ in range(layers))
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, len(characters), use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.place(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make():
+    model = Writer(width=128, heads=4, layers=2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+
+
+def make_state():
+    return nnx.state(make())
+
+
+# %% [markdown]
+# The training step is a function from the old state to the new one. `nnx.merge` makes
+# the modules of the state's arrays, so that shapes are enough to describe the state:
+# `nnx.eval_shape` makes them without making a single array.
+
+# %%
+graph, state_shape = nnx.split(nnx.eval_shape(make))
+
+
+def train_step(state, batch):
+    model, optimizer = nnx.merge(graph, state)
+
+    def loss_fn(model):
+        logits = model(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return nnx.state((model, optimizer)), loss
+
+
+def batch_of(number):
+    """The batch of a step: the same one in every run, on any number of devices."""
+    starts = np.random.default_rng(number).integers(0, len(tokens) - length, rows)
+    return np.stack([tokens[start : start + length + 1] for start in starts])
+
+
+def train(step, state, first, last):
+    losses = []
+    for number in range(first, last):
+        state, loss = step(state, batch_of(number))
+        losses.append(float(loss))
+    return state, losses
+
+
+# %% [markdown]
+# So far this is JAX. On one device `jax.jit` compiles the step:
+
+# %%
+one_step = jax.jit(train_step, donate_argnums=0)
+_, one_losses = train(one_step, make_state(), 0, 80)
+for number in (0, 20, 40, 60, 79):
+    print(f"step {number}: loss {one_losses[number]:.3f}")
+
+# %% [markdown]
+# ## Plan
+#
+# `cfp.plan` takes the step, its arguments as arrays or as shapes, and a mesh. It
+# looks for the fastest way to shard the step that fits into the devices' memory, and
+# lets the best ones race. With all parameters on every device the step needs 13 MiB
+# of each; so that there is something to decide, we say that a virtual device has 12.
+# Planning takes half a minute here, most of it compiling.
+
+# %%
+mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
+budget = "12MiB" if devices[0].platform == "cpu" else None  # None: all that there is.
+plan = cfp.plan(
+    train_step,
+    state_shape,
+    batch_shape,
+    mesh=mesh,
+    donate_argnums=0,
+    memory_budget=budget,
+    quiet=True,
+)
+plan.save("plan.json")
+print(plan)
+
+# %% [markdown]
+# How to read it, from above:
+#
+# - Time and memory of a step on each device, and the work that is done in it. A plan
+#   for GPUs is measured; on virtual devices choices are made by estimates, since
+#   their times say nothing about GPUs, and only the race at the end is timed.
+# - *chosen* says why it is this plan, and what came second. The presets (data
+#   parallel, ZeRO, fully sharded, tensor parallel and others) are in the race where
+#   they fit, so that a plan is no slower than they are.
+# - *segments* are the parts of the model: the two blocks are alike, and stand in one
+#   line. For each product there is its weight's name and what the axis `x` splits in
+#   it: its `rows` (the batch: that is data parallelism), its `columns`, or what is
+#   `contracted` (together tensor parallelism). The last words are about parameters
+#   and optimizer state: as they are used, or sharded further and gathered where they
+#   are needed.
+# - *arguments* counts how many arrays of state and batch are sharded.
+#
+# More than that, [the words](reading-plans.md) and all that was tried, stands in the
+# report: one HTML file, to be opened in a browser.
+
+# %%
+plan.report("report.html")
+
+# %% [markdown]
+# ## Train on all of them
+#
+# `plan.apply` gives the same step, sharded, and `plan.init` makes the state in its
+# shardings, so that no device ever holds all of it. The loop is the one of above, and
+# so are the losses, up to rounding.
+
+# %%
+step = plan.apply(train_step)
+state, losses = train(step, plan.init(make_state), 0, 40)
+np.testing.assert_allclose(losses, one_losses[:40], rtol=0.01)
+print(f"step 39: {losses[39]:.4f}, and on one device {one_losses[39]:.4f}")
+
+whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+print(
+    f"state: {whole / 2**20:.2f} MiB, and {held / 2**20:.2f} MiB of it on each device"
+)
+
+# %% [markdown]
+# ## Save
+#
+# Two things make a run that can be resumed: the plan, which is in `plan.json`
+# already, and a checkpoint of the state. Orbax saves arrays as they are sharded, each
+# device its part.
+
+# %%
+folder = Path("checkpoints").absolute()
+with ocp.StandardCheckpointer() as checkpoints:
+    checkpoints.save(folder / "40", state, force=True)
+
+# %% [markdown]
+# ## Start again
+#
+# The run was stopped. In a new process (in a notebook: restart the kernel) run what
+# defines model, step and batches again, all above `one_step`, and then go on here.
+# Nothing is planned. `bind` checks that the plan is one for this step and these
+# shapes, and says in what they differ if it is not. The checkpoint is restored
+# straight into the plan's shardings.
+
+# %%
+batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
+folder = Path("checkpoints").absolute()
+
+
+def restore(plan, number):
+    target = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=sharding
+        ),
+        state_shape,
+        plan.in_shardings[0],
+    )
+    with ocp.StandardCheckpointer() as checkpoints:
+        return checkpoints.restore(folder / str(number), target)
+
+
+plan = cfp.Plan.load("plan.json").bind(train_step, state_shape, batch_shape)
+step = plan.apply(train_step)
+state, resumed = train(step, restore(plan, 40), 40, 80)
+print(f"step 40: {resumed[0]:.4f}, step 79: {resumed[-1]:.4f}")
+
+# %% [markdown]
+# ## Go on with other devices
+#
+# Half of the devices are gone. `cfp.adapt` makes a plan for those that are left out
+# of the one that there is: the same choices, and nothing is measured. The checkpoint
+# is the one of above.
+
+# %%
+half = jax.make_mesh((len(devices) // 2,), ("x",), devices=devices[: len(devices) // 2])
+fewer = cfp.adapt(
+    plan, train_step, state_shape, batch_shape, mesh=half, donate_argnums=0
+)
+state, on_half = train(fewer.apply(train_step), restore(fewer, 40), 40, 60)
+np.testing.assert_allclose(on_half, resumed[:20], rtol=0.01)
+print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:.4f}")
+
+# %% [markdown]
+# ## What it has learned
+#
+# The state is one of NNX, on any devices: `nnx.merge` makes the model of it.
+
+# %%
+writer, _ = nnx.merge(graph, jax.device_get(state))
+predict = jax.jit(lambda tokens: writer(tokens)[0, -1])
+written = [characters.index(c) for c in text[:length]]
+for number in range(120):
+    logits = predict(np.array([written[-length:]], np.int32))
+    key = jax.random.fold_in(jax.random.key(0), number)
+    written.append(int(jax.random.categorical(key, logits / 0.5)))
+print("".join(characters[token] for token in written[length:]))
+
+# %% [markdown]
+# Words will come with some thousand steps, if you have the patience.
+#
+# ## Where to go from here
+#
+# - If a program needs no look at its plan, one line is enough: `step =
+#   cfp.parallelize(train_step, plan="plan.json", donate_argnums=0)`, or without
+#   `plan`: then the step is planned at its first call, and later runs find that plan
+#   in the cache.
+# - A learning rate may change under a plan; a batch of another size is another
+#   program, which `cfp.adapt` takes too. All cases: [keep a plan](keep-a-plan.md).
+# - On GPUs compute in bfloat16, and plans take faster kernels by themselves, as
+#   cuDNN's attention: [when it helps](performance.md).
+# - A cluster that you do not have yet: [planning ahead](planning-ahead.md).

@@ -10,6 +10,7 @@ import io
 import pkgutil
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -358,6 +359,29 @@ def test_non_public_rule(text, uses):
 def test_files_stay_short():
     lengths = {file: len(text.splitlines()) for file, text in sources().items()}
     assert {file: n for file, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def bound_twice(text: str) -> list[str]:
+    """Constants of a module that it assigns twice, so that the first one is lost."""
+    names = [
+        name.id
+        for statement in ast.parse(text).body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for name in ast.walk(statement)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    ]
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def test_no_constant_is_bound_twice():
+    paths = sorted(PACKAGE.rglob("*.py"))
+    found = {str(path): bound_twice(path.read_text()) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_bound_twice_rule():
+    assert bound_twice("A, B = 1, 2\nif C:\n    D = 3\n") == []
+    assert bound_twice("A, B = 1, 2\ndef f(): ...\nA: int = 3") == ["A"]
 
 
 def test_no_file_is_a_drawer_for_everything():

@@ -184,7 +184,7 @@ def _range(values: Sequence[int]) -> tuple[float, float]:
     return max(0.0, low - room), high + room
 
 
-_WIDTH, _HEIGHT, _MARGIN = 72.0, 48.0, 2.0
+_TENSOR_WIDTH, _TENSOR_HEIGHT, _MARGIN = 72.0, 48.0, 2.0
 _THIN = 14.0  # the height of a tensor with one dim
 _MOST_CUTS = 16  # more lines than this are a grey surface
 
@@ -204,8 +204,8 @@ def tensor_drawing(
     """
     rank = len(tensor.spec)
     down, across = drawn_dims(tensor)
-    height = _HEIGHT if rank > 1 else _THIN
-    top = _MARGIN + (_HEIGHT - height) / 2
+    height = _TENSOR_HEIGHT if rank > 1 else _THIN
+    top = _MARGIN + (_TENSOR_HEIGHT - height) / 2
     names = [
         name for dim in (down, across) if dim is not None for name in _axes(tensor, dim)
     ]
@@ -213,8 +213,9 @@ def tensor_drawing(
     columns = _ways(tensor, across, sizes)
     # A part that several axes cut out has the colours of all of them, side by side.
     fills = [colours.get(name, "") for name in names] or ["whole"]
-    width = _WIDTH / columns / len(fills)
-    whole = {"x": _MARGIN, "y": top, "width": _WIDTH, "height": height}
+    width = _TENSOR_WIDTH / columns / len(fills)
+    right = _MARGIN + _TENSOR_WIDTH
+    whole = {"x": _MARGIN, "y": top, "width": _TENSOR_WIDTH, "height": height}
     parts = [
         element("rect", class_=f"tensor {'sharded' if names else 'whole'}", **whole)
     ]
@@ -226,17 +227,17 @@ def tensor_drawing(
     for count, vertical in ((columns, True), (rows, False)):
         if 1 < count <= _MOST_CUTS:
             for i in range(1, count):
-                x = _MARGIN + _WIDTH * i / count
+                x = _MARGIN + _TENSOR_WIDTH * i / count
                 y = top + height * i / count
                 ends = (
                     {"x1": x, "x2": x, "y1": top, "y2": top + height}
                     if vertical
-                    else {"x1": _MARGIN, "x2": _MARGIN + _WIDTH, "y1": y, "y2": y}
+                    else {"x1": _MARGIN, "x2": right, "y1": y, "y2": y}
                 )
                 parts.append(element("line", class_="cut", **ends))
     return drawing(
-        _WIDTH + 2 * _MARGIN,
-        _HEIGHT + 2 * _MARGIN,
+        _TENSOR_WIDTH + 2 * _MARGIN,
+        _TENSOR_HEIGHT + 2 * _MARGIN,
         tensor_text(tensor),
         parts,
         "tensor-drawing",

@@ -8,7 +8,14 @@ import pytest
 
 from cfp.page.memory import timeline
 from cfp.page.page import page_html, small_html
-from cfp.page.svg import drawn_dims, element, pareto, tensor_drawing, ticks
+from cfp.page.svg import (
+    drawn_dims,
+    element,
+    pareto,
+    scatter_drawing,
+    tensor_drawing,
+    ticks,
+)
 from cfp.plan.plan import Plan
 from cfp.plan.text import best_variants
 from cfp.printable import printable
@@ -249,6 +256,16 @@ def test_a_part_has_the_size_of_what_a_device_holds():
 def test_elements_escape_what_they_are_given():
     made = element("text", "<b>&", title='"><script>')
     assert made == '<text title="&#34;&gt;&lt;script&gt;">&lt;b&gt;&amp;</text>'
+
+
+def test_a_chart_of_strategies_holds_its_marks_and_texts():
+    options = [option(f"s{i}", 1.0 + i, 900 - 100 * i, i == 0) for i in range(3)]
+    drawn = scatter_drawing(options, None)
+    width, height = map(float, re.search(r"0 0 ([\d.]+) ([\d.]+)", drawn).groups())
+    places = re.findall(r' c?x="([\d.-]+)" c?y="([\d.-]+)"', drawn)
+    assert len(places) >= 7  # Two circles at least, and five texts.
+    assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
+    assert width > 200 and len({*places}) == len(places)
 
 
 @pytest.mark.parametrize(

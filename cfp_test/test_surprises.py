@@ -129,6 +129,24 @@ def test_a_plan_that_is_not_there_is_refused_at_once(tmp_path):
         cfp.parallelize(train_step, plan=tmp_path / "nope.json")
 
 
+def test_a_plan_of_another_model_is_refused_in_a_few_lines(tmp_path):
+    """Arrays of both models come first, then in the order of their arguments."""
+    plan = planned(tmp_path, preset="zero1")
+    deep = {"up": W["up"], "layers": [{"w": shape(512, 512)} for _ in range(300)]}
+
+    def step(w, x):
+        return w, x
+
+    with pytest.raises(cfp.PlanMismatch) as refused:
+        plan.bind(step, deep, shape(64, 512))
+    lines = str(refused.value).splitlines()
+    assert len(lines) < 10 and max(map(len, lines)) < 100
+    assert lines[1] == "  x: planned for float32[32,512], got float32[64,512]"
+    assert lines[2] == "  w/down: planned for float32[2048,512], got nothing"
+    assert "w/layers/0/w" in lines[3] and "w/layers/1/w" in lines[4]
+    assert "of the plan's 3 arrays 2 are passed, and 300 others" in lines[6]
+
+
 def test_storage_is_said_in_english(tmp_path):
     zero1 = planned(tmp_path, preset="zero1")
     assert "parameters as used, optimizer state sharded" in str(zero1)

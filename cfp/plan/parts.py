@@ -68,12 +68,20 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     planned = dict(zip(names, types, strict=True))
     if found == planned and tuple(step.arg_names) == tuple(names):
         return
-    lines = []
-    for name in sorted(planned.keys() | found.keys()):
-        have, want = found.get(name, "nothing"), planned.get(name, "nothing")
-        if have != want:
-            lines.append(f"  {name}: planned for {want}, got {have}")
-    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
+    both = [name for name in names if name in found]
+    missing = [name for name in names if name not in found]
+    new = [name for name in step.arg_names if name not in planned]
+    lines = [
+        f"  {name}: planned for {planned.get(name, 'nothing')}, "
+        f"got {found.get(name, 'nothing')}"
+        for name in (*both, *missing, *new)
+        if found.get(name) != planned.get(name)
+    ]
+    more = ""
+    if len(lines) > 5:
+        more = f"\n  and {len(lines) - 5} more; of the plan's {len(planned)} arrays "
+        more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
+        more += f", and {len(new)} others" if new else ""
     raise PlanMismatch(
         "The arguments do not fit the plan:\n"
         + "\n".join(lines[:5])

@@ -52,6 +52,21 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_begin_with_what_they_are_for(page):
+    title, empty, first, *_ = page.read_text().split("\n")
+    assert title.startswith("# ") and not empty
+    assert re.match(r"[\w`*\[]", first) and not re.match(r"\d+\. ", first), first
+
+
+def test_the_sites_navigation_has_every_page():
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = [str(p.relative_to(docs)) for p in PAGES if docs in p.parents]
+    assert sorted(named) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_are_python(page):
     for block in blocks(page, "python"):
         compile(block, page.name, "exec")

@@ -1,5 +1,7 @@
 """What a user may not expect is said: in the plan, or in an error that helps."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -145,6 +147,20 @@ def test_a_plan_of_another_model_is_refused_in_a_few_lines(tmp_path):
     assert lines[2] == "  w/down: planned for float32[2048,512], got nothing"
     assert "w/layers/0/w" in lines[3] and "w/layers/1/w" in lines[4]
     assert "of the plan's 3 arrays 2 are passed, and 300 others" in lines[6]
+
+
+def test_a_step_without_a_file_has_no_lines_of_cfp(tmp_path):
+    """As in `python -c`: it was named by the line of cfp that traced it, first one
+    and then another."""
+    names = {"jax": jax, "jnp": jnp}
+    exec(compile(inspect.getsource(attend), "<string>", "exec"), names)
+    w = {name: shape(64, 4, 64) for name in "qkv"}
+    own = ("pipeline.py", "adapt.py", "api.py", "test_surprises.py")
+    plan = planned(tmp_path, fn=names["attend"], args=(w, shape(8, 128, 64)))
+    assert not [row.name for row in plan.rows if any(one in row.name for one in own)]
+    more = w, shape(16, 128, 64)
+    adapted = cfp.adapt(plan, names["attend"], *more, mesh=jax.make_mesh((4,), ("x",)))
+    assert [row.name for row in adapted.rows] == [row.name for row in plan.rows]
 
 
 def test_storage_is_said_in_english(tmp_path):

@@ -37,8 +37,10 @@ def find_cell(words: str) -> int:
 
 
 def run(cells, folder):
+    program = folder / "program.py"
+    program.write_text("\n".join(cell.text for cell in cells if not cell.prose))
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(c.text for c in cells if not c.prose)],
+        [sys.executable, program],
         cwd=folder,
         env=environment(
             JAX_PLATFORMS="cpu", XLA_FLAGS="", CFP_CACHE_DIR=str(folder / "cache")

@@ -15,6 +15,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,7 +33,8 @@ from cfp.program.trace import lower_step, read_lowering
 
 _SUMMARY = re.compile(r"(.*\.py):(\d+)")  # path:line:column (function)
 _INSTALLED = {"site-packages", "dist-packages"}
-# What calls the step, and Python's own library.
+_CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
+# This room, and Python's own library.
 _NOT_OWN = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
 _MARK = re.compile(r"cfp-eqn-(\d+)-")
 
@@ -298,7 +300,8 @@ class _Finder:
 def _source(eqn: JaxprEqn) -> str:
     """``path:line`` of the innermost call in the user's own files, if there is one."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
+    frames = traceback.frames if traceback else ()
+    for frame in takewhile(lambda frame: frame.file_name != _CALLER, frames):
         if not frame.file_name.startswith(_NOT_OWN) and not _INSTALLED & {
             *PurePath(frame.file_name).parts
         }:

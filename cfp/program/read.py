@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,7 +25,8 @@ _SHARDING = re.compile(r"<@\w+, \[(.*?)\]")
 _BRACED = re.compile(r"\{(.*?)\}")
 _QUOTED = re.compile(r'"(\w+)"')
 _INSTALLED = {"site-packages", "dist-packages"}
-_HERE = str(Path(__file__).parent)  # what calls the step
+_HERE = str(Path(__file__).parent)
+_CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
 _MAX_ATTRIBUTE_CHARS = 400
 
 
@@ -283,9 +285,10 @@ _NAMED_SOURCE = frozenset(
 
 def _source(location: ir.Location) -> str:
     """``path:line`` of the innermost call in the user's own files, if there is one."""
+    frames = _SOURCE.findall(str(location))
     calls = [
         (path, line)
-        for path, line in _SOURCE.findall(str(location))
+        for path, line in takewhile(lambda frame: frame[0] != _CALLER, frames)
         if path.endswith(".py") and not path.startswith(("<", _HERE))
     ]
     own = [call for call in calls if not _INSTALLED & {*PurePath(call[0]).parts}]

@@ -268,7 +268,8 @@ for number in range(120):
     logits = predict(np.array([written[-length:]], np.int32))
     key = jax.random.fold_in(jax.random.key(0), number)
     written.append(int(jax.random.categorical(key, logits / 0.5)))
-print("".join(characters[token] for token in written[length:]))
+story = "".join(characters[token] for token in written[length:])
+print(story[:60], story[60:], sep="\n")
 
 # %% [markdown]
 # Words will come with some thousand steps, if you have the patience.

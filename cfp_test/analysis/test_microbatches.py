@@ -11,14 +11,17 @@ from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.segments import open_loops
 from cfp.cost.memory import accumulated_bytes, turning_point
 from cfp.cost.terms import Terms
+from cfp.models import build
 from cfp.presets.presets import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part, lower_part
 from cfp.program.rematerialize import rematerializable, tag_of
-from cfp.program.trace import lower_step
-from cfp_test.checking import differences, prepare, shardings, spec_of
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step, trace
+from cfp_test.checking import differences, make_mesh, prepare, shardings, spec_of
+from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares
 
 SIZES = (("x", 4),)
@@ -192,3 +195,25 @@ def test_sums_of_gradients_are_memory_of_their_segment(looped):
     sums = [accumulated_bytes(layout, segment) for segment in analysis.segments]
     assert sum(sums) == 4 * (LAYERS * 2 * 16 * 32 + 16 * 8)
     assert sums[1] == 4 * 2 * 16 * 32
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_models_have_the_segments_that_they_have_without(name, scan):
+    """Also where the layers are a scan inside of the scan over microbatches.
+
+    There a block of what follows the layers may go with their loop.
+    """
+
+    def of(parts):
+        options = {**TINY[name], "layers": 4, "scan": scan, "microbatches": parts}
+        program, _ = trace(flatten_step(*build(name, **options), {}), make_mesh(SIZES))
+        found = analyze(program, SIZES).segments
+        return [
+            (one.kind, *(() if scan else (len(one.blocks), len(one.groups))))
+            for one in found
+        ]
+
+    plain = of(1)
+    assert len(plain) > 2
+    assert of(2) == plain

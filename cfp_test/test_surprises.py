@@ -163,6 +163,12 @@ def test_a_step_without_a_file_has_no_lines_of_cfp(tmp_path):
     assert [row.name for row in adapted.rows] == [row.name for row in plan.rows]
 
 
+def test_a_plan_for_described_devices_is_exported_on_those(tmp_path):
+    plan = planned(tmp_path, preset="zero1")
+    with pytest.raises(cfp.PlanMismatch, match="made for 4xh100, which is described"):
+        plan.export_python(tmp_path / "sharded.py")
+
+
 def test_storage_is_said_in_english(tmp_path):
     zero1 = planned(tmp_path, preset="zero1")
     assert "parameters as used, optimizer state sharded" in str(zero1)

@@ -56,6 +56,12 @@ def python_module(
     Raises:
         PlanMismatch: the plan says something that such a module cannot.
     """
+    if sites is None and (described := plan.environment.get("described")):
+        raise PlanMismatch(
+            f"The plan was made for {described}, which is described, not here: where in "
+            "the step its constraints stand is found on those devices. Load it there: "
+            "plan.bind(step, *args).export_python(FILE)."
+        )
     if sites is None:
         raise PlanMismatch(
             "The plan does not say where in the step its constraints stand: it was "

@@ -58,9 +58,9 @@ def python_module(
     """
     if sites is None and (described := plan.environment.get("described")):
         raise PlanMismatch(
-            f"The plan was made for {described}, which is described, not here: where in "
-            "the step its constraints stand is found on those devices. Load it there: "
-            "plan.bind(step, *args).export_python(FILE)."
+            f"The plan was made for {described}, which is described and not here: "
+            "where in the step its constraints stand is found on those devices. Load "
+            "it there, and plan.bind(step, *args).export_python(FILE)."
         )
     if sites is None:
         raise PlanMismatch(

@@ -19,7 +19,7 @@ from cfp.cluster.ray.planning import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, nearest
-from cfp.find import find_plan
+from cfp.find import find_plan_that_fits
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
@@ -157,7 +157,7 @@ def plan(
     doing = f"planning how to shard {getattr(fn, '__name__', 'a step')!r}"
     silence = "cfp.plan(..., quiet=True) says nothing"
     with shown(settings, doing, silence, quiet) as how:
-        found = find_plan(
+        found = find_plan_that_fits(
             step,
             mesh=mesh,
             memory_budget=memory_budget,

@@ -134,7 +134,10 @@ class MemoryBudgetError(CfpError):
     Attributes:
       smallest_feasible_bytes: what the leanest plan needs on one device.
       contributors: (name, bytes) of what takes most of it, largest first.
+      fastest_ms: predicted step time of the fastest plan, which does not fit, or None.
     """
+
+    fastest_ms: float | None = None
 
     def __init__(
         self,

@@ -13,9 +13,12 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import agreement_of, open_context
+from cfp.analysis.host_state import enough_state
+from cfp.analysis.layout import lay_out
+from cfp.context import agreement_of, device_memory, open_context
+from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search
@@ -26,11 +29,13 @@ from cfp.profiling.conversation import together
 from cfp.profiling.interrupts import heeded
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
+from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.report.figures import with_figures
 from cfp.search.kernels import Kernels
+from cfp.settings import HOST_BYTES_PER_MS, defaults_of
 from cfp.solution import Candidate, Estimate
-from cfp.units import parse_bytes
+from cfp.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,9 @@ def find_plan(
         step: the step.
         mesh, memory_budget, pins, preset, cache_dir, settings: as of `cfp.plan`.
         analyzed: the step on the mesh, if that is known.
+
+    Raises:
+        MemoryBudgetError: nothing fits; see :func:`find_with_state_in_host`.
     """
     check_settings()
     alone = agreement_of(mesh).alone
@@ -79,6 +87,133 @@ def find_plan(
             cache_dir=cache_dir,
             settings=settings,
         )
+
+
+def find_plan_that_fits(
+    step: FlatStep,
+    *,
+    mesh: Mesh | DescribedMesh,
+    memory_budget: int | str | None = None,
+    pins: Pins | None = None,
+    preset: str | None = None,
+    cache_dir: str | Path | None = None,
+    settings: PlannerSettings | None = None,
+) -> Found:
+    """Runs all passes for a step; where nothing fits, with state in host memory.
+
+    Args:
+        step: the step.
+        mesh, memory_budget, pins, preset, cache_dir, settings: as of `cfp.plan`.
+
+    Raises:
+        MemoryBudgetError: nothing fits.
+    """
+    check_settings()
+    with heeded(cache_dir), together(agreement_of(mesh).alone), unchecked():
+        analyzed = analyze_step(step, mesh, pins)
+    try:
+        return find_plan(
+            step,
+            mesh=mesh,
+            memory_budget=memory_budget,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=settings,
+            analyzed=analyzed,
+        )
+    except MemoryBudgetError as error:
+        if preset is not None:
+            raise
+        return find_with_state_in_host(
+            step,
+            error,
+            analyzed=analyzed,
+            memory_budget=memory_budget,
+            pins=pins,
+            cache_dir=cache_dir,
+            settings=settings,
+        )
+
+
+def find_with_state_in_host(
+    step: FlatStep,
+    shortage: MemoryBudgetError,
+    *,
+    analyzed: Analyzed,
+    memory_budget: int | str | None = None,
+    pins: Pins | None = None,
+    cache_dir: str | Path | None = None,
+    settings: PlannerSettings | None = None,
+) -> Found:
+    """Plans a step that does not fit with a part of its state in host memory.
+
+    State that only its own update reads, such as an optimizer's moments, is in the
+    memory of the host between steps: as much as is lacking by prediction, and all of
+    it if that is not enough.
+
+    Args:
+        step: the step.
+        shortage: the error of planning it as it is.
+        analyzed: the step on the mesh.
+        memory_budget, pins, cache_dir, settings: as of `cfp.plan`.
+
+    Raises:
+        MemoryBudgetError: nothing fits then, or devices cannot use the host's memory.
+    """
+    mesh, frame = analyzed.mesh, analyzed.analysis.frame
+    budget = parse_bytes(memory_budget)
+    most = device_memory(mesh) if budget is None else budget
+    if most is None or not _uses_host_memory(mesh):
+        raise shortage
+    settings = settings or PlannerSettings()
+    end = time.monotonic() + settings.seconds
+    alone, error = agreement_of(mesh).alone, shortage
+    with heeded(cache_dir), together(alone), unchecked():
+        for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
+            size = format_bytes(sum(one.size_bytes for one in some))
+            if settings.progress is not None:
+                settings.progress(f"planning again with {size} of state in host memory")
+            moved = step.with_state_in_host([(s.argument, s.result) for s in some])
+            try:
+                found = _find_plan(
+                    moved,
+                    analyzed=analyze_step(moved, mesh, pins),
+                    budget=budget,
+                    preset=None,
+                    cache_dir=cache_dir,
+                    settings=replace(
+                        settings, seconds=max(0.0, end - time.monotonic())
+                    ),
+                )
+            except MemoryBudgetError as again:
+                error = MemoryBudgetError(
+                    f"{again}\n  That is with {size} of state in the memory of the "
+                    "host, all that only its own update reads.",
+                    smallest_feasible_bytes=again.smallest_feasible_bytes,
+                    contributors=again.contributors,
+                )
+                continue
+            return _with_host_figures(found, shortage)
+    raise error
+
+
+def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
+    """Returns True if what is in the host's memory is none of a device's."""
+    if isinstance(mesh, DescribedMesh):
+        return defaults_of(mesh.environment["platform"]).host_memory
+    device = mesh.local_devices[0]
+    return defaults_of(device.platform).host_memory and has_host_memory(device)
+
+
+def _with_host_figures(found: Found, shortage: MemoryBudgetError) -> Found:
+    """Adds what state in host memory saves and costs to a plan's figures."""
+    layout = lay_out(found.analysis.frame, found.winner.choice)
+    kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
+    figures = {"host_bytes": kept, "host_ms": moved / HOST_BYTES_PER_MS}
+    if shortage.fastest_ms is not None:
+        figures["unfit_ms"] = shortage.fastest_ms
+    plan = replace(found.plan, search={**found.plan.search, **figures})
+    return replace(found, plan=plan)
 
 
 def _find_plan(

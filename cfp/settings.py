@@ -38,6 +38,10 @@ WORTH_HAVING = 0.02
 # once. Guess.
 ROUND_SIZE = 8
 
+# Between the memory of the host and a device, either way: 0.8 of what PCIe 5.0 x16 is
+# specified for. Guess.
+HOST_BYTES_PER_MS = 50e6
+
 # --------------------------------------------------------------------- the search
 
 # What the compiler leaves of temporaries under a memory limit, usually and at least.
@@ -167,6 +171,7 @@ class PlatformDefaults:
         later_levels: those at which presets race only if they lead.
         rounds: turns of a race that decides.
         limits_memory: whether the compiler takes a memory limit.
+        host_memory: whether what is in the memory of the host is none of a device's.
         reserve_bytes: what the allocator may add to what a program needs.
         compiler_options: what leaders are raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
@@ -182,6 +187,7 @@ class PlatformDefaults:
     later_levels: tuple[ConstraintLevel, ...] = ()
     rounds: int = ENOUGH_SAMPLES
     limits_memory: bool = False
+    host_memory: bool = False
     reserve_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
@@ -212,6 +218,7 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
 _GPU = PlatformDefaults(
     reach=_REACH,
     limits_memory=True,
+    host_memory=True,
     # XLA's allocator does not split a free block of which less than this would stay,
     # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".
     reserve_bytes=128 * 2**20,
@@ -235,6 +242,7 @@ _CPU = PlatformDefaults(
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),
     rounds=2,
+    host_memory=True,  # They stand for devices with memory of their own.
 )
 _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
-from cfp.find import Found, estimate_plan, find_plan
+from cfp.find import Found, estimate_plan, find_plan, find_with_state_in_host
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
@@ -106,7 +106,8 @@ def plan_fastest(
         rule_out: whether variants are left out that estimates have far behind the best
             of them; where choices are made by estimates anyway, all but that one.
         leaner: makes further variants, of which the first that can be planned is taken
-            where none of the others fits in memory.
+            where none of the others fits in memory, unless one with a part of its
+            state in host memory is faster.
 
     Raises:
         CfpError: no variant can be planned.
@@ -167,7 +168,29 @@ def plan_fastest(
             planned = {one.name for one in tries}
             ruled_out = [one for one in ruled_out if one.name not in planned]
         errors = [(one.name, one.error) for one in tries if one.error]
-        if _none_fits(tries):
+        nothing_fits = _none_fits(tries)
+        if nothing_fits and preset is None:
+            failed = {one.name: one.error for one in tries}
+            short = [one for one in variants if one.name in failed]
+            short.sort(key=lambda one: _needed_bytes(failed[one.name]))
+
+            def in_host(variant: Variant, seconds: float) -> Found:
+                told = _telling(how, variant.name) if several else how
+                step, analyzed = steps.analyzed(variant)
+                error = failed[variant.name]
+                assert isinstance(error, MemoryBudgetError), "nothing fits"
+                own = {"pins": pins, "settings": replace(told, seconds=seconds)}
+                return find_with_state_in_host(
+                    step, error, analyzed=analyzed, **own, **asked
+                )
+
+            for one in short:
+                [again] = _plan_all([one], in_host, end)
+                tries = [again if t.name == one.name else t for t in tries]
+                if again.found is not None or again.interrupted:
+                    break
+            errors = [(one.name, one.error) for one in tries if one.error]
+        if nothing_fits:
             for one in leaner():
                 spares.append(one)
                 if not _may_fit(one, steps, how, asked):
@@ -370,6 +393,11 @@ def _may_fit(
 
 def _none_fits(tries: Sequence[_Try]) -> bool:
     return all(isinstance(one.error, MemoryBudgetError) for one in tries)
+
+
+def _needed_bytes(error: CfpError | None) -> int:
+    known = isinstance(error, MemoryBudgetError)
+    return error.smallest_feasible_bytes if known else 0
 
 
 def _plan_all(

@@ -23,6 +23,7 @@ from cfp.checking.difference import Difference, compare, norms
 from cfp.plan.plan import Plan
 from cfp.program.fixed import fixed, released
 from cfp.program.graft import Constraints, Spec
+from cfp.program.memory import on_device
 from cfp.program.put import fetch
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
@@ -212,7 +213,7 @@ class Check:
         # To where results of one device will be: from step to step nothing moves.
         [device] = self._alone.out_shardings[0].device_set
         self._args = self._each(
-            lambda arg: fresh(jax.device_put(self._here(arg), device))
+            lambda arg: fresh(jax.device_put(on_device(self._here(arg)), device))
         )
 
     def step(self) -> Comparison:
@@ -221,10 +222,10 @@ class Check:
         Where leaves are further off than rounding explains, rounding is looked at more
         closely: of so few tries the mean square may happen to be far too small.
         """
-        expected = self._alone(*self._each(fresh))
+        expected = on_device(self._alone(*self._each(fresh)))
         alone = [(norms(expected), compare(expected, expected))]
         alone += [self._nudged(expected, seed) for seed in range(NUDGES)]
-        found = self._here(self.planned(*self._each(fresh)))
+        found = on_device(self._here(self.planned(*self._each(fresh))))
         before = self._before(expected)
         sides = (compare(found, expected), norms(found), compare(before, expected))
         made = _comparison(alone, *sides, self._margin)
@@ -248,7 +249,7 @@ class Check:
     def _nudged(self, expected: Any, seed: int) -> _Alone:
         """Returns the results of one device for arguments in the neighbourhood."""
         near = partial(nudge, seed=seed, least=self._bit)
-        moved = self._alone(*self._each(near))
+        moved = on_device(self._alone(*self._each(near)))
         return norms(moved), compare(moved, expected)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:

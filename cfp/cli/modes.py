@@ -15,7 +15,7 @@ from cfp.cli.output import only_json, plan_json, save, show
 from cfp.cli.session import analyse, open_target, target_of
 from cfp.context import device_memory
 from cfp.passes.tradeoff import measure_all_budgets
-from cfp.plan.adapt import carry_over, check_axes
+from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
 from cfp.platform import parse_mesh
 from cfp.presets.propagated import named_choices
@@ -160,10 +160,7 @@ def adapt_plan(ctx: typer.Context) -> None:
             plan=plan,
         )
         check_axes(plan, mesh)
-        session = analyse(found, mesh)
-        made = carry_over(
-            plan, session.analysis, session.step, session.lowering.out_tree, mesh
-        )
+        made = adapt_step(plan, found.flatten(), mesh)
         save(made, given["output"], say=not given["as_json"])
         if given["as_json"]:
             print_json(plan_json(made))

@@ -291,7 +291,7 @@ def verify(
             )
             if not other_devices:
                 check_devices(plan, mesh)
-            session = analyse(found, mesh)
+            session = analyse(found, mesh, plan=plan)
             verified = verify_plan(
                 plan,
                 session.analysis,

@@ -91,13 +91,23 @@ def open_target(
     return target, platform.make_mesh(axes)
 
 
-def analyse(target: Target, mesh: Mesh, pins: Pins | None = None) -> Session:
+def analyse(
+    target: Target, mesh: Mesh, pins: Pins | None = None, plan: Plan | None = None
+) -> Session:
     """Traces and analyses a target.
+
+    Args:
+        target: the step.
+        mesh: the devices.
+        pins: shardings to keep.
+        plan: of the step, which may keep state in the memory of the host.
 
     Raises:
         CfpError: its step cannot be traced, or the pins do not fit.
     """
     step = target.flatten()
+    if plan is not None:
+        step = step.with_state_in_host(plan.in_host)
     found = analyze_step(step, mesh, pins)
     assert isinstance(found.mesh, Mesh), "its devices are there"
     return Session(

@@ -22,6 +22,8 @@ from cfp.cost.memory import (
     copied_bytes,
     copied_results,
     fixed_bytes,
+    host_bytes,
+    host_results,
     kernel_sites,
     residuals,
     residuals_under,
@@ -33,7 +35,7 @@ from cfp.cost.temporaries import Step, peak_bytes, steps_of
 from cfp.cost.terms import Terms
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import dtype_bytes
-from cfp.settings import LIMITED_MEMORY_AT_LEAST
+from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,7 @@ class Costs:
             share = share_at_once(way, sizes)
             shares |= dict.fromkeys(match.found.between, share)
         shares |= dict.fromkeys(self._results, 0.0)  # They are counted already.
+        shares |= dict.fromkeys(host_results(layout.frame.program), 0.0)
 
         @cache
         def size_of(v: int) -> int:
@@ -157,6 +160,13 @@ class Costs:
         spans = self._spans(kind) if in_chunks else ()
         needed = peak_bytes(self._steps(kind, in_chunks), size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
+
+    def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
+        """Estimates the time to move a segment's state from the host and back."""
+        segment, layout = self._kinds[kind], self._layout(kind, candidate)
+        groups = (layout.frame.groups[index] for index in segment.groups)
+        moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
+        return moved / HOST_BYTES_PER_MS
 
     def _working_bytes(
         self,

@@ -148,8 +148,41 @@ def results_beside(frame: Frame) -> dict[int, int | None]:
         if output is not None:  # One value that renews two takes the first one's place.
             renewed.setdefault(program.outputs[output], position)
     made = (v for v in program.outputs if program.values[v].producer >= 0)
-    found = {v: renewed.get(v) for v in made}
+    in_host = host_results(program)
+    found = {v: renewed.get(v) for v in made if v not in in_host}
     return {v: p for v, p in found.items() if p is None or program.alias[p] is None}
+
+
+def host_results(program: Program) -> set[int]:
+    """Values that a program returns in the memory of the host."""
+    kinds = program.output_memory or ("",) * len(program.outputs)
+    return {v for v, kind in zip(program.outputs, kinds, strict=True) if kind}
+
+
+def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
+    """Computes the bytes of arguments that the host has, for each device.
+
+    Args:
+        layout: of the program, or of a part.
+        positions: arguments; those that devices have do not count.
+
+    Returns:
+        Of what is in the memory of the host between steps, and of what a step moves
+        from there and back.
+    """
+    program = layout.frame.program
+    returned = host_results(program)
+    kept = moved = 0
+    for position in positions:
+        if not any(program.arg_memory[position : position + 1]):
+            continue
+        value = program.args[position]
+        size = value_bytes(layout, value, layout.arg_spec(position))
+        output = layout.frame.paired[position]
+        is_back = output is not None and program.outputs[output] in returned
+        kept += size
+        moved += size * (2 if is_back else 1)
+    return kept, moved
 
 
 def copied_results(frame: Frame) -> list[tuple[int, int | None]]:

@@ -16,6 +16,7 @@ from math import prod
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.layout import Frame, Storage
 from cfp.analysis.specs import even_spec, spec_ways, stored_spec
+from cfp.analysis.storage import StorageGroup
 from cfp.analysis.strategies import (
     FactorAxes,
     Spec,
@@ -28,6 +29,7 @@ from cfp.profiling.collectives import Rates
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import padded_size
+from cfp.settings import HOST_BYTES_PER_MS
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -194,7 +196,15 @@ class Terms:
             turns = max(map(program.turns, updates), default=1)
             once = self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
             memory += turns * once
+            memory += self._host_ms(group) / spec_ways(wide, frame.mesh)
         return memory, moves
+
+    def _host_ms(self, group: StorageGroup) -> float:
+        """Estimates the time to move what the host has of a group, there and back."""
+        program = self.frame.program
+        kept = [a for a in group.args if any(program.arg_memory[a : a + 1])]
+        moved = 2 * sum(program.values[program.args[a]].size_bytes for a in kept)
+        return moved / HOST_BYTES_PER_MS
 
     def state_specs(
         self, index: int, terms: BlockTerms, mode: Storage

@@ -19,13 +19,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.mlir import ir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 from jax.tree_util import all_leaves, tree_flatten, tree_leaves, tree_unflatten
 
 # The tables. In the module that is written they are filled.
 MESH: Mapping[str, int] = {}
 ARGUMENTS: Sequence[tuple[str, str, PartitionSpec, bool]] = ()
 RESULTS: Sequence[PartitionSpec] = ()
+IN_HOST: Sequence[tuple[int, int]] = ()
 STATIC: Sequence[int | str] = ()
 COMPILER_OPTIONS: Mapping[str, str] = {}
 EQUATIONS: tuple[int, str] = (0, "")
@@ -60,7 +66,8 @@ def shard(
     made: list[Structure] = []
 
     def flat(*leaves: Any) -> Any:
-        dynamic, named = joined(tree, leaves)
+        here = in_space(leaves, [i for i, _ in IN_HOST], jax.memory.Space.Device)
+        dynamic, named = joined(tree, here)
         given = list(dynamic)
         for key, value in sorted(static.items(), key=str):
             if isinstance(key, int):
@@ -69,21 +76,34 @@ def shard(
                 named[key] = value
         results, structure = split(step(*given, **named))
         made.append(structure)
-        return results
+        return in_space(results, [j for _, j in IN_HOST], jax.memory.Space.Host)
 
     flat.__name__ = flat.__qualname__ = getattr(step, "__name__", "step")
     avals = [jax.typeof(x) if not hasattr(x, "shape") else x for x in leaves]
     _check_arguments(avals)
-    traced = jax.jit(flat).trace(*avals)
+    kinds = [host_memory(x) for x in leaves]
+    for i, _ in IN_HOST:
+        kinds[i] = HOST
+    first = SingleDeviceSharding(mesh.devices.flat[0])
+    traced = jax.jit(flat).trace(*placed(avals, [first] * len(avals), kinds))
     run = jaxpr_as_fun(constrained(traced.jaxpr, mesh))
     if PROGRAM:
         check_program(traced.jaxpr, mesh)
-    ins = tuple(NamedSharding(mesh, spec) for _, _, spec, _ in ARGUMENTS)
+    ins = tuple(
+        in_memory(NamedSharding(mesh, row[2]), kind)
+        for row, kind in zip(ARGUMENTS, kinds, strict=True)
+    )
     outs = [NamedSharding(mesh, spec) for spec in RESULTS]
     if len(outs) != len(traced.out_info):
         raise ValueError(
             f"Planned for {len(outs)} results, the step has {len(traced.out_info)}."
         )
+
+    jaxpr = traced.jaxpr.jaxpr
+    kinds_of = {id(v): kind for v, kind in zip(jaxpr.invars, kinds, strict=True)}
+    for i, var in enumerate(jaxpr.outvars):
+        is_host = getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+        outs[i] = in_memory(outs[i], HOST if is_host else kinds_of.get(id(var), ""))
 
     def replay(*leaves: Any) -> Any:
         return run(*leaves)
@@ -95,11 +115,42 @@ def shard(
         out_shardings=outs,
         donate_argnums=tuple(i for i, row in enumerate(ARGUMENTS) if row[3]),
         keep_unused=True,
-    ).lower(*avals)
+    ).lower(*placed(avals, ins, kinds))
     if PROGRAM:
         put_program(lowered)
     compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS) or None)
     return Sharded(step, compiled, ins, static, tree, made[-1])
+
+
+HOST = "pinned_host"  # The memory that JAX means by `jax.memory.Space.Host`.
+
+
+def host_memory(leaf: Any) -> str:
+    """The memory of the host that an array is in, or is to be; "" for the device's."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind in (HOST, "unpinned_host") else ""
+
+
+def in_memory(sharding: Any, kind: str) -> Any:
+    """A sharding in a kind of memory."""
+    return sharding.with_memory_kind(kind) if kind else sharding
+
+
+def in_space(leaves: Sequence[Any], which: Sequence[int], space: Any) -> list[Any]:
+    """Some of these leaves in the memory of the host, or of the devices."""
+    return [jax.device_put(x, space) if i in which else x for i, x in enumerate(leaves)]
+
+
+def placed(
+    avals: Sequence[Any], shardings: Sequence[Any], kinds: Sequence[str]
+) -> list[Any]:
+    """Types, with shardings where they are in the memory of the host."""
+    return [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=in_memory(sharding, kind))
+        if kind
+        else aval
+        for aval, sharding, kind in zip(avals, shardings, kinds, strict=True)
+    ]
 
 
 def program_digest(closed: ClosedJaxpr) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis, analyze
+from cfp.analysis.host_state import movable_state
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
@@ -95,12 +96,43 @@ def adapt(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    return adapt_step(plan, step, mesh)
+
+
+def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
+    """Carries a plan over to a step over flat arguments; see :func:`adapt`.
+
+    Args:
+        plan: of another step.
+        step: the step.
+        mesh: the devices, with axes of the plan's names.
+
+    Raises:
+        PlanMismatch: a segment or an argument does not match; the message names it.
+    """
+    mesh = planning_mesh(mesh)
+    axes = tuple(mesh.shape.items())
     program, lowering = trace(step, mesh)
-    analysis = analyze(program, tuple(mesh.shape.items()))
+    analysis = analyze(program, axes)
+    if plan.in_host:
+        step = step.with_state_in_host(_host_pairs(plan, analysis))
+        program, lowering = trace(step, mesh)
+        analysis = analyze(program, axes)
     return carry_over(plan, analysis, step, lowering.out_tree, mesh)
 
 
 _OPTIONS = tuple(signature(adapt).parameters)[3:-1]  # not plan, fn, args, kwargs
+
+
+def _host_pairs(plan: Plan, analysis: Analysis) -> list[tuple[int, int]]:
+    """State like what a plan keeps in the memory of the host: numbers may differ."""
+    names = analysis.frame.program.arg_names
+    forms = {_form(plan.arg_names[argument]) for argument, _ in plan.in_host}
+    return [
+        (one.argument, one.result)
+        for one in movable_state(analysis.frame)
+        if _form(names[one.argument]) in forms
+    ]
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:

@@ -42,10 +42,10 @@ _FIELDS = frozenset(
     "format fingerprint mesh_axes arguments output_specs constraints recompute "
     "replaced winner predicted_ms measured_ms peak_bytes rung predicted_bytes rows "
     "uneven whole silenced race options environment search static figures outline "
-    "sites".split()
+    "sites in_host".split()
 )
 _OPTIONAL = frozenset(
-    {"uneven", "whole", "silenced", "rung", "predicted_bytes", "replaced", "outline"}
+    "uneven whole silenced rung predicted_bytes replaced outline in_host".split()
 )
 RUNGS = ("estimated", "one device", "measured")
 # What `--json` prints beside a plan; it is not read.
@@ -126,6 +126,9 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
             _words(name, "search"): _number(value, f"search.{_shown(name)}")
             for name, value in _object(data["search"], "search").items()
         },
+        "in_host": _in_host(
+            data.get("in_host", []), len(arguments), len(data["output_specs"])
+        ),
         "static": _static(data["static"]),
         "figures": _read(figures_from_json, data["figures"], "figures"),
         "outline": _read(outline_from_json, data.get("outline"), "outline"),
@@ -293,6 +296,23 @@ def _argument(value: Any, mesh: _Mesh, where: str) -> tuple[str, str, Spec, bool
     if type(data["donated"]) is not bool:
         _refuse("true or false", _shown(data["donated"]), f"{where}.donated")
     return _name(data["path"], f"{where}.path"), kind, spec, data["donated"]
+
+
+def _in_host(value: Any, arguments: int, results: int) -> tuple[tuple[int, int], ...]:
+    found = []
+    for i, pair in enumerate(_list(value, "in_host")):
+        where = f"in_host[{i}]"
+        argument, result = _list(pair, where, 2)
+        found.append(
+            (
+                _count(argument, where, 0, arguments - 1),
+                _count(result, where, 0, results - 1),
+            )
+        )
+    sides = [*zip(*found, strict=True)] if found else []
+    if any(len(set(side)) < len(side) for side in sides):
+        _refuse("every argument and result once", _shown(value), "in_host")
+    return tuple(found)
 
 
 def _constraints(

@@ -190,30 +190,28 @@ def _is_array_tree(arg: Any) -> bool:
     )
 
 
-def specs_like(
-    result: Any, names: Sequence[str], types: Sequence[str], specs: Sequence[Spec]
-) -> list[Spec]:
-    """The shardings of a plan's argument, or of several, for what looks like them.
+def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list[int]:
+    """Finds the leaves of a plan's argument, or of several, for what looks like them.
 
     Args:
         result: shapes that look like an argument, or a tuple of such.
-        names, types, specs: the plan's arguments, leaf by leaf.
+        names, types: the plan's arguments, leaf by leaf.
 
     Raises:
         PlanMismatch: it looks like none.
     """
     arguments: dict[str, list[tuple[str, str]]] = {}
-    found: dict[str, list[Spec]] = {}
-    for name, kind, spec in zip(names, types, specs, strict=True):
+    found: dict[str, list[int]] = {}
+    for place, (name, kind) in enumerate(zip(names, types, strict=True)):
         root, _, rest = name.partition("/")
         arguments.setdefault(root, []).append((rest, kind))
-        found.setdefault(root, []).append(spec)
+        found.setdefault(root, []).append(place)
     parts = result if isinstance(result, tuple | list) else ()
     for wanted in ([result], parts):
         left = dict(arguments)  # each argument stands for one part
         roots = [_take(left, part) for part in wanted if tree_leaves(part)]
         if roots and None not in roots:
-            return [spec for root in roots if root is not None for spec in found[root]]
+            return [one for root in roots if root is not None for one in found[root]]
     leaves = _paths(result)
     raise PlanMismatch(
         "The initialisation's result does not look like any argument of the plan "

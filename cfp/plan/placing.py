@@ -14,25 +14,28 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
-from cfp.plan.parts import path_text, specs_like
+from cfp.plan.parts import path_text, places_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
+from cfp.program.memory import in_memory
 from cfp.program.put import put
 from cfp.program.trace import planning_mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A plan's argument leaves: paths, types and shardings, on a mesh."""
+    """A plan's argument leaves: paths, types, shardings, memory kinds, on a mesh."""
 
     names: Sequence[str]
     types: Sequence[str]
     specs: Sequence[Spec]
+    memory: Sequence[str]
     mesh: Mesh
 
-    def sharding(self, spec: Spec, dims: int) -> NamedSharding:
-        """Returns the sharding of an array with some dims."""
-        return NamedSharding(self.mesh, partition_spec(spec, dims))
+    def sharding(self, spec: Spec, dims: int, memory: str = "") -> NamedSharding:
+        """Returns the sharding of an array with some dims, in a kind of memory."""
+        sharding = NamedSharding(self.mesh, partition_spec(spec, dims))
+        return in_memory([sharding], [memory])[0]
 
 
 def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -> Mesh:
@@ -77,10 +80,10 @@ def made(
     arrays = giving_arrays(init_fn)
     shape = jax.eval_shape(arrays, *args, **kwargs)
     leaves, tree = tree_flatten(shape)
-    specs = specs_like(shape, arguments.names, arguments.types, arguments.specs)
+    places = places_like(shape, arguments.names, arguments.types)
     shardings = [
-        arguments.sharding(spec, len(leaf.shape))
-        for spec, leaf in zip(specs, leaves, strict=True)
+        arguments.sharding(arguments.specs[i], len(leaf.shape), arguments.memory[i])
+        for i, leaf in zip(places, leaves, strict=True)
     ]
     jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
     return released(jitted(*args, **kwargs))
@@ -160,7 +163,7 @@ def _dims(shape: Sequence[int]) -> str:
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """One array of the batch, or this process's part of it."""
     dtype, shape = arguments.types[i].partition("[")[0], _shape(arguments.types[i])
-    sharding = arguments.sharding(arguments.specs[i], len(shape))
+    sharding = arguments.sharding(arguments.specs[i], len(shape), arguments.memory[i])
     if isinstance(leaf, jax.Array):
         if leaf.shape != shape:
             raise _other_size(arguments, i, leaf)

@@ -44,7 +44,7 @@ from cfp.program.calling import sequence
 from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import meaning
-from cfp.program.memory import in_memory
+from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
@@ -64,6 +64,9 @@ class Plan:
         arg_specs, output_specs: their shardings, and those of the results.
         constraints: shardings of values inside, by the program's op numbers.
         donated: which argument leaves the step may overwrite.
+        in_host: argument leaves that are in the memory of the host between steps, each
+            with the result leaf that is its new value: state that a plan puts there
+            where nothing else fits.
         static: positions and keywords of the arguments that are no arrays.
         winner: name of the candidate that won, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
@@ -109,6 +112,7 @@ class Plan:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     search: Mapping[str, float] = field(default_factory=dict)
+    in_host: tuple[tuple[int, int], ...] = ()
     static: tuple[int | str, ...] | None = None
     rung: str = "measured"
     predicted_bytes: int | None = None
@@ -213,7 +217,7 @@ class Plan:
         )
         check_arguments(plan.arg_names, plan.arg_types, step)
         check_donated(plan.donated, step)
-        step = step.giving(plan.donated)
+        step = step.with_state_in_host(plan.in_host).giving(plan.donated)
         return replace(plan, step=step, out_tree=tree_structure(step.traced.out_info))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
@@ -226,7 +230,12 @@ class Plan:
         static = tuple(key for key, _ in step.static)
         step = step.giving(self.donated)
         return replace(
-            self, step=step, out_tree=out_tree, arg_types=types, static=static
+            self,
+            step=step,
+            out_tree=out_tree,
+            arg_types=types,
+            static=static,
+            in_host=step.in_host,
         )
 
     def _bound(self) -> FlatStep:
@@ -325,7 +334,12 @@ class Plan:
 
     def _arguments(self) -> Arguments:
         leaves = self.arg_names, self.arg_types, self.arg_specs
-        return Arguments(*leaves, self._on_mesh())
+        kinds = self.step.memory_kinds if self.step is not None else ()
+        in_host = {argument for argument, _ in self.in_host}
+        kinds = kinds or tuple(
+            HOST if i in in_host else "" for i in range(len(self.arg_names))
+        )
+        return Arguments(*leaves, kinds, self._on_mesh())
 
     # -- files ---------------------------------------------------------------
 
@@ -420,6 +434,7 @@ class Plan:
             "environment": dict(self.environment),
             # What was never found out is infinite, and JSON has no word for that.
             "search": {k: v for k, v in self.search.items() if isfinite(v)},
+            "in_host": self.in_host,
             "static": self.static,
             "figures": self.figures and figures_to_json(self.figures),
             "outline": self.outline and outline_to_json(self.outline),

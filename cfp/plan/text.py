@@ -14,7 +14,13 @@ from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.parts import PlanRow
 from cfp.plan.throughput import throughput, throughput_text
-from cfp.printable import columns, distinct_ends, merged_name, span_text
+from cfp.printable import (
+    columns,
+    distinct_ends,
+    merged_alike,
+    merged_name,
+    span_text,
+)
 from cfp.race.programs import RaceRow
 from cfp.settings import Dimension
 from cfp.units import format_bytes
@@ -188,6 +194,8 @@ def remarks(plan: Plan) -> list[str]:
             f"{format_bytes(undonated)} of each device are free"
         )
     found += _budget_remarks(plan)
+    if text := in_host_text(plan):
+        found.append(text)
     if plan.uneven:
         found.append(
             f"whole, since the mesh does not divide it: {_few(plan.uneven, ', ')}"
@@ -227,6 +235,26 @@ def _budget_remarks(plan: Plan) -> list[str]:
     by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
     why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
     return [f"{text} of the {format_bytes(whole)} of each device{why * by_default}"]
+
+
+def in_host_text(plan: Plan) -> str:
+    """Says what a plan keeps in the memory of the host, and its cost; "" if nothing.
+
+    What that frees is on each device; the time is what copies take one after another.
+    """
+    if not plan.in_host:
+        return ""
+    names = _few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]), ", ")
+    size = plan.search.get("host_bytes")
+    text = f"in the memory of the host between steps: {len(plan.in_host)} arguments"
+    if size is not None:
+        text += f", {format_bytes(round(size))} for each device"
+    text += f" ({names})" + (", without which nothing fits" if size is not None else "")
+    if (moved_ms := plan.search.get("host_ms")) is not None:
+        text += f"; to move it and back takes up to {moved_ms:.3f} ms, estimated"
+    if (unfit_ms := plan.search.get("unfit_ms")) is not None:
+        text += f"; the fastest that does not fit: {unfit_ms:.3f} ms, predicted"
+    return text
 
 
 # How each part of a step stays as it is written: an option, and a setting.

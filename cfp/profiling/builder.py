@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
+from jax.tree_util import tree_leaves
 
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.hlo import collectives_in
@@ -26,6 +29,7 @@ from cfp.profiling.private import make_private_folder
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
+from cfp.program.memory import is_in_host
 from cfp.program.parcel import WrongPlace, pack
 from cfp.program.signature import Signature, signature
 
@@ -301,6 +305,10 @@ def compile_lowered(
             "temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
         }
+        if not memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes:
+            # CPUs' compiler counts what the host has as a device's.
+            for name, size in _bytes_in_host(compiled).items():
+                sizes[name] -= size
     return Built(
         key=key,
         compiled=compiled,
@@ -309,6 +317,32 @@ def compile_lowered(
         # Some backends state -1 for what they do not know.
         **{name: max(0, int(size)) for name, size in sizes.items()},
     )
+
+
+def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Computes what a program takes and returns in host memory, for each device."""
+    arguments = tree_leaves(compiled.args_info)
+    ins = tree_leaves(compiled.input_shardings)
+    if len(ins) != len(arguments):  # What is not read is not passed.
+        return {}
+    found: dict[str, int] = {"argument_bytes": 0, "output_bytes": 0, "alias_bytes": 0}
+    for info, sharding in zip(arguments, ins, strict=True):
+        size = _host_bytes(info, sharding)
+        found["argument_bytes"] += size
+        found["alias_bytes"] += size * info.donated
+    results = zip(
+        tree_leaves(compiled.out_info),
+        tree_leaves(compiled.output_shardings),
+        strict=True,
+    )
+    found["output_bytes"] = sum(_host_bytes(*result) for result in results)
+    return found
+
+
+def _host_bytes(info: Any, sharding: Sharding) -> int:
+    if not is_in_host(sharding):
+        return 0
+    return prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
 
 
 def _compile_there(

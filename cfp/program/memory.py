@@ -6,18 +6,24 @@ explicit axes, which are a part of types there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.tree_util import tree_flatten, tree_unflatten
 
 # The memory that JAX means by `jax.memory.Space.Host`.
 HOST = "pinned_host"
 _OF_THE_HOST = (HOST, "unpinned_host")
 
 _S = TypeVar("_S", bound=Sharding)
+
+
+def has_host_memory(device: Any) -> bool:
+    """Returns True if a device can use memory of its host."""
+    return any(memory.kind == HOST for memory in device.addressable_memories())
 
 
 def memory_kind(leaf: Any) -> str:
@@ -51,9 +57,45 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
     )
 
 
+def on_device(tree: Any) -> Any:
+    """Moves those arrays of a pytree to the devices that are in the host's memory."""
+
+    def moved(leaf: Any) -> Any:
+        if not memory_kind(leaf):
+            return leaf
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+
+    return jax.tree.map(moved, tree)
+
+
+def is_in_host(sharding: Sharding) -> bool:
+    """Returns True if a sharding is of an array in the memory of the host."""
+    return bool(_host_kind(sharding))
+
+
 def _host_kind(sharding: Any) -> str:
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind in _OF_THE_HOST else ""
+
+
+def leaves_on_device(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
+    """Moves some of a step's argument leaves to the memory of its devices."""
+    return [
+        jax.device_put(leaf, jax.memory.Space.Device) if i in which else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def results_in_host(results: Any, which: Collection[int]) -> Any:
+    """Moves some leaves of a step's results to the memory of the host."""
+    if not which:
+        return results
+    leaves, tree = tree_flatten(results)
+    moved = [
+        jax.device_put(leaf, jax.memory.Space.Host) if i in which else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(tree, moved)
 
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:

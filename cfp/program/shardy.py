@@ -81,6 +81,12 @@ def moves_to_memory(op: ir.Operation) -> bool:
     return target == "annotate_device_placement"
 
 
+def memory_of_move(op: ir.Operation) -> str:
+    """The kind of memory that a value is moved to."""
+    attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
+    return ir.StringAttr(attributes["_xla_buffer_placement"]).value
+
+
 def inspects_sharding(module: ir.Module) -> bool:
     """True if JAX is to show how a value inside of the module is sharded."""
     return any(
@@ -168,7 +174,54 @@ def normalise(module: ir.Module) -> int:
                 inline_single_iteration(op)
         for each in functions(module.operation):
             _separate_constants(each)
+        _tidy_moves(function)
     return erased
+
+
+def _tidy_moves(function: ir.Operation) -> None:
+    """Leaves out moves to where a value is already, and sorts the others.
+
+    JAX writes such moves of results, where the mesh has devices.
+    """
+    [block] = function.regions[0].blocks
+    for op in [o.operation for o in block.operations]:
+        if not moves_to_memory(op) or isinstance(op.operands[0].owner, ir.Block):
+            continue
+        maker = op.operands[0].owner.operation
+        where = memory_of_move(maker) if moves_to_memory(maker) else "device"
+        if memory_of_move(op) == where:
+            _forward(op, [op.operands[0]])
+    _move_late(function)
+
+
+def _move_late(function: ir.Operation) -> None:
+    """Has what moves arguments to the devices stand where they are read first.
+
+    And what moves results to the host where these are made. So what the host has
+    between steps is on the devices for a short time.
+    """
+    [block] = function.regions[0].blocks
+    moves = [op.operation for op in block.operations if moves_to_memory(op.operation)]
+    if not moves:
+        return
+    places = {op.operation: i for i, op in enumerate(block.operations)}
+
+    def place(use: ir.OpOperand) -> int:
+        op = use.owner.operation
+        while op not in places:
+            assert op.parent is not None, "a value is read inside its function"
+            op = op.parent.operation
+        return places[op]
+
+    ops = [*places]
+    for op in moves:
+        [value], [result] = op.operands, op.results
+        readers = [place(use) for use in result.uses]
+        if isinstance(value.owner, ir.Block):
+            if readers:
+                op.move_before(ops[min(readers)])
+        elif all(ops[i] is ops[-1] for i in readers):
+            op.move_after(value.owner.operation)
 
 
 def _separate_constants(function: ir.Operation) -> None:

@@ -35,11 +35,14 @@ from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
 from cfp.program.meaning import check_settings
 from cfp.program.memory import (
+    HOST,
     explicit_sharding,
     in_memory,
+    leaves_on_device,
     memory_kind,
     placed_avals,
     result_memory_kinds,
+    results_in_host,
 )
 from cfp.program.partitioned import traced_with_callbacks
 
@@ -93,6 +96,8 @@ class FlatStep:
             "" for the device's.
         explicit: its sharding, if that is on a mesh with explicit axes: the step may
             have to be traced with it; the plan chooses another.
+        in_host: argument leaves that are kept in the memory of the host between steps,
+            each with the result leaf that is its new value; see `with_state_in_host`.
     """
 
     fn: Callable[..., Any]
@@ -104,6 +109,7 @@ class FlatStep:
     examples: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     memory_kinds: tuple[str, ...] = ()
     explicit: tuple[NamedSharding | None, ...] = ()
+    in_host: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:
@@ -189,14 +195,30 @@ class FlatStep:
         vars(other).update(kept)
         return other
 
+    def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
+        """The step with state that is in the memory of the host between its calls.
+
+        It moves that to the devices, computes as before, and moves it back.
+
+        Args:
+            pairs: argument leaves, each with the result leaf that is its new value.
+        """
+        if not pairs:
+            return self
+        kinds = [*(self.memory_kinds or ("",) * len(self.avals))]
+        for argument, _ in pairs:
+            kinds[argument] = HOST
+        return replace(self, in_host=tuple(pairs), memory_kinds=tuple(kinds))
+
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
         """``fn`` as a function of flat leaves, under its own name."""
 
         def flat(*leaves: Any) -> Any:
-            result, changed = self._run(self.fn, leaves)
+            leaves_here = leaves_on_device(leaves, {a for a, _ in self.in_host})
+            result, changed = self._run(self.fn, leaves_here)
             self._changed.extend(changed)
-            return result
+            return results_in_host(result, {r for _, r in self.in_host})
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
         return flat

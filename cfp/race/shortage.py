@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
@@ -24,7 +25,7 @@ from cfp.race.remembered import choice_of
 from cfp.race.truncated import WHOLE
 from cfp.search.choices import whole_choice
 from cfp.search.problem import Problem
-from cfp.search.solver import leanest
+from cfp.search.solver import leanest, solve
 from cfp.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
@@ -60,7 +61,10 @@ def over_budget(
         f"No plan fits in {budget} of memory on each device. The smallest budget that "
         f"would do is about {format_bytes(needed, up=True)}, by prediction."
     )
-    return _error(analysis, first, needed, use, choice)
+    error = _error(analysis, first, needed, use, choice)
+    fastest = solve(replace(problem, budget_bytes=None))
+    error.fastest_ms = fastest and fastest.cost_ms
+    return error
 
 
 def no_winner(
@@ -90,7 +94,10 @@ def no_winner(
     use = {}
     if best.program.ratios == WHOLE:
         use = {**compiled_use(best.record), RESERVE: reserve_bytes}
-    return _error(analysis, first, needed, use, choice_of(analysis, best.record))
+    error = _error(analysis, first, needed, use, choice_of(analysis, best.record))
+    known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
+    error.fastest_ms = min(known, default=None)
+    return error
 
 
 def compiled_use(record: CompiledBytes) -> dict[str, int]:

@@ -338,7 +338,9 @@ def measured_options(
             options[item.kind].append(
                 Option(
                     candidate=item.candidate,
-                    time_ms=costs.step_ms(item.kind, item.candidate, once_ms),
+                    # It was measured with all of its state on the devices.
+                    time_ms=costs.step_ms(item.kind, item.candidate, once_ms)
+                    + costs.host_ms(item.kind, item.candidate),
                     state_bytes=least.state_bytes,
                     residual_bytes=residual,
                     temp_bytes=max(0, found.alone_bytes - residual),

@@ -88,7 +88,7 @@ jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
 from cfp.plan.placing import Arguments, placed
 mesh = jax.make_mesh((4,), ("x",))
 types, specs = ("float32[8]", "float32[3]"), ((("x",),), ((),))
-known = Arguments(("batch", "w"), types, specs, mesh)
+known = Arguments(("batch", "w"), types, specs, ("", ""), mesh)
 me = jax.process_index()
 batch = placed(known, np.arange(4, dtype=np.float32) + 4 * me, "batch")
 w = placed(known, np.ones(3, np.float32), "w")

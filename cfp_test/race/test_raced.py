@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.api import find_plan
+from cfp.find import find_plan
 from cfp.profiling.compiled import compile_right
 from cfp.program.graft import Constraints
 from cfp.program.step import flatten_step

@@ -37,6 +37,7 @@ from cfp import api, platform
 from cfp.cli.session import open_target
 from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
+from cfp.find import find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import PRESETS, presets
@@ -230,7 +231,7 @@ def main() -> None:
             budget: int | None, preset: str | None = None
         ) -> tuple[api.Found, float]:
             begun = time.perf_counter()
-            found = api.find_plan(
+            found = find_plan(
                 step,
                 mesh=mesh,
                 memory_budget=budget,

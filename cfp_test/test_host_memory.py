@@ -1,0 +1,280 @@
+"""State in the memory of the host: where nothing else fits, and only there."""
+
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.host_state import enough_state, movable_state
+from cfp.analysis.layout import lay_out
+from cfp.checking.check import Check, both_sides
+from cfp.cost.memory import host_bytes
+from cfp.presets.presets import presets
+from cfp.program.shardy import (
+    main_function,
+    memory_of_move,
+    moves_to_memory,
+    program_ops,
+)
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp.units import format_bytes
+
+WIDTH, LAYERS = 512, 2
+MIB = 2**20  # Of each weight.
+OPTIMIZER = optax.adamw(1e-3, eps=1e-3)
+SETTINGS = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh(
+        (2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+
+def init(layers=LAYERS):
+    keys = jax.random.split(jax.random.key(0), (layers, 2))
+    shape = WIDTH, WIDTH
+    params = [
+        {name: 0.05 * jax.random.normal(key, shape) for name, key in named}
+        for named in (zip(("up", "down"), pair, strict=True) for pair in keys)
+    ]
+    return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+
+def step(state, x):
+    def loss(params):
+        h = x
+        for layer in params:
+            h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, optimizer = OPTIMIZER.update(
+        gradients, state["optimizer"], state["params"]
+    )
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": optimizer}, value
+
+
+def planned(mesh, tmp_path, budget, **options):
+    how = {"mesh": mesh, "donate_argnums": 0, "cache_dir": tmp_path, "quiet": True}
+    how |= {"memory_budget": budget, "settings": SETTINGS, **options}
+    return cfp.plan(step, jax.eval_shape(init), X, **how)
+
+
+@pytest.fixture(scope="module")
+def plan(mesh, tmp_path_factory):
+    """Of 12 MiB of state, sharded, 6 are on each device; moments are 4 of these."""
+    return planned(mesh, tmp_path_factory.mktemp("cache"), 5 * MIB)
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def analysed(mesh=None):
+    flat = flatten_step(step, (jax.eval_shape(init), X), donate_argnums=0)
+    program, _ = trace(flat, mesh or AbstractMesh((2,), ("x",)))
+    return flat, analyze(program, (("x", 2),))
+
+
+def test_a_plan_fits_with_moments_in_the_memory_of_the_host(plan):
+    assert plan.in_host and plan.peak_bytes <= 5 * MIB
+    names = [plan.arg_names[argument] for argument, _ in plan.in_host]
+    assert all("/mu/" in name or "/nu/" in name for name in names)
+    kept = plan.search["host_bytes"]
+    assert kept == len(names) * MIB / 2
+    text = " ".join(repr(plan).split())
+    assert f"in the memory of the host between steps: {len(names)} arguments" in text
+    assert format_bytes(round(kept)) in text and "without which nothing fits" in text
+    assert "the fastest that does not fit" in text and plan.search["unfit_ms"] > 0
+
+
+def test_its_state_comes_back_in_the_memory_of_the_host(plan):
+    run = plan.compile_bound()
+    state, expected = plan.init(init), init()
+    plain = jax.jit(step)
+    for _ in range(3):
+        state, loss = run(state, X)
+        expected, wanted = plain(expected, X)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    in_host = {argument for argument, _ in plan.in_host}
+    for i, (leaf, want) in enumerate(
+        zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
+    ):
+        kind = "pinned_host" if i in in_host else "device"
+        assert leaf.sharding.memory_kind == kind
+        np.testing.assert_allclose(leaf, want, rtol=1e-3, atol=1e-5)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert plan.in_shardings[0] == shardings == plan.out_shardings[0]
+
+
+def test_what_fits_otherwise_is_on_the_devices(mesh, tmp_path):
+    found = planned(mesh, tmp_path, 64 * MIB)
+    assert not found.in_host and "memory of the host" not in repr(found)
+
+
+def test_all_of_it_is_kept_there_where_less_does_not_do(mesh, tmp_path):
+    with pytest.raises(cfp.MemoryBudgetError, match="state in the memory of the host"):
+        planned(mesh, tmp_path, MIB)
+
+
+def test_a_preset_is_what_its_name_says(mesh, tmp_path):
+    with pytest.raises(cfp.MemoryBudgetError) as error:
+        planned(mesh, tmp_path, 5 * MIB, preset="fully_sharded")
+    assert "memory of the host" not in str(error.value)
+
+
+def test_the_fastest_of_meshes_that_all_lack_memory(mesh, tmp_path):
+    other = jax.sharding.Mesh(mesh.devices, ("y",))
+    state = jax.eval_shape(init)
+    variants = [
+        cfp.Variant(name=name, fn=step, args=(state, X), mesh=one)
+        for name, one in {"x=2": mesh, "y=2": other}.items()
+    ]
+    how = {"memory_budget": 5 * MIB, "settings": SETTINGS, "quiet": True}
+    found = cfp.plan_fastest(variants, donate_argnums=0, cache_dir=tmp_path, **how)
+    assert found.plan.in_host
+    assert [bool(one.plan) for one in found.outcomes].count(True) == 1
+
+
+def test_it_is_saved_loaded_and_run(plan, mesh, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.in_host == plan.in_host
+    state = loaded.init(init)  # Not bound to its step yet.
+    assert kinds(state["optimizer"]) >= {"pinned_host"}
+    assert kinds(state["params"]) == {"device"}
+    found, _ = loaded.apply(step)(state, X)
+    assert kinds(found["optimizer"]) >= {"pinned_host"}
+
+
+@pytest.mark.parametrize("pairs", [[[0, 0], [0, 1]], [[99, 0]], [[0]], "x"])
+def test_a_damaged_file_is_refused(plan, pairs):
+    data = {**json.loads(plan.to_json()), "in_host": pairs}
+    with pytest.raises(cfp.PlanFileError, match="in_host"):
+        cfp.Plan.from_json(data)
+
+
+def test_an_exported_module_keeps_it_there(plan, tmp_path):
+    plan.export_python(tmp_path / "exported.py")
+    spec = importlib.util.spec_from_file_location("exported", tmp_path / "exported.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sharded = module.shard(step, jax.eval_shape(init), X)
+    state, expected = init(), init()
+    for _ in range(2):
+        state, loss = sharded(state, X)
+        expected, wanted = jax.jit(step)(expected, X)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert kinds(state["optimizer"]) >= {"pinned_host"}
+    assert kinds(state["params"]) == {"device"}
+
+
+def test_it_is_carried_over_to_more_layers(plan, mesh):
+    deeper = jax.eval_shape(lambda: init(LAYERS + 2))
+    found = cfp.adapt(plan, step, deeper, X, mesh=mesh, donate_argnums=0)
+    assert len(found.in_host) > len(plan.in_host)
+    run = found.compile_bound()
+    state, _ = run(found.init(lambda: init(LAYERS + 2)), X)
+    assert kinds(state["optimizer"]) >= {"pinned_host"}
+
+
+def test_it_is_checked_against_one_device(plan):
+    check = Check(*both_sides(plan), {0: 0})
+    check.start([init(), X])
+    assert not check.step().failures(check.tolerance)
+
+
+def test_a_described_cluster_needs_a_smaller_budget(tmp_path):
+    """Of 128 MiB an allocator may take for itself 5 are left."""
+    how = {"mesh": cfp.described("2xh200"), "settings": cfp.PlannerSettings()}
+    found = planned(budget=(128 + 5) * MIB, tmp_path=tmp_path, **how)
+    assert found.in_host and found.predicted_bytes <= 5 * MIB
+    # Transfers are in the estimate: 2 x 2 or 4 MiB at 50 GB/s.
+    assert found.predicted_ms > found.search["host_ms"] > 2 * 2 * MIB / 50e6
+
+
+# ------------------------------------------------------------------- what may be moved
+
+
+def test_state_that_only_its_update_reads_may_be_there():
+    _, analysis = analysed()
+    program = analysis.frame.program
+    found = movable_state(analysis.frame)
+    names = [program.arg_names[one.argument] for one in found]
+    assert len(names) == 4 * LAYERS and not any("params" in name for name in names)
+    assert all(
+        program.output_names[one.result].partition("/")[2]
+        == program.arg_names[one.argument].partition("/")[2]
+        for one in found
+    )
+
+
+def test_so_much_is_moved_as_is_lacking_and_then_all():
+    _, analysis = analysed()
+    every = movable_state(analysis.frame)
+    some, rest = enough_state(analysis.frame, MIB)  # Half of each on a device.
+    assert some == every[:2] and rest == every
+    assert enough_state(analysis.frame, 100 * MIB) == [every]
+
+
+def test_float32_copies_of_parameters_may_be_there():
+    def mixed(state, x):
+        def loss(w):
+            return jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ w).astype(jnp.float32))
+
+        value, gradient = jax.value_and_grad(loss)(state["half"])
+        master = state["master"] - 0.1 * gradient.astype(jnp.float32)
+        return {"half": master.astype(jnp.bfloat16), "master": master}, value
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    state = {"half": weight.update(dtype=jnp.bfloat16), "master": weight}
+    flat = flatten_step(mixed, (state, X), donate_argnums=0)
+    program, _ = trace(flat, AbstractMesh((2,), ("x",)))
+    found = movable_state(analyze(program, (("x", 2),)).frame)
+    assert [program.arg_names[one.argument] for one in found] == ["state/master"]
+
+
+# ----------------------------------------------------------------------- for GPUs
+
+
+def test_for_gpus_state_is_moved_where_its_update_reads_it():
+    """It is on the device for its own update alone, also in the compiler's input."""
+    flat, analysis = analysed()
+    pairs = [(one.argument, one.result) for one in movable_state(analysis.frame)]
+    moved = flat.with_state_in_host(pairs)
+    program, lowering = trace(moved, AbstractMesh((2,), ("x",)))
+    assert len(program.output_memory) == len(program.outputs)
+    ops = program_ops(main_function(lowering.module))
+    places = [i for i, op in enumerate(ops) if moves_to_memory(op)]
+    there = [i for i in places if memory_of_move(ops[i]) == "device"]
+    back = [i for i in places if memory_of_move(ops[i]) == "pinned_host"]
+    assert len(there) == len(back) == len(pairs)
+    # A move to the device, and what reads it; a move back, and what was moved.
+    for i in there:
+        readers = [use.owner.operation for use in ops[i].results[0].uses]
+        between = ops[i + 1 : 1 + min(ops.index(op) for op in readers)]
+        assert all(moves_to_memory(op) or op in readers for op in between)
+    live = [sum(i < at for i in there) - sum(i < at for i in back) for at in places]
+    assert max(live) <= len(pairs) / 2
+    # Its own update is still its own, and is sharded with its parameter.
+    moved_analysis = analyze(program, (("x", 2),))
+    groups = [len(group.args) for group in moved_analysis.frame.groups]
+    assert sorted(groups) == sorted(len(g.args) for g in analysis.frame.groups)
+    layout = lay_out(
+        moved_analysis.frame, presets(moved_analysis.frame)["fully_sharded"]
+    )
+    kept, both_ways = host_bytes(layout, range(len(program.args)))
+    assert kept == len(pairs) * MIB / 2 and both_ways == 2 * kept

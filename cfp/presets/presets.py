@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.layout import Choice, Frame, Storage
+from cfp.analysis.layout import Choice, Frame, Storage, lay_out
 from cfp.analysis.strategies import NONE, AxisChoice, Strategy
 from cfp.presets.roles import ROLES, axis_walk
 
@@ -53,12 +53,16 @@ def presets(frame: Frame) -> dict[str, Choice]:
     """Every preset that makes sense for a program on its mesh, by name.
 
     Presets that come out equal to an earlier one (experts in a program without
-    any) are left out.
+    any) are left out. Where data parallelism finds no batch to shard, it is called
+    what it is then: replicated.
     """
     found: dict[str, Choice] = {}
     for name, (role, storage) in PRESETS.items():
         roles = (role,) * len(frame.mesh)
-        _add(found, name, preset(frame, roles, storage))
+        choice = preset(frame, roles, storage)
+        if name == "data_parallel" and _is_replicated(frame, choice):
+            name = "replicated"
+        _add(found, name, choice)
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):
             if len(set(roles)) == 1:
@@ -68,6 +72,15 @@ def presets(frame: Frame) -> dict[str, Choice]:
                 name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
                 _add(found, name + suffix, preset(frame, roles, storage))
     return found
+
+
+def _is_replicated(frame: Frame, choice: Choice) -> bool:
+    """Returns True if a choice shards no block of a program, and no argument."""
+    plain = AxisChoice()
+    if any(one != plain for strategy in choice.blocks for one in strategy):
+        return False
+    layout = lay_out(frame, choice)
+    return not any(any(layout.arg_spec(i)) for i in range(len(frame.program.args)))
 
 
 def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:

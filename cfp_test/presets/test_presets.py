@@ -3,11 +3,17 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import lay_out
 from cfp.models import build, initialise
 from cfp.planner_settings import PlannerSettings
+from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64
 OPTIONS = {
@@ -247,3 +253,23 @@ def test_presets_compute_what_one_device_computes(trained, preset, mesh, tmp_pat
 def test_an_unknown_preset_lists_the_known(mesh, tmp_path):
     with pytest.raises(cfp.CfpError, match="data_parallel, zero1"):
         planned("dataparallel", mesh, tmp_path)
+
+
+def test_what_shards_nothing_is_not_called_data_parallel():
+    """The state has the only rows that there are, beside weights of other sizes."""
+
+    def step(state):
+        acted = jnp.tanh(state["places"] @ state["weights"]["in"])
+        moved = state["places"] + acted @ state["weights"]["out"]
+        return {**state, "places": moved}
+
+    shape = jax.ShapeDtypeStruct
+    weights = {"in": shape((8, 32), jnp.float32), "out": shape((32, 8), jnp.float32)}
+    state = {"places": shape((64, 8), jnp.float32), "weights": weights}
+    program, _ = trace(flatten_step(step, (state,)), AbstractMesh((2,), ("x",)))
+    frame = analyze(program, (("x", 2),)).frame
+    found = presets(frame)
+    assert "data_parallel" not in found
+    layout = lay_out(frame, found["replicated"])
+    assert not any(any(layout.arg_spec(i)) for i in range(len(program.args)))
+    assert "tensor_parallel" in found

@@ -213,6 +213,61 @@ def test_a_refusing_op_is_named():
     assert "custom_partitioning with sharding_rule=" in str(plan)
 
 
+@custom_partitioning
+def halved_refused(x):
+    return jnp.tanh(x)
+
+
+def _refuses_parts(mesh, args, result):
+    """Columns that are split call what no compiler knows."""
+    spec = (*args[0].sharding.spec, None, None)[:2]
+
+    def local(x):
+        if spec[1] is None:
+            return jnp.tanh(x)
+        return jax.ffi.ffi_call(
+            "no_such_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )(x)
+
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return mesh, local, sharding, (sharding,)
+
+
+halved_refused.def_partition(partition=_refuses_parts, sharding_rule="i j -> i j")
+
+
+def refused_when_split(weights, x):
+    return (halved_refused(x @ weights["up"]) @ weights["down"]).sum(0)
+
+
+REFUSED = (
+    {"up": jnp.ones((64, 4096)), "down": jnp.ones((4096, 64))},
+    jnp.ones((1, 64)),
+)
+
+
+@pytest.mark.parametrize("measure", [None, True], ids=["estimated", "measured"])
+def test_a_kernel_that_refuses_when_compiled_is_a_candidate_that_failed(
+    measure, tmp_path
+):
+    """There is one row, so that columns are split or nothing is."""
+    settings = cfp.PlannerSettings(measure=measure, per_kind=3, reach=100.0)
+    how = {"mesh": make_mesh((("x", 2),)), "quiet": True, "cache_dir": tmp_path}
+    plan = cfp.plan(refused_when_split, *REFUSED, settings=settings, **how)
+    run = plan.compile(refused_when_split, *REFUSED)
+    np.testing.assert_allclose(
+        run(*REFUSED), jax.jit(refused_when_split)(*REFUSED), rtol=1e-5
+    )
+    assert "no_such_kernel" not in run.as_text()
+    if measure is None:
+        failed = [row for row in plan.race if "no_such_kernel" in row.note]
+        assert failed and all(row.time_ms is None for row in failed)
+    with pytest.raises(cfp.DeviceError, match="no_such_kernel"):
+        cfp.plan(refused_when_split, *REFUSED, preset="tensor_parallel", **how).compile(
+            refused_when_split, *REFUSED
+        )
+
+
 _LOADED = """
 import sys
 import jax

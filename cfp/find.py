@@ -33,7 +33,7 @@ from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.report.figures import with_figures
 from cfp.search.kernels import Kernels
-from cfp.settings import HOST_BYTES_PER_MS, defaults_of
+from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Candidate, Estimate
 from cfp.units import format_bytes, parse_bytes
 
@@ -163,9 +163,10 @@ def find_with_state_in_host(
     mesh, frame = analyzed.mesh, analyzed.analysis.frame
     budget = parse_bytes(memory_budget)
     most = device_memory(mesh) if budget is None else budget
-    if most is None or not _uses_host_memory(mesh):
-        raise shortage
     settings = settings or PlannerSettings()
+    may_move = Dimension.HOST_MEMORY in settings.dimensions and _uses_host_memory(mesh)
+    if most is None or not may_move:
+        raise shortage
     end = time.monotonic() + settings.seconds
     alone, error = agreement_of(mesh).alone, shortage
     with heeded(cache_dir), together(alone), unchecked():

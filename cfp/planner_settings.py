@@ -46,10 +46,11 @@ class PlannerSettings:
             are written. By default on GPUs cuDNN's, which computes in the dtype of the
             attention; and everywhere chunks where memory decides.
         choose: what to choose among, such as ("sharding", "kernels"); by default all:
-            mesh, sharding, storage, remat, kernels, cross_entropies, compiler_options
-            and microbatches. What is left out stays as it is without a plan: one mesh
-            axis, data parallel, parameters stored as they are used, nothing
-            rematerialized, the step as it is written, no options.
+            mesh, sharding, storage, remat, kernels, cross_entropies, compiler_options,
+            microbatches and host_memory. What is left out stays as it is without a
+            plan: one mesh axis, data parallel, parameters stored as they are used,
+            nothing rematerialized, the step as it is written, no options, state on
+            the devices.
         cross_entropy: over so many parts of the vocabulary a cross-entropy may be
             computed, so that its logits are never held; 0 keeps it as it is written.
             By default 8 where memory decides.

@@ -119,6 +119,7 @@ class Dimension(StrEnum):
     CROSS_ENTROPIES = "cross_entropies"
     COMPILER_OPTIONS = "compiler_options"
     MICROBATCHES = "microbatches"
+    HOST_MEMORY = "host_memory"
 
 
 ALL_DIMENSIONS = frozenset(Dimension)

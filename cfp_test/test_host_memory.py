@@ -135,6 +135,12 @@ def test_a_preset_is_what_its_name_says(mesh, tmp_path):
     assert "memory of the host" not in str(error.value)
 
 
+def test_what_is_not_to_be_chosen_among_stays(mesh, tmp_path):
+    with pytest.raises(cfp.MemoryBudgetError) as error:
+        planned(mesh, tmp_path, 5 * MIB, choose=("sharding", "storage", "remat"))
+    assert "memory of the host" not in str(error.value)
+
+
 def test_the_fastest_of_meshes_that_all_lack_memory(mesh, tmp_path):
     other = jax.sharding.Mesh(mesh.devices, ("y",))
     state = jax.eval_shape(init)

@@ -195,8 +195,8 @@ Choose = Annotated[
     typer.Option(
         metavar="NAMES",
         help="What to choose among, such as sharding,kernels: mesh, sharding, storage, "
-        "remat, kernels, cross-entropies, compiler-options, microbatches. All, if not "
-        "given.",
+        "remat, kernels, cross-entropies, compiler-options, microbatches, host-memory. "
+        "All, if not given.",
         show_default=False,
     ),
 ]

@@ -1,7 +1,7 @@
 """Optimizer state in the memory of the host: memory saved, and time paid.
 
-A GPT with Adam in float32 is planned with plenty of memory, and in a budget that
-nothing fits in with all of its state on the devices; what each plan takes is measured in
+A GPT with Adam in float32 is planned with plenty of memory, and in a budget in which
+nothing fits with all of its state on the devices; what each plan takes is measured in
 turn. One GPU plays one of two, so that memory and transfers are real, and collectives
 take no time:
 

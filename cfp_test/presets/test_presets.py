@@ -272,4 +272,3 @@ def test_what_shards_nothing_is_not_called_data_parallel():
     assert "data_parallel" not in found
     layout = lay_out(frame, found["replicated"])
     assert not any(any(layout.arg_spec(i)) for i in range(len(program.args)))
-    assert "tensor_parallel" in found

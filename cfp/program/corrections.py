@@ -1,7 +1,8 @@
 """Corrections of Shardy's rules where XLA's partitioner cannot keep them.
 
 Each correction takes factors away from the choice, for all programs and with its
-reason; none adds any.
+reason; none adds any. Ops that the compiler itself may shard along such factors, where
+it is left to choose, are held: constrained at every constraint level.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def correct_rule(
         return _scatter_rule(rule, op, shapes[len(shapes) // 2])
     if op.name == "stablehlo.dynamic_update_slice":
         return _update_rule(rule, *shapes[:2])
+    if op.name == "stablehlo.pad":
+        return _pad_rule(rule, op)
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
 
 
@@ -83,7 +86,29 @@ def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> 
         if size == 1 < whole[dim]
         for factor in rule.operands[0][dim]
     }
-    return replace(rule, fixed=rule.fixed | single)
+    return replace(rule, fixed=rule.fixed | single, held=bool(single))
+
+
+def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """A pad's rule; one that cuts off and spreads a dim keeps that dim whole.
+
+    XLA's partitioner aborts the process where such a dim is sharded
+    (``spmd_partitioner.cc``, "Check failed: get_first_valid_element_offset", jaxlib
+    0.10.2, plain jax.jit with in_shardings too).
+    """
+    low, high, inside = (
+        [*ir.DenseI64ArrayAttr(op.attributes[name])]
+        for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
+    )
+    cut = {
+        factor
+        for dim, (before, behind, between) in enumerate(
+            zip(low, high, inside, strict=True)
+        )
+        if between and min(before, behind) < 0
+        for factor in rule.operands[0][dim]
+    }
+    return replace(rule, fixed=rule.fixed | cut, held=True) if cut else rule
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
@@ -102,7 +127,7 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
     updates = rule.operands[len(rule.results) + 1 :]
     indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
     whole = {factor for tensor in updates for dim in tensor for factor in dim}
-    return replace(rule, fixed=rule.fixed | (indexed - whole))
+    return replace(rule, fixed=rule.fixed | (indexed - whole), held=True)
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
@@ -134,4 +159,5 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
         fixed=rule.fixed | unclean,
         reduction=reduction,
         over_all=reduction if grouped else rule.over_all,
+        held=True,
     )

@@ -59,8 +59,10 @@ def read_program(
     shardy.add_rules(module)
     reader = _Reader(_Blanks(shaping_constants(function), prints.functions))
     reader.read_function(function)
-    for op in reader.ruled:
-        if op not in own:
+    # From regions that are sharded by hand, too, of which nothing is read: XLA refuses
+    # rules that stay there.
+    for op in shardy.walk(function):
+        if op not in own and shardy.RULE in op.attributes:
             del op.attributes[shardy.RULE]
     return Program(
         values=tuple(reader.values),
@@ -98,7 +100,6 @@ class _Reader:
         self._blanks = blanks
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.ruled: list[ir.Operation] = []
         self.args: list[int] = []
         self.outputs: list[int] = []
         self._ids: dict[ir.Value, int] = {}
@@ -181,7 +182,6 @@ class _Reader:
         if op.name in shardy.REGION_OPS:
             return None
         if shardy.RULE in op.attributes:
-            self.ruled.append(op)
             rule = parse_rule(str(op.attributes[shardy.RULE]))
             shapes = [self.values[v].shape for v in operands]
             return correct_rule(rule, op, shapes)

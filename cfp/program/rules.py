@@ -37,6 +37,8 @@ class Rule:
             or gathering (Shardy's need_replication and permutation factors).
         even: factors that may only be split into equal pieces, without padding.
         over_all: factors that may only be split over all axes of a mesh together.
+        held: whether the compiler, left to choose, may shard the op in a way that it
+            gets wrong, so that the op is constrained at every constraint level.
     """
 
     sizes: tuple[int, ...]
@@ -46,6 +48,7 @@ class Rule:
     fixed: frozenset[int] = frozenset()
     even: frozenset[int] = frozenset()
     over_all: frozenset[int] = frozenset()
+    held: bool = False
 
     def major(self, dim: tuple[int, ...]) -> int | None:
         """The factor by which a dim may be sharded: its major-most one of size > 1."""

@@ -89,13 +89,42 @@ def _constrain(
     if level is not ConstraintLevel.EVERYTHING:
         is_bare = level is ConstraintLevel.ARGUMENTS
         shared = () if is_bare else activations(frame)
-        values, uses = {v: spec for v, spec in values.items() if v in shared}, {}
+        # What the compiler fills in itself begins at these values, and it does not know
+        # which ops read the padding of an uneven one as numbers (a scatter's indices).
+        values = {
+            v: even_spec(spec, program.values[v].shape, frame.mesh)
+            for v, spec in values.items()
+            if v in shared
+        }
+        uses = {}
+        _hold(layout, part, values, uses)
     return Constraints(
         values,
         uses,
         rematerialized=tuple(one for one in again if one is not None),
         replaced=tuple(replaced),
     )
+
+
+def _hold(
+    layout: Layout,
+    part: Part,
+    values: dict[int, Spec],
+    uses: dict[tuple[int, int], Spec],
+) -> None:
+    """Adds the constraints of ops that no compiler may choose the shardings of."""
+    program = layout.frame.program
+    for op_id in program.with_bodies(part.ops):
+        op = program.ops[op_id]
+        if op.rule is None or not op.rule.held or op_id not in layout.axes:
+            continue
+        for index, v in enumerate(op.operands):
+            wanted = layout.use_spec(op_id, index)
+            if wanted is not None and program.values[v].shape:
+                uses[op_id, index] = wanted
+        values.update(
+            (v, layout.value_spec[v]) for v in op.results if v in layout.value_spec
+        )
 
 
 def part_job(

@@ -230,9 +230,9 @@ def stop_gradient(d: Draft, shape: Shape) -> Node:
 
 @op(lambda s: any(n % 4 == 0 for n in s))
 def shard_map(d: Draft, shape: Shape) -> Node:
-    """A region sharded by hand over the mesh's first axis, or over all of them."""
+    """A region sharded by hand over an axis of the mesh, or over all of them."""
     dim = d.pick([i for i, n in enumerate(shape) if n % 4 == 0])
-    name, *_ = d.mesh.axis_names
+    name = next(n for n, size in d.mesh.shape.items() if shape[dim] % size == 0)
     spec = P(*(name if i == dim else None for i in range(len(shape))))
     w = d.weight(*(1 if i == dim else n for i, n in enumerate(shape)))
     size = d.mesh.shape[name]

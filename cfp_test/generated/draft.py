@@ -59,6 +59,11 @@ def op(
     return register
 
 
+def taken_by(kind: str) -> Callable[[Shape], bool]:
+    """The predicate of the shapes that an op kind takes as they are."""
+    return _APPLIES[kind]
+
+
 def rank(low: int = 1, high: int = MAX_RANK) -> Callable[[Shape], bool]:
     """Whether an input has so many dims."""
     return lambda shape: low <= len(shape) <= high
@@ -75,6 +80,7 @@ class Draft:
         pool: names of tensors that ops may read a second time, with their shapes.
         kinds: the ops drawn so far, nested ones included.
         depth: how many ops this one is nested in.
+        nesting: the most ops that one may be nested in.
     """
 
     draw: Any
@@ -84,6 +90,7 @@ class Draft:
     pool: dict[str, Shape] = field(default_factory=dict)
     kinds: list[str] = field(default_factory=list)
     depth: int = 0
+    nesting: int = MAX_NESTING
 
     # -- drawing -------------------------------------------------------------
 
@@ -140,15 +147,34 @@ class Draft:
 
         All kinds come equally often. One that does not take the shape is led to.
         """
-        inner = self.depth < MAX_NESTING
+        inner = self.depth < self.nesting
         kind = self.pick([k for k in OPS if inner or k not in _NESTS])
+        return self.node_of(shape, kind, OPS[kind], _APPLIES[kind])
+
+    def node_of(
+        self,
+        shape: Shape,
+        kind: str,
+        maker: Maker,
+        applies: Callable[[Shape], bool],
+        shapes: Sequence[Shape] = SHAPES,
+    ) -> tuple[Node, Shape]:
+        """Draws an op of one kind; with it the shape of its output.
+
+        Args:
+            shape: of its input.
+            kind: its name.
+            maker: draws it.
+            applies: whether it takes an input of a shape.
+            shapes: those that an input is led to if it does not take it as it is.
+        """
         self.kinds.append(kind)
         taken = shape
-        if not _APPLIES[kind](shape):
-            taken = self.pick([s for s in SHAPES if _APPLIES[kind](s)])
+        if not applies(shape):
+            taken = self.pick([s for s in shapes if applies(s)])
         lead = self._fit(shape, taken)
         self.depth += 1
-        made = OPS[kind](self, taken)
+        made = maker(self, taken)
         self.depth -= 1
 
         def run(env: Env, x: jax.Array) -> jax.Array:

@@ -147,6 +147,14 @@ def test_regions_sharded_by_hand():
     assert forward.body == ()
 
 
+def test_no_rules_stay_in_regions_sharded_by_hand():
+    """XLA refused a step with one in a loop, once its program had been read."""
+    fn, args = PROGRAMS["shard_map"]()
+    _, lowering = trace(flatten_step(fn, args), MESH)
+    assert "manual_computation" in str(lowering.module)
+    assert shardy.RULE not in str(lowering.module)
+
+
 def by_hand(body):
     return jax.shard_map(
         body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False
@@ -234,6 +242,18 @@ def test_grouped_convolutions_shard_groups_and_batch_only():
     wanted[rows] = ["x"]
     assert legal_axes(weight, wanted, {"x": 2})[rows] == ("x",)
     assert legal_axes(weight, wanted, {"x": 2, "y": 2})[rows] == ()
+
+
+def test_pads_that_cut_off_and_spread_keep_that_dim_whole():
+    def padded(low, inside):
+        program = read(lambda x: jax.lax.pad(x, 0.0, [(low, 1, inside), (0, 0, 0)]), X)
+        (rule,) = (op.rule for op in program.ops if op.kind == "pad")
+        return rule
+
+    assert padded(-1, 1).held
+    assert padded(-1, 1).results[0][0][0] in padded(-1, 1).fixed
+    assert not padded(-1, 0).held
+    assert not padded(1, 1).held
 
 
 def test_writes_to_one_place_keep_that_dim_whole():

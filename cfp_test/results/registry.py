@@ -13,6 +13,7 @@ from cfp_test.bench import (
     planning_time_page,
     worth,
 )
+from cfp_test.random_steps import page as random_page
 from cfp_test.results import (
     attention,
     budgets,
@@ -255,6 +256,12 @@ PAGES: tuple[Page, ...] = (
         name="hostile_files_202611",
         sources=("hostile_files_202611.json",),
         figures=_hostile,
+        has_text=False,
+    ),
+    Page(
+        name="random_steps_cpu_202611",
+        sources=("random_steps_cpu_202611.json",),
+        figures=random_page.figures,
         has_text=False,
     ),
     Page(

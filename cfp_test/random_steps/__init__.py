@@ -1,0 +1,1 @@
+"""Random training steps under random shardings, compared with one device."""

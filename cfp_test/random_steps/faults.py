@@ -1,0 +1,133 @@
+"""Plants a fault in cfp, and counts the programs until it is found.
+
+    python -m cfp_test.random_steps.faults NAME
+
+Programs are those of the seeds from 0 on. One without a block of the kinds that reach
+the fault, or without a twin where that is needed, is counted and not run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cfp_test.random_steps.__main__ import prepare
+
+MOST = 200
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that may be planted.
+
+    Attributes:
+        what: the fault.
+        plant: puts it in place.
+        kinds: blocks of the programs that are run; of any kind, if there are none.
+        by_twin: whether only a twin can be wrong.
+    """
+
+    what: str
+    plant: Callable[[pytest.MonkeyPatch], None] = field(repr=False)
+    kinds: Collection[str] = ()
+    by_twin: bool = False
+
+
+def _plant_reduction(patch: pytest.MonkeyPatch) -> None:
+    _change_lax(patch, psum=lambda x, axes: x)
+
+
+def _plant_slice(patch: pytest.MonkeyPatch) -> None:
+    _change_lax(patch, axis_index=lambda axes: 0)
+
+
+def _change_lax(patch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Has cross-entropies over a sharded vocabulary call other functions."""
+    from jax import lax
+
+    from cfp.patterns import chunked
+
+    names = {name: getattr(lax, name) for name in dir(lax) if not name.startswith("_")}
+    patch.setattr(chunked, "lax", SimpleNamespace(**{**names, **changed}))
+
+
+def _plant_key(patch: pytest.MonkeyPatch) -> None:
+    from cfp.runtime.kept import Executables
+
+    key = Executables.key
+
+    def stale(self: Any, text: bytes, *rest: Any) -> str:
+        return key(self, b"", *rest)
+
+    patch.setattr(Executables, "key", stale)
+
+
+FAULTS = {
+    "slice": Fault(
+        "every device takes the first share of a sharded vocabulary",
+        _plant_slice,
+        kinds=("cross_entropy",),
+    ),
+    "reduction": Fault(
+        "a cross-entropy over a sharded vocabulary is not summed over the devices",
+        _plant_reduction,
+        kinds=("cross_entropy",),
+    ),
+    "key": Fault(
+        "the key of a kept executable leaves out the program's text",
+        _plant_key,
+        by_twin=True,
+    ),
+}
+
+
+def find(name: str, strategies: int = 24) -> dict[str, Any]:
+    """Plants a fault and checks programs until one is wrong.
+
+    Args:
+        name: of the fault, among `FAULTS`.
+        strategies: for each program.
+
+    Returns:
+        The fault, the number of programs with the first wrong one, and what it says;
+        None for the number if the fault was not found.
+    """
+    from cfp_test.random_steps.check import WRONG
+    from cfp_test.random_steps.program import draw_spec
+    from cfp_test.random_steps.run import check_seed, has_twin
+
+    fault, ran = FAULTS[name], 0
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as made:
+        fault.plant(patch)
+        for seed in range(MOST):
+            blocks = {block.kind for block in draw_spec(seed).blocks}
+            if fault.kinds and not blocks.intersection(fault.kinds):
+                continue
+            if fault.by_twin and not has_twin(seed):
+                continue
+            ran += 1
+            folder = Path(made) / str(seed)
+            for row in check_seed(seed, 1 if fault.by_twin else strategies, folder):
+                wrong = [way[3] for way in row["ways"] if way[2] == WRONG]
+                if wrong:
+                    return {
+                        "name": name,
+                        "fault": fault.what,
+                        "programs": seed + 1,
+                        "ran": ran,
+                        "wrong": wrong[0],
+                    }
+    return {"name": name, "fault": fault.what, "programs": None, "ran": ran}
+
+
+if __name__ == "__main__":
+    prepare()
+    print(json.dumps(find(sys.argv[1])))

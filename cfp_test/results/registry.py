@@ -28,6 +28,7 @@ from cfp_test.results import (
     planning,
     ranges,
     several,
+    soak,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
 from cfp_test.scripts import (
@@ -269,6 +270,11 @@ PAGES: tuple[Page, ...] = (
         sources=("house_202611.json",),
         figures=_house,
         has_text=False,
+    ),
+    Page(
+        name="soak_cpu_202611",
+        sources=("soak_cpu_202611.json", "soak_mended_cpu_202611.json"),
+        figures=soak.figures,
     ),
     Page(
         name="same_plans_cpu_202611",

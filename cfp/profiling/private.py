@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS = 0o077
+# In C from end to end: an interrupt in a function of Python would lose the open file.
+_opener = partial(os.open, mode=_FILE_MODE)
 
 
 def make_private_folder(path: Path) -> None:
@@ -47,7 +50,7 @@ def make_private(path: Path) -> None:
       OSError: it cannot be made.
     """
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE))
+        open_private(path, "xb").close()
     except FileExistsError:
         if path.is_file():
             close_to_others(path)
@@ -61,7 +64,3 @@ def close_to_others(path: Path) -> None:
     with contextlib.suppress(OSError):
         if (old := path.stat().st_mode & 0o777) & _OTHERS:
             path.chmod(old & ~_OTHERS)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags, _FILE_MODE)

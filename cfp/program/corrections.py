@@ -45,6 +45,8 @@ def correct_rule(
         return _scatter_rule(rule, op, shapes[len(shapes) // 2])
     if op.name == "stablehlo.dynamic_update_slice":
         return _update_rule(rule, *shapes[:2])
+    if op.name == "stablehlo.dot_general":
+        return _product_rule(rule)
     if op.name == "stablehlo.pad":
         return _pad_rule(rule, op)
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
@@ -87,6 +89,17 @@ def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> 
         for factor in rule.operands[0][dim]
     }
     return replace(rule, fixed=rule.fixed | single, held=bool(single))
+
+
+def _product_rule(rule: Rule) -> Rule:
+    """A product's rule; one over several dims, such as a weight's gradient, is held.
+
+    Where one operand is sharded over x and y along the first and the second of these
+    dims, and the other along the first and the third, XLA sums the wrong pairs (jaxlib
+    0.10.2 and 0.12, plain jax.jit with in_shardings too).
+    """
+    summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
+    return replace(rule, held=True) if summed > 1 else rule
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:

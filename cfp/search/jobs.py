@@ -112,19 +112,28 @@ def _hold(
     values: dict[int, Spec],
     uses: dict[tuple[int, int], Spec],
 ) -> None:
-    """Adds the constraints of ops that no compiler may choose the shardings of."""
+    """Adds the constraints of ops that no compiler may choose the shardings of.
+
+    Of products, which go wrong on meshes of several axes alone, it is the operands that
+    have to agree; how the sum is spread is left to the compiler.
+    """
     program = layout.frame.program
+    several = sum(size > 1 for _, size in layout.frame.mesh) > 1
     for op_id in program.with_bodies(part.ops):
         op = program.ops[op_id]
         if op.rule is None or not op.rule.held or op_id not in layout.axes:
+            continue
+        is_product = op.kind == "dot_general"
+        if is_product and not several:
             continue
         for index, v in enumerate(op.operands):
             wanted = layout.use_spec(op_id, index)
             if wanted is not None and program.values[v].shape:
                 uses[op_id, index] = wanted
-        values.update(
-            (v, layout.value_spec[v]) for v in op.results if v in layout.value_spec
-        )
+        if not is_product:
+            values.update(
+                (v, layout.value_spec[v]) for v in op.results if v in layout.value_spec
+            )
 
 
 def part_job(

@@ -66,6 +66,18 @@ def test_what_the_compiler_gets_wrong_is_constrained_at_every_level():
         assert pad.results[0] in constraints.values, level
 
 
+def test_products_over_several_dims_at_every_level():
+    """XLA, left to choose, sums the wrong pairs in gradients of these weights."""
+    blocks = (Block("tied", 512894), Block("dense", 547047))
+    spec = Spec(XY, (4, 8, 4, 8), blocks, "adafactor", microbatches=2)
+    subject, way = Subject.of(spec), Way("random", 997964)
+    choice = sharding_of(subject.analysis, way).choice
+    allowed = subject.allowed()
+    for level in ConstraintLevel:
+        decided = subject.decided(way, Sharding(choice, level))
+        assert subject.differs(subject.compiled(*decided), allowed) == [], level
+
+
 def test_two_steps_of_the_same_types_share_no_executable(tmp_path):
     spec = draw_spec(2)
     ways = [Way("preset", 0)]

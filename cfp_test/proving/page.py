@@ -1,0 +1,122 @@
+"""The outcomes of a proof by op: as JSON, and as a page of docs/results."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from cfp_test.proving.catalogue import ENTRIES, WITHOUT
+from cfp_test.results.pages import Figures, table
+
+_PARTS = ("checks", "padded", "wrong", "moved")
+
+
+def summary(
+    found: Sequence[Mapping[str, Any]], seconds: float, *, whole: bool
+) -> dict[str, Any]:
+    """Counts the outcomes by op, and names those that are wrong or move data.
+
+    Args:
+        found: outcomes, as the engine has them.
+        seconds: that finding them took.
+        whole: whether all of the catalogue was tried.
+    """
+    once = {
+        (one["op"], *map(str, (one["mesh"], one["axes"]))): one for one in found
+    }.values()
+    by_kind: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in once:
+        by_kind[one["kind"]].append(one)
+    wanted = {kind.split(".")[1] for e in ENTRIES.values() for kind in e.kinds}
+    return {
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
+        "seconds": round(seconds),
+        "checks": len(once),
+        "ops": [
+            {
+                "op": kind,
+                "variants": len({one["op"] for one in every}),
+                "factors": sum({one["op"]: one["factors"] for one in every}.values()),
+                "checks": len(every),
+                "padded": sum(one["padded"] for one in every),
+                "wrong": sum(_is_wrong(one) for one in every),
+                "moved": sum(bool(one["moved"]) for one in every),
+            }
+            for kind, every in sorted(by_kind.items())
+        ],
+        "wrong": [one for one in once if _is_wrong(one)],
+        "moved": _each_moved(list(once)),
+        "missing": sorted(wanted - set(by_kind)) if whole else [],
+        "without": WITHOUT,
+    }
+
+
+def _is_wrong(one: Mapping[str, Any]) -> bool:
+    return not one["difference"] <= one["allowed"]
+
+
+def _each_moved(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The ops that move data, with the collectives of one of their shardings."""
+    first: dict[str, dict[str, Any]] = {}
+    for one in found:
+        if one["moved"]:
+            entry = {"op": one["op"], "axes": one["axes"], "moved": one["moved"]}
+            first.setdefault(one["op"], entry)
+    return list(first.values())
+
+
+def figures(*data: Mapping[str, Any]) -> Figures:
+    """The page of one or several releases of jaxlib."""
+    lines = ["# Sharding rules, proved by running", "", *_INTRODUCTION]
+    for one in data:
+        total = {name: sum(op[name] for op in one["ops"]) for name in _PARTS}
+        lines += [
+            "",
+            f"## jaxlib {one['jaxlib']}",
+            "",
+            f"{one['checks']} shardings of {len(one['ops'])} ops, "
+            f"{total['padded']} of them with sizes that do not divide: "
+            f"**{total['wrong']} wrong**. Two processes took {one['seconds']} s "
+            "on two cores that other work used, too.",
+            "",
+            table(
+                ["op", "variants", "factors", "shardings", "padded", "wrong", "moves data"],
+                [
+                    [f"`{op['op']}`", *(op[n] for n in ("variants", "factors", *_PARTS))]
+                    for op in one["ops"]
+                ],
+            ),
+        ]
+        if one["wrong"]:
+            lines += ["", "Wrong:", ""]
+            lines += [
+                f"- `{w['op']}` on {w['mesh']} as {w['axes']}: {w['trouble'] or w['difference']}"
+                for w in one["wrong"]
+            ]
+        if one["moved"]:
+            lines += ["", "Move data, with right numbers (one sharding of each op):", ""]
+            lines += [
+                f"- `{m['op']}` as {m['axes']}: {', '.join(m['moved'])}"
+                for m in one["moved"][:40]
+            ]
+            if len(one["moved"]) > 40:
+                lines.append(f"- and {len(one['moved']) - 40} more, in the JSON")
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for op, reason in data[0]["without"].items():
+        reasons[reason].append(f"`{op}`")
+    lines += ["", "## Ops that are not in the catalogue", ""]
+    lines += [f"- {reason}: {', '.join(ops)}." for reason, ops in reasons.items()]
+    return {"page": "\n".join(lines) + "\n"}
+
+
+_INTRODUCTION = (
+    "Each op of StableHLO and CHLO that JAX lowers to runs by itself, sharded along each",
+    "factor of its rule on virtual devices, on meshes of one axis of four and two axes of",
+    "two, and is compared with one device: the op itself, and the ops of its gradients.",
+    "Where a rule says that every device has what it needs, what is compiled must not",
+    "communicate; what does is counted as moving data. `make prove` writes the JSON",
+    "of the installed jaxlib and this page.",
+)

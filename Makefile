@@ -16,12 +16,13 @@ STAMP := $(VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-latest lint docs wheel lock docs-lock sbom audit clean
+.PHONY: help install demo test test-latest prove lint docs wheel lock docs-lock sbom audit clean
 
 help:
 	@echo 'make demo      plan a small model on this machine and show what was found'
 	@echo 'make test      lint, then all tests but the nightly ones'
 	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
+	@echo 'make prove     run every op under every sharding of its rule; write the page of it'
 	@echo 'make lint      ruff and pyright'
 	@echo 'make docs      the documentation as a site, in build/site; a warning is an error'
 	@echo 'make wheel     wheel and source distribution in dist/, tried in an empty place'
@@ -49,6 +50,11 @@ test: lint
 test-latest:
 	rm -f $(VENV)-latest/.installed
 	$(MAKE) test VENV=$(VENV)-latest FROM=ranges
+
+# The page is named after the release of jaxlib in $(VENV), and the month.
+prove: $(STAMP)
+	$(BIN)/python -m cfp_test.proving --jobs $(JOBS) --page
+	$(BIN)/python -m cfp_test.results
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

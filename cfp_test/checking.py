@@ -140,7 +140,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     finite = np.isfinite(expected)
     if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
         return np.inf
-    distance = np.linalg.norm((got - expected)[finite])
+    distance = np.linalg.norm(got[finite] - expected[finite])
     if not distance > NOISE * np.sqrt(got.size):
         return 0.0 if np.isfinite(distance) else np.inf
     return float(distance / (np.linalg.norm(expected[finite]) + 1e-30))

@@ -2,15 +2,17 @@
 
 Each correction takes factors away from the choice, for all programs and with its
 reason; none adds any. Ops that the compiler itself may shard along such factors, where
-it is left to choose, are held: constrained at every constraint level.
+it is left to choose, are held: constrained at every constraint level. :data:`FAULTS`
+lists what all this is for; ``make prove`` looks for more in the installed jaxlib.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.metadata import version
 from math import prod
 
 from jax.extend.mlir import ir
@@ -24,6 +26,157 @@ _PADDED_WELL = frozenset(
     {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
 )
 _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault of XLA's partitioner, and what cfp does about it.
+
+    Attributes:
+        name: of what goes wrong.
+        correction: the function that keeps programs from it.
+        seen: releases of jaxlib that have it, of those that were tried.
+        program: a small program that shows it, as the body of a module: a function
+            ``f``, shapes of its arguments and how they are sharded over the mesh.
+        mesh: sizes of the axes ``x`` and ``y``; empty where the program shows it only
+            with constraints inside, which only cfp inserts.
+    """
+
+    name: str
+    correction: str
+    seen: tuple[str, ...]
+    program: str
+    mesh: tuple[int, ...] = ()
+
+    def is_in(self, release: str) -> bool:
+        """True if a release of jaxlib has it, or may have: none before was without."""
+        return any(release.startswith(one) for one in self.seen) or (
+            _NEWEST in self.seen and _numbers(release) > _numbers(_NEWEST)
+        )
+
+
+_NEWEST = "0.12"  # of the releases that were tried
+
+FAULTS = (
+    Fault(
+        name="grouped convolutions whose result has other dims first are wrong",
+        correction="cfp.program.relayout.relayout",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x, w):
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", feature_group_count=8,
+        dimension_numbers=("NCHW", "HWIO", "NHWC"))
+
+shapes = (4, 8, 5, 5), (2, 2, 1, 16)
+specs = P(None, "x"), P(None, None, None, "x")
+""",
+        mesh=(4,),
+    ),
+    Fault(
+        name="gradients of grouped convolutions' kernels are wrong where some of "
+        "several axes shard the batch",
+        correction="cfp.program.corrections._convolution_rule",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x, w):
+    return jax.grad(lambda w: lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", feature_group_count=4,
+        dimension_numbers=("NHWC", "HWIO", "NHWC")).sum())(w)
+
+shapes = (8, 5, 5, 4), (2, 2, 1, 8)
+specs = P("x"), P()
+""",
+        mesh=(2, 2),
+    ),
+    Fault(
+        name="convolutions sharded along space or the minor part of groups end the "
+        "process",
+        correction="cfp.program.corrections._convolution_rule",
+        seen=("0.10",),
+        program="""
+def f(x, dy):
+    return lax.conv_general_dilated(
+        x, dy, (1, 1), "VALID", dimension_numbers=("CHWN", "IHWO", "HWNC"))
+
+shapes = (4, 8, 8, 8), (8, 8, 8, 4)
+specs = P(None, "x"), P(None, "x")
+""",
+    ),
+    Fault(
+        name="products over several dims, sharded along different ones of these by "
+        "several axes, sum the wrong pairs",
+        correction="cfp.program.corrections._product_rule",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x, y):
+    return jnp.einsum("abcd,abce->de", x, y)
+
+shapes = (4, 4, 4, 8), (4, 4, 4, 8)
+specs = P("y", "x"), P("y", None, "x")
+""",
+        mesh=(2, 2),
+    ),
+    Fault(
+        name="pads that cut off and spread a sharded dim end the process",
+        correction="cfp.program.corrections._pad_rule",
+        seen=("0.10",),
+        program="""
+def f(x):
+    return lax.pad(x, 0.0, ((-1, 0, 1),))
+
+shapes = ((8,),)
+specs = (P("x"),)
+""",
+    ),
+    Fault(
+        name="a write of one place outside of a sharded dim is lost",
+        correction="cfp.program.corrections._update_rule",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x, piece):
+    return lax.dynamic_update_slice(x, piece, (jnp.int32(9),))
+
+shapes = (8,), (1,)
+specs = P("x"), P()
+""",
+        mesh=(4,),
+    ),
+    Fault(
+        name="a scatter to a single place writes into shards that do not have it",
+        correction="cfp.program.corrections._scatter_rule",
+        seen=("0.10",),
+        program="""
+def f(x, u):
+    return x.at[6].set(u)
+
+shapes = (8, 4), (4,)
+specs = P("x"), P()
+""",
+    ),
+    Fault(
+        name="scatters and others write the padding of dims that do not divide",
+        correction="cfp.program.corrections._unpadded",
+        seen=("0.10",),
+        program="""
+def f(x, u):
+    return x.at[jnp.arange(7)].add(u)
+
+shapes = (8, 4), (7, 4)
+specs = P(), P("x")
+""",
+    ),
+)
+
+
+def faults(release: str | None = None) -> tuple[Fault, ...]:
+    """The faults of a release of jaxlib; of the installed one, if none is given."""
+    chosen = release or version("jaxlib")
+    return tuple(fault for fault in FAULTS if fault.is_in(chosen))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
 
 
 def correct_rule(

@@ -1,7 +1,7 @@
 """Proves the rules of the installed jaxlib: ``python -m cfp_test.proving``.
 
-Each entry of the catalogue runs in a process of its own, since XLA ends the process over
-some programs; such an entry runs again with one sharding at a time.
+Each entry of the catalogue runs in a process of its own, since XLA ends the process
+over some programs; such an entry runs again with one sharding at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -19,19 +20,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.results.pages import RESULTS
 
 _FLAGS = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=8"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the outcomes go")
+    parser.add_argument(
+        "--page", action="store_true", help="the JSON goes beside the pages of results"
+    )
     parser.add_argument("--only", action="append", help="entries, by name")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--child", help="one entry, in this process")
     parser.add_argument("--skip", type=int, default=0, help="shardings to leave out")
     parser.add_argument("--at-once", type=int, default=96)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.child:
         _prove_entry(options.child, options.json, options.skip, options.at_once)
         return 0
@@ -44,8 +49,12 @@ def main() -> int:
     from cfp_test.proving.page import summary
 
     data = summary(found, time.perf_counter() - started, whole=not options.only)
-    if options.json:
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    file = options.json
+    if options.page:
+        release, month = data["jaxlib"].replace(".", "_"), time.strftime("%Y%m")
+        file = RESULTS / f"rules_{release}_{month}.json"
+    if file:
+        file.write_text(json.dumps(data, indent=1) + "\n")
     for one in (*data["wrong"], *data["missing"]):
         print(one)
     print(f"{data['checks']} checks, {len(data['wrong'])} wrong, {data['seconds']} s")

@@ -41,7 +41,9 @@ ENTRIES: dict[str, Entry] = {}
 EVEN, ODD = (8, 4, 16), (7, 6, 3)
 
 
-def entry(*kinds: str, backward: bool = True) -> Callable[[Callable[[], Variants]], Any]:
+def entry(
+    *kinds: str, backward: bool = True
+) -> Callable[[Callable[[], Variants]], Any]:
     """Adds an entry; names without a dialect are StableHLO's."""
 
     def add(variants: Callable[[], Variants]) -> Callable[[], Variants]:
@@ -57,7 +59,7 @@ def draw(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
     """Random numbers: of a normal distribution, or small integers."""
     rng = np.random.default_rng((seed, *shape))
     kind = jnp.dtype(dtype)
-    if kind == bool:
+    if kind.kind == "b":
         return rng.random(shape) < 0.5
     if jnp.issubdtype(kind, jnp.complexfloating):
         return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(kind)
@@ -125,14 +127,41 @@ def unary() -> Variants:
 @entry("real", "imag", "complex", "reduce_precision", "bitcast_convert", "convert")
 def types() -> Variants:
     for shape in ((8, 4), (7, 6)):
-        yield "real, imag", lambda x: (lax.real(x), lax.imag(x)), (draw(*shape, dtype=np.complex64),)
+        yield (
+            "real, imag",
+            lambda x: (lax.real(x), lax.imag(x)),
+            (draw(*shape, dtype=np.complex64),),
+        )
         yield "complex", lax.complex, (draw(*shape), draw(*shape, seed=1))
-        yield "reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), (draw(*shape),)
-        for dtype in (jnp.bfloat16, np.float16, np.int32, np.int8, bool, jnp.float8_e4m3fn):
+        yield (
+            "reduce_precision",
+            lambda x: lax.reduce_precision(x, 5, 10),
+            (draw(*shape),),
+        )
+        for dtype in (
+            jnp.bfloat16,
+            np.float16,
+            np.int32,
+            np.int8,
+            bool,
+            jnp.float8_e4m3fn,
+        ):
             yield f"convert {dtype}", lambda x, d=dtype: x.astype(d), (draw(*shape),)
-        yield "bitcast same", lambda x: lax.bitcast_convert_type(x, np.int32), (draw(*shape),)
-        yield "bitcast narrow", lambda x: lax.bitcast_convert_type(x, np.int16), (draw(*shape),)
-    yield "bitcast wide", lambda x: lax.bitcast_convert_type(x, np.uint32), (draw(8, 6, 2, dtype=np.uint16),)
+        yield (
+            "bitcast same",
+            lambda x: lax.bitcast_convert_type(x, np.int32),
+            (draw(*shape),),
+        )
+        yield (
+            "bitcast narrow",
+            lambda x: lax.bitcast_convert_type(x, np.int16),
+            (draw(*shape),),
+        )
+    yield (
+        "bitcast wide",
+        lambda x: lax.bitcast_convert_type(x, np.uint32),
+        (draw(8, 6, 2, dtype=np.uint16),),
+    )
 
 
 _BINARY: dict[str, Callable[..., Any]] = {
@@ -147,7 +176,9 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "stablehlo.subtract": lax.sub,
     "stablehlo.compare": lax.lt,
     "chlo.next_after": lax.nextafter,
-    "chlo.polygamma": lambda n, x: lax.polygamma(lax.round(lax.abs(n)) + 1, lax.abs(x) + 1),
+    "chlo.polygamma": lambda n, x: lax.polygamma(
+        lax.round(lax.abs(n)) + 1, lax.abs(x) + 1
+    ),
     "chlo.zeta": lambda x, q: lax.zeta(lax.abs(x) + 2, lax.abs(q) + 1),
 }
 _BITS: dict[str, Callable[..., Any]] = {
@@ -176,9 +207,17 @@ def binary() -> Variants:
         yield "clamp", lax.clamp, (x - 1, y, x + 1)
         yield "clamp by scalars", lambda x: lax.clamp(-0.5, x, 0.5), (x,)
         yield "select", lax.select, (draw(*shape, dtype=bool), x, y)
-        yield "select by a scalar", lambda p, x, y: lax.select(p, x, y), (np.array(True), x, y)
+        yield (
+            "select by a scalar",
+            lambda p, x, y: lax.select(p, x, y),
+            (np.array(True), x, y),
+        )
     for dtype in (jnp.bfloat16, np.float16, np.int8, np.uint32):
-        yield f"add {dtype}", lax.add, (draw(8, 3, dtype=dtype), draw(8, 3, dtype=dtype))
+        yield (
+            f"add {dtype}",
+            lax.add,
+            (draw(8, 3, dtype=dtype), draw(8, 3, dtype=dtype)),
+        )
 
 
 @entry("dot_general")
@@ -213,7 +252,11 @@ def products() -> Variants:
         for m, k, n in ((8, 16, 4), (7, 6, 3)):
             yield (
                 f"{dtype} into {into}",
-                partial(lax.dot_general, dimension_numbers=matrices, preferred_element_type=into),
+                partial(
+                    lax.dot_general,
+                    dimension_numbers=matrices,
+                    preferred_element_type=into,
+                ),
                 (draw(m, k, dtype=dtype), draw(k, n, dtype=dtype, seed=1)),
             )
 
@@ -222,12 +265,21 @@ def products() -> Variants:
 def ragged() -> Variants:
     for rows, inner, columns, groups in ((16, 8, 4, 4), (15, 7, 6, 3)):
         sizes = np.full(groups, rows // groups, np.int32)
-        yield "ragged_dot", lax.ragged_dot, (draw(rows, inner), draw(groups, inner, columns), sizes)
+        yield (
+            "ragged_dot",
+            lax.ragged_dot,
+            (draw(rows, inner), draw(groups, inner, columns), sizes),
+        )
 
 
 @entry("convolution")
 def convolutions() -> Variants:
-    layouts = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NCHW", "HWIO", "NHWC"), ("CHWN", "IHWO", "HWNC"))
+    layouts = (
+        ("NHWC", "HWIO", "NHWC"),
+        ("NCHW", "OIHW", "NCHW"),
+        ("NCHW", "HWIO", "NHWC"),
+        ("CHWN", "IHWO", "HWNC"),
+    )
     options = (
         {},
         {"window_strides": (2, 1)},
@@ -250,16 +302,35 @@ def convolutions() -> Variants:
         sizes = dict(zip("NCIOHW", (n, c, i, o, 8, 6), strict=True))
         x = draw(*(sizes[d] for d in layout[0]))
         w = draw(*((3 if d in "HW" else sizes[d]) for d in layout[1]), seed=1)
-        for option in (options[index % len(options)], options[(index + 1) % len(options)]):
+        for option in (
+            options[index % len(options)],
+            options[(index + 1) % len(options)],
+        ):
             chosen = {"window_strides": (1, 1), "padding": "SAME", **option}
             if "lhs_dilation" in option:
                 chosen["padding"] = [(1, 1), (1, 1)]
-            fn = partial(lax.conv_general_dilated, dimension_numbers=layout, **chosen, **count)
+            fn = partial(
+                lax.conv_general_dilated, dimension_numbers=layout, **chosen, **count
+            )
             yield f"{layout} {count} {option}", fn, (x, w)
     for dtype in (jnp.bfloat16, np.float16):
-        fn = partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC"))
-        yield f"1d {dtype}", fn, (draw(4, 6, 8, dtype=dtype), draw(3, 8, 4, dtype=dtype))
-    fn = partial(lax.conv_general_dilated, window_strides=(1, 2, 1), padding="SAME", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+        fn = partial(
+            lax.conv_general_dilated,
+            window_strides=(1,),
+            padding="SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )
+        yield (
+            f"1d {dtype}",
+            fn,
+            (draw(4, 6, 8, dtype=dtype), draw(3, 8, 4, dtype=dtype)),
+        )
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 2, 1),
+        padding="SAME",
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+    )
     yield "3d", fn, (draw(4, 4, 5, 4, 4), draw(2, 2, 2, 4, 8))
 
 
@@ -267,44 +338,130 @@ def convolutions() -> Variants:
 def reductions() -> Variants:
     for shape in ((8, 4, 16), (7, 6, 3)):
         for axes in ((0,), (1,), (0, 2), (0, 1, 2)):
-            for name, fn in (("sum", jnp.sum), ("max", jnp.max), ("min", jnp.min), ("prod", jnp.prod)):
+            for name, fn in (
+                ("sum", jnp.sum),
+                ("max", jnp.max),
+                ("min", jnp.min),
+                ("prod", jnp.prod),
+            ):
                 yield f"{name} {axes}", partial(fn, axis=axes), (draw(*shape),)
-            yield f"any {axes}", partial(jnp.any, axis=axes), (draw(*shape, dtype=bool),)
-            yield f"all {axes}", partial(jnp.all, axis=axes), (draw(*shape, dtype=bool),)
-            yield f"int {axes}", partial(jnp.sum, axis=axes), (draw(*shape, dtype=np.int32),)
+            yield (
+                f"any {axes}",
+                partial(jnp.any, axis=axes),
+                (draw(*shape, dtype=bool),),
+            )
+            yield (
+                f"all {axes}",
+                partial(jnp.all, axis=axes),
+                (draw(*shape, dtype=bool),),
+            )
+            yield (
+                f"int {axes}",
+                partial(jnp.sum, axis=axes),
+                (draw(*shape, dtype=np.int32),),
+            )
         yield "argmax", partial(jnp.argmax, axis=1), (draw(*shape),)
         yield "argmin, first dim", partial(jnp.argmin, axis=0), (draw(*shape),)
-        yield "xor", lambda x: lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,)), (draw(*shape, dtype=np.int32),)
+        yield (
+            "xor",
+            lambda x: lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,)),
+            (draw(*shape, dtype=np.int32),),
+        )
         yield (
             "two at once",
-            lambda x, y: lax.reduce((x, y), (np.float32(0), np.float32(0)), lambda a, b: (a[0] + b[0], lax.max(a[1], b[1])), (0,)),
+            lambda x, y: lax.reduce(
+                (x, y),
+                (np.float32(0), np.float32(0)),
+                lambda a, b: (a[0] + b[0], lax.max(a[1], b[1])),
+                (0,),
+            ),
             (draw(*shape), draw(*shape, seed=1)),
         )
     for dtype in (jnp.bfloat16, np.float16):
-        yield f"sum {dtype}", lambda x: lax.reduce(x, x.dtype.type(0), lax.add, (1,)), (draw(8, 8, dtype=dtype),)
+        yield (
+            f"sum {dtype}",
+            lambda x: lax.reduce(x, x.dtype.type(0), lax.add, (1,)),
+            (draw(8, 8, dtype=dtype),),
+        )
 
 
-@entry("transpose", "reshape", "broadcast_in_dim", "reverse", "concatenate", "pad", "slice", "iota")
+@entry(
+    "transpose",
+    "reshape",
+    "broadcast_in_dim",
+    "reverse",
+    "concatenate",
+    "pad",
+    "slice",
+    "iota",
+)
 def movements() -> Variants:
     for shape in ((8, 4, 16), (7, 6, 3)):
         x = draw(*shape)
         a, b, c = shape
         for order in itertools.permutations(range(3)):
             yield f"transpose {order}", partial(lax.transpose, permutation=order), (x,)
-        for new in ((a * b, c), (a, b * c), (a * b * c,), (1, a, b, 1, c), (a, b // 2, 2, c), (b, a, c), (c, b, a), (2 * a, b // 2, c)):
+        for new in (
+            (a * b, c),
+            (a, b * c),
+            (a * b * c,),
+            (1, a, b, 1, c),
+            (a, b // 2, 2, c),
+            (b, a, c),
+            (c, b, a),
+            (2 * a, b // 2, c),
+        ):
             yield f"reshape {new}", partial(lax.reshape, new_sizes=new), (x,)
-        yield "split a merged dim", lambda x: x.reshape(x.shape[0] // 4 if x.shape[0] % 4 == 0 else 3, -1), (draw(a * b),)
-        yield "broadcast", lambda x: lax.broadcast_in_dim(x, (5, a, b, 2, c), (1, 2, 4)), (x,)
-        yield "broadcast of ones", lambda x: lax.broadcast_in_dim(x, (a, b), (0, 1)), (draw(a, 1),)
-        yield "iota", lambda x: x + lax.broadcasted_iota(np.float32, (a, b, c), 1), (x,)
+        yield (
+            "split a merged dim",
+            lambda x: x.reshape(x.shape[0] // 4 if x.shape[0] % 4 == 0 else 3, -1),
+            (draw(a * b),),
+        )
+        yield (
+            "broadcast",
+            partial(
+                lax.broadcast_in_dim,
+                shape=(5, a, b, 2, c),
+                broadcast_dimensions=(1, 2, 4),
+            ),
+            (x,),
+        )
+        yield (
+            "broadcast of ones",
+            partial(lax.broadcast_in_dim, shape=(a, b), broadcast_dimensions=(0, 1)),
+            (draw(a, 1),),
+        )
+        yield "iota", lambda x: x + lax.broadcasted_iota(np.float32, x.shape, 1), (x,)
         for dims in ((0,), (1, 2)):
             yield f"reverse {dims}", partial(lax.rev, dimensions=dims), (x,)
         for dim in range(3):
-            yield f"concatenate {dim}", lambda x, y, d=dim: lax.concatenate([x, y, x], d), (x, draw(*shape, seed=1))
-        for config in ([(1, 2, 0), (0, 0, 0), (0, 0, 0)], [(0, 0, 0), (1, 0, 1), (0, 3, 0)], [(-1, 0, 0), (0, -1, 0), (0, 0, 0)], [(0, 1, 0)] * 3):
-            yield f"pad {config}", lambda x, c=config: lax.pad(x, np.float32(2), c), (x,)
-        for start, stop, step in (((0, 0, 0), (a, 2, c), (1, 1, 1)), ((1, 0, 0), (a, b, c), (1, 1, 2)), ((2, 1, 0), (4, 3, c), (1, 1, 1)), ((0, 0, 0), (4, b, c), (1, 2, 1))):
-            yield f"slice {start} {stop} {step}", lambda x, s=start, e=stop, t=step: lax.slice(x, s, e, t), (x,)
+            yield (
+                f"concatenate {dim}",
+                lambda x, y, d=dim: lax.concatenate([x, y, x], d),
+                (x, draw(*shape, seed=1)),
+            )
+        for config in (
+            [(1, 2, 0), (0, 0, 0), (0, 0, 0)],
+            [(0, 0, 0), (1, 0, 1), (0, 3, 0)],
+            [(-1, 0, 0), (0, -1, 0), (0, 0, 0)],
+            [(0, 1, 0)] * 3,
+        ):
+            yield (
+                f"pad {config}",
+                lambda x, c=config: lax.pad(x, np.float32(2), c),
+                (x,),
+            )
+        for start, stop, step in (
+            ((0, 0, 0), (a, 2, c), (1, 1, 1)),
+            ((1, 0, 0), (a, b, c), (1, 1, 2)),
+            ((2, 1, 0), (4, 3, c), (1, 1, 1)),
+            ((0, 0, 0), (4, b, c), (1, 2, 1)),
+        ):
+            yield (
+                f"slice {start} {stop} {step}",
+                lambda x, s=start, e=stop, t=step: lax.slice(x, s, e, t),
+                (x,),
+            )
 
 
 @entry("dynamic_slice", "dynamic_update_slice")
@@ -315,8 +472,16 @@ def places_at_run_time() -> Variants:
         for size in ((1, b, c), (a, 1, 1), (a, 2, c), (2, b, 1), (a, b, c), (3, 3, c)):
             for start in ((0, 0, 0), (3, 1, 0), (-1, 9, 1), (99, -99, 0)):
                 indices = tuple(np.int32(s) for s in start)
-                yield f"read {size}", lambda x, *i, s=size: lax.dynamic_slice(x, i, s), (x, *indices)
-                yield f"write {size}", lambda x, u, *i: lax.dynamic_update_slice(x, u, i), (x, draw(*size, seed=1), *indices)
+                yield (
+                    f"read {size}",
+                    lambda x, *i, s=size: lax.dynamic_slice(x, i, s),
+                    (x, *indices),
+                )
+                yield (
+                    f"write {size}",
+                    lambda x, u, *i: lax.dynamic_update_slice(x, u, i),
+                    (x, draw(*size, seed=1), *indices),
+                )
 
 
 _MODES = ("clip", "fill", "promise_in_bounds", "wrap")
@@ -327,21 +492,69 @@ def gathers() -> Variants:
     for rows, width, count in ((8, 4, 16), (7, 6, 3), (16, 8, 6)):
         x = draw(rows, width)
         for mode in _MODES:
-            inside = np.abs(places(count, below=rows)) % rows if mode == "promise_in_bounds" else places(count, below=rows)
-            yield f"rows {mode}", lambda x, i, m=mode: jnp.take(x, i, axis=0, mode=m), (x, inside)
-        yield "columns", lambda x, i: jnp.take(x, i, axis=1, mode="clip"), (x, places(count, below=width))
-        yield "two dims of indices", lambda x, i: jnp.take(x, i, axis=0, mode="clip"), (x, places(4, count, below=rows))
-        yield "one place", lambda x, i: jnp.take(x, i, axis=0, mode="clip"), (x, np.int32(rows - 1))
-        yield "pairs", lambda x, i, j: x[i, j], (x, places(count, below=rows), places(count, below=width, seed=2))
-        yield "along", lambda x, i: jnp.take_along_axis(x, i, axis=1, mode="clip"), (x, places(rows, count, below=width))
-        yield "along the first", lambda x, i: jnp.take_along_axis(x, i, axis=0, mode="clip"), (x, places(count, width, below=rows))
-        yield "batched", jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip")), (draw(4, rows, width), places(4, count, below=rows))
+            inside = (
+                np.abs(places(count, below=rows)) % rows
+                if mode == "promise_in_bounds"
+                else places(count, below=rows)
+            )
+            yield (
+                f"rows {mode}",
+                lambda x, i, m=mode: jnp.take(x, i, axis=0, mode=m),
+                (x, inside),
+            )
+        yield (
+            "columns",
+            lambda x, i: jnp.take(x, i, axis=1, mode="clip"),
+            (x, places(count, below=width)),
+        )
+        yield (
+            "two dims of indices",
+            lambda x, i: jnp.take(x, i, axis=0, mode="clip"),
+            (x, places(4, count, below=rows)),
+        )
+        yield (
+            "one place",
+            lambda x, i: jnp.take(x, i, axis=0, mode="clip"),
+            (x, np.int32(rows - 1)),
+        )
+        yield (
+            "pairs",
+            lambda x, i, j: x[i, j],
+            (x, places(count, below=rows), places(count, below=width, seed=2)),
+        )
+        yield (
+            "along",
+            lambda x, i: jnp.take_along_axis(x, i, axis=1, mode="clip"),
+            (x, places(rows, count, below=width)),
+        )
+        yield (
+            "along the first",
+            lambda x, i: jnp.take_along_axis(x, i, axis=0, mode="clip"),
+            (x, places(count, width, below=rows)),
+        )
+        yield (
+            "batched",
+            jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip")),
+            (draw(4, rows, width), places(4, count, below=rows)),
+        )
         windows = lax.GatherDimensionNumbers((1, 2), (), (0, 1))
-        yield "windows", lambda x, i: lax.gather(x, i, windows, (2, 3), mode="clip"), (x, places(count, 2, below=rows))
+        yield (
+            "windows",
+            lambda x, i, n=windows: lax.gather(x, i, n, (2, 3), mode="clip"),
+            (x, places(count, 2, below=rows)),
+        )
     for dtype in (jnp.bfloat16, np.int32):
-        yield f"rows {dtype}", lambda x, i: x.at[i].get(mode="fill", fill_value=0), (draw(8, 4, dtype=dtype), places(6, below=8))
+        yield (
+            f"rows {dtype}",
+            lambda x, i: x.at[i].get(mode="fill", fill_value=0),
+            (draw(8, 4, dtype=dtype), places(6, below=8)),
+        )
     ascending = np.arange(8, dtype=np.int32)
-    yield "sorted, unique", lambda x, i: x.at[i].get(indices_are_sorted=True, unique_indices=True), (draw(8, 4), ascending)
+    yield (
+        "sorted, unique",
+        lambda x, i: x.at[i].get(indices_are_sorted=True, unique_indices=True),
+        (draw(8, 4), ascending),
+    )
 
 
 @entry("scatter")
@@ -350,19 +563,76 @@ def scatters() -> Variants:
         x, updates = draw(rows, width), draw(count, width, seed=1)
         for mode in ("clip", "drop"):
             for how in ("add", "max", "min", "mul"):
-                yield f"{how} {mode}", lambda x, i, u, h=how, m=mode: getattr(x.at[i], h)(u, mode=m), (x, places(count, below=rows), updates)
-        unique = np.random.default_rng(0).permutation(rows)[: min(rows, count)].astype(np.int32)
-        yield "set", lambda x, i, u: x.at[i].set(u, unique_indices=True), (x, unique, draw(len(unique), width))
-        yield "one place", lambda x, i, u: x.at[i].set(u), (x, np.int32(rows - 1), draw(width))
-        yield "one place outside", lambda x, i, u: x.at[i].add(u), (x, np.int32(rows + 3), draw(width))
-        yield "columns", lambda x, i, u: x.at[:, i].add(u, mode="drop"), (x, places(count, below=width), draw(rows, count))
-        yield "pairs", lambda x, i, j, u: x.at[i, j].add(u), (x, places(count, below=rows), places(count, below=width, seed=2), draw(count))
-        yield "batched", jax.vmap(lambda x, i, u: x.at[i].add(u)), (draw(4, rows, width), places(4, count, below=rows), draw(4, count, width))
-        yield "a cache's row", jax.vmap(lambda x, i, u: lax.dynamic_update_slice(x, u, (i, np.int32(0)))), (draw(4, rows, width), places(4, below=rows), draw(4, 1, width))
+                yield (
+                    f"{how} {mode}",
+                    lambda x, i, u, h=how, m=mode: getattr(x.at[i], h)(u, mode=m),
+                    (x, places(count, below=rows), updates),
+                )
+        unique = (
+            np.random.default_rng(0)
+            .permutation(rows)[: min(rows, count)]
+            .astype(np.int32)
+        )
+        yield (
+            "set",
+            lambda x, i, u: x.at[i].set(u, unique_indices=True),
+            (x, unique, draw(len(unique), width)),
+        )
+        yield (
+            "one place",
+            lambda x, i, u: x.at[i].set(u),
+            (x, np.int32(rows - 1), draw(width)),
+        )
+        yield (
+            "one place outside",
+            lambda x, i, u: x.at[i].add(u),
+            (x, np.int32(rows + 3), draw(width)),
+        )
+        yield (
+            "columns",
+            lambda x, i, u: x.at[:, i].add(u, mode="drop"),
+            (x, places(count, below=width), draw(rows, count)),
+        )
+        yield (
+            "pairs",
+            lambda x, i, j, u: x.at[i, j].add(u),
+            (
+                x,
+                places(count, below=rows),
+                places(count, below=width, seed=2),
+                draw(count),
+            ),
+        )
+        yield (
+            "batched",
+            jax.vmap(lambda x, i, u: x.at[i].add(u)),
+            (draw(4, rows, width), places(4, count, below=rows), draw(4, count, width)),
+        )
+        yield (
+            "a cache's row",
+            jax.vmap(lambda x, i, u: lax.dynamic_update_slice(x, u, (i, np.int32(0)))),
+            (draw(4, rows, width), places(4, below=rows), draw(4, 1, width)),
+        )
         numbers = lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
-        yield "windows", lambda x, i, u: lax.scatter_add(x, i, u, numbers, mode="drop"), (x, places(count, 2, below=rows), draw(count, 2, 3))
-    yield "ints", lambda x, i, u: x.at[i].add(u), (draw(8, 4, dtype=np.int32), places(6, below=8), draw(6, 4, dtype=np.int32))
-    yield "bfloat16", lambda x, i, u: x.at[i].add(u), (draw(8, 4, dtype=jnp.bfloat16), places(6, below=8), draw(6, 4, dtype=jnp.bfloat16))
+        yield (
+            "windows",
+            lambda x, i, u, n=numbers: lax.scatter_add(x, i, u, n, mode="drop"),
+            (x, places(count, 2, below=rows), draw(count, 2, 3)),
+        )
+    yield (
+        "ints",
+        lambda x, i, u: x.at[i].add(u),
+        (draw(8, 4, dtype=np.int32), places(6, below=8), draw(6, 4, dtype=np.int32)),
+    )
+    yield (
+        "bfloat16",
+        lambda x, i, u: x.at[i].add(u),
+        (
+            draw(8, 4, dtype=jnp.bfloat16),
+            places(6, below=8),
+            draw(6, 4, dtype=jnp.bfloat16),
+        ),
+    )
 
 
 @entry("sort", "chlo.top_k")
@@ -372,7 +642,11 @@ def orders() -> Variants:
         for dim in range(3):
             yield f"sort {dim}", partial(lax.sort, dimension=dim), (x,)
             yield f"argsort {dim}", partial(jnp.argsort, axis=dim), (x,)
-        yield "two keys", lambda x, y: lax.sort((x, y), dimension=1, num_keys=2), (draw(*shape, dtype=np.int32), draw(*shape, dtype=np.int32, seed=1))
+        yield (
+            "two keys",
+            lambda x, y: lax.sort((x, y), dimension=1, num_keys=2),
+            (draw(*shape, dtype=np.int32), draw(*shape, dtype=np.int32, seed=1)),
+        )
         yield "descending", partial(jnp.sort, descending=True), (x,)
         yield "top_k", lambda x: lax.top_k(x, 2), (x,)
         yield "top_k of one dim", lambda x: lax.top_k(x, 3), (draw(shape[2]),)
@@ -382,16 +656,45 @@ def orders() -> Variants:
 def windows() -> Variants:
     for shape in ((8, 8, 6, 4), (7, 8, 6, 3)):
         x = draw(*shape)
-        for window, strides in (((1, 2, 2, 1), (1, 2, 2, 1)), ((1, 3, 3, 1), (1, 1, 2, 1)), ((1, 2, 1, 1), (1, 1, 1, 1))):
+        for window, strides in (
+            ((1, 2, 2, 1), (1, 2, 2, 1)),
+            ((1, 3, 3, 1), (1, 1, 2, 1)),
+            ((1, 2, 1, 1), (1, 1, 1, 1)),
+        ):
             for padding in ("VALID", "SAME"):
-                yield f"max {window}", lambda x, w=window, s=strides, p=padding: lax.reduce_window(x, -np.inf, lax.max, w, s, p), (x,)
-                yield f"sum {window}", lambda x, w=window, s=strides, p=padding: lax.reduce_window(x, 0.0, lax.add, w, s, p), (x,)
+                yield (
+                    f"max {window}",
+                    lambda x, w=window, s=strides, p=padding: lax.reduce_window(
+                        x, -np.inf, lax.max, w, s, p
+                    ),
+                    (x,),
+                )
+                yield (
+                    f"sum {window}",
+                    lambda x, w=window, s=strides, p=padding: lax.reduce_window(
+                        x, 0.0, lax.add, w, s, p
+                    ),
+                    (x,),
+                )
         for dim in range(4):
             yield f"cumsum {dim}", partial(lax.cumsum, axis=dim), (x,)
         yield "cumsum, reverse", partial(lax.cumsum, axis=1, reverse=True), (x,)
         yield "cummax", partial(lax.cummax, axis=0), (x,)
         yield "cumlogsumexp", partial(lax.cumlogsumexp, axis=1), (x,)
-        yield "dilated", lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", base_dilation=(1, 2, 1, 1), window_dilation=(1, 1, 2, 1)), (x,)
+        yield (
+            "dilated",
+            lambda x: lax.reduce_window(
+                x,
+                0.0,
+                lax.add,
+                (1, 2, 2, 1),
+                (1, 1, 1, 1),
+                "VALID",
+                base_dilation=(1, 2, 1, 1),
+                window_dilation=(1, 1, 2, 1),
+            ),
+            (x,),
+        )
 
 
 @entry("fft", "cholesky", "triangular_solve", "custom_call")
@@ -403,11 +706,25 @@ def algebra() -> Variants:
         yield "rfft", jnp.fft.rfft, (draw(batch, size),)
         yield "irfft", jnp.fft.irfft, (draw(batch, size, dtype=np.complex64),)
         yield "fft2", jnp.fft.fft2, (draw(batch, 3, size, size, dtype=np.complex64),)
-        spd = jnp.asarray(np.asarray(x) @ np.swapaxes(x, 1, 2) + 4 * np.eye(size, dtype=np.float32))
+        spd = jnp.asarray(
+            np.asarray(x) @ np.swapaxes(x, 1, 2) + 4 * np.eye(size, dtype=np.float32)
+        )
         yield "cholesky", lambda x: lax.linalg.cholesky(x), (spd,)
         for left, lower, transposed in itertools.product((True, False), repeat=3):
-            fn = partial(lax.linalg.triangular_solve, left_side=left, lower=lower, transpose_a=transposed)
-            yield f"triangular_solve {left} {lower} {transposed}", fn, (x + 4 * np.eye(size, dtype=np.float32), draw(batch, size, size, seed=1))
+            fn = partial(
+                lax.linalg.triangular_solve,
+                left_side=left,
+                lower=lower,
+                transpose_a=transposed,
+            )
+            yield (
+                f"triangular_solve {left} {lower} {transposed}",
+                fn,
+                (
+                    x + 4 * np.eye(size, dtype=np.float32),
+                    draw(batch, size, size, seed=1),
+                ),
+            )
         yield "qr", lambda x: jnp.linalg.qr(x), (x,)
         yield "eigh", lambda x: jnp.linalg.eigvalsh(x), (spd,)
         yield "lu", lambda x: lax.linalg.lu(x)[0], (spd,)
@@ -416,8 +733,16 @@ def algebra() -> Variants:
 @entry("optimization_barrier", "rng_bit_generator", backward=False)
 def others() -> Variants:
     for shape in ((8, 4), (7, 6)):
-        yield "barrier", lambda x, y: lax.optimization_barrier((x, y)), (draw(*shape), draw(shape[0], seed=1))
-        yield "bits", lambda k, s=shape: lax.rng_bit_generator(k, s), (np.arange(4, dtype=np.uint32),)
+        yield (
+            "barrier",
+            lambda x, y: lax.optimization_barrier((x, y)),
+            (draw(*shape), draw(shape[0], seed=1)),
+        )
+        yield (
+            "bits",
+            lambda k, s=shape: lax.rng_bit_generator(k, s),
+            (np.arange(4, dtype=np.uint32),),
+        )
 
 
 _NOT_LOWERED = "JAX lowers nothing to it"
@@ -439,8 +764,9 @@ WITHOUT: dict[str, str] = {
     **dict.fromkeys(
         (
             f"stablehlo.{name}"
-            for name in "after_all create_token constant return tuple get_tuple_element "
-            "infeed outfeed send recv async_start async_done composite".split()
+            for name in "after_all create_token constant return tuple "
+            "get_tuple_element infeed outfeed send recv async_start async_done "
+            "composite".split()
         ),
         _NO_DATA,
     ),
@@ -458,8 +784,8 @@ WITHOUT: dict[str, str] = {
     **dict.fromkeys(
         (
             f"chlo.{name}"
-            for name in "_asin_acos_kernel conj constant constant_like is_inf is_neg_inf "
-            "is_pos_inf mulhi ragged_dot scan broadcast_add broadcast_and "
+            for name in "_asin_acos_kernel conj constant constant_like is_inf "
+            "is_neg_inf is_pos_inf mulhi ragged_dot scan broadcast_add broadcast_and "
             "broadcast_atan2 broadcast_compare broadcast_complex broadcast_divide "
             "broadcast_maximum broadcast_minimum broadcast_multiply "
             "broadcast_next_after broadcast_or broadcast_polygamma broadcast_power "

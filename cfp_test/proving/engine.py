@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -49,8 +49,10 @@ class Outcome:
 
     Attributes:
         op: the kind of the op, and what it is applied to.
+        kind: of the op.
         mesh: sizes of the mesh's axes.
         axes: for each factor the axes that split it.
+        factors: the number of factors that may be split.
         difference: from one device; infinite where it did not compile.
         moved: collectives that the rule has no place for.
         trouble: the error, where there was one.
@@ -160,11 +162,11 @@ def _run_whole(
 
 def _lower_on_one(program: Program, part: Part) -> jax.stages.Lowered:
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    specs = [
+    ins, outs = (
         [((),) * len(program.values[v].shape) for v in values]
         for values in (part.inputs, part.outputs)
-    ]
-    return lower_part(program, part, mesh, Constraints({}, {}), *specs)
+    )
+    return lower_part(program, part, mesh, Constraints({}, {}), ins, outs)
 
 
 Job = tuple[Single, FactorAxes]
@@ -188,12 +190,16 @@ def prove(some: Sequence[Job], mesh: Mesh, at_once: int = 96) -> Iterator[Outcom
         different = list(dict.fromkeys(id(single) for single, _ in chunk))
         ones = {id(single): single for single, _ in chunk}
         results = _run([(ones[i], ()) for i in different], _first(mesh), {}, {})[0]
-        expected = {i: [*map(to_host, r)] for i, r in zip(different, results, strict=True)}
+        expected = {
+            i: [*map(to_host, r)] for i, r in zip(different, results, strict=True)
+        }
         yield from _prove_together(chunk, mesh, expected)
 
 
 def _first(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
+    return Mesh(
+        mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names
+    )
 
 
 def _prove_together(
@@ -263,11 +269,13 @@ def _run(
     mesh: Mesh,
     uses: Mapping[tuple[int, int], Spec],
     values: Mapping[int, Spec],
-) -> tuple[list[Sequence[Any]], dict[int, tuple[str, ...]]]:
+) -> tuple[list[list[Any]], dict[int, tuple[str, ...]]]:
     """Results of each copy, and the collectives of each."""
     many, _ = copies(some, mesh)
     size = tuple(mesh.shape.items())
-    taken = {many.ops[o].operands[i]: spec for (o, i), spec in reversed(uses.items())}
+    taken = {
+        many.ops[o].operands[i]: spec for (o, i), spec in reversed([*uses.items()])
+    }
 
     def spec_of(v: int, known: Mapping[int, Spec]) -> Spec:
         shape = many.values[v].shape
@@ -284,7 +292,7 @@ def _run(
     ]
     flat = iter(compiled(*placed))
     results = [[next(flat) for _ in single.part.outputs] for single, _ in some]
-    return results, _collectives(compiled.as_text())
+    return results, _collectives(compiled.as_text() or "")
 
 
 def _collectives(text: str) -> dict[int, tuple[str, ...]]:
@@ -353,7 +361,9 @@ def _rewire(op: ir.Operation, new: dict[ir.Value, ir.Value]) -> None:
 def backward(fn: Any, args: Sequence[Any]) -> Any:
     """A function's gradients with respect to its floating-point arguments."""
     taken = [
-        i for i, x in enumerate(args) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+        i
+        for i, x in enumerate(args)
+        if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
     ]
 
     def gradients(cotangents: Any, *values: Any) -> Any:

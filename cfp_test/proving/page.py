@@ -83,9 +83,12 @@ def figures(*data: Mapping[str, Any]) -> Figures:
             "on two cores that other work used, too.",
             "",
             table(
-                ["op", "variants", "factors", "shardings", "padded", "wrong", "moves data"],
+                "op | variants | factors | shardings | padded | wrong | moves data",
                 [
-                    [f"`{op['op']}`", *(op[n] for n in ("variants", "factors", *_PARTS))]
+                    [
+                        f"`{op['op']}`",
+                        *(op[n] for n in ("variants", "factors", *_PARTS)),
+                    ]
                     for op in one["ops"]
                 ],
             ),
@@ -93,11 +96,16 @@ def figures(*data: Mapping[str, Any]) -> Figures:
         if one["wrong"]:
             lines += ["", "Wrong:", ""]
             lines += [
-                f"- `{w['op']}` on {w['mesh']} as {w['axes']}: {w['trouble'] or w['difference']}"
+                f"- `{w['op']}` on {w['mesh']} as {w['axes']}: "
+                f"{w['trouble'] or w['difference']}"
                 for w in one["wrong"]
             ]
         if one["moved"]:
-            lines += ["", "Move data, with right numbers (one sharding of each op):", ""]
+            lines += [
+                "",
+                "Move data, with right numbers (one sharding of each op):",
+                "",
+            ]
             lines += [
                 f"- `{m['op']}` as {m['axes']}: {', '.join(m['moved'])}"
                 for m in one["moved"][:40]
@@ -113,9 +121,9 @@ def figures(*data: Mapping[str, Any]) -> Figures:
 
 
 _INTRODUCTION = (
-    "Each op of StableHLO and CHLO that JAX lowers to runs by itself, sharded along each",
-    "factor of its rule on virtual devices, on meshes of one axis of four and two axes of",
-    "two, and is compared with one device: the op itself, and the ops of its gradients.",
+    "Each op of StableHLO and CHLO that JAX lowers to runs by itself, sharded along",
+    "each factor of its rule on virtual devices, on meshes of one axis of four and of",
+    "two axes of two, and is compared with one device; so are ops of its gradients.",
     "Where a rule says that every device has what it needs, what is compiled must not",
     "communicate; what does is counted as moving data. `make prove` writes the JSON",
     "of the installed jaxlib and this page.",

@@ -13,7 +13,11 @@ from cfp_test.bench import (
     planning_time_page,
     worth,
 )
+<<<<<<< HEAD
 from cfp_test.random_steps import page as random_page
+=======
+from cfp_test.proving import page as proved
+>>>>>>> 12a606f (proving: a page, planted faults, and one table of XLA's faults that cfp doctor names)
 from cfp_test.results import (
     attention,
     budgets,
@@ -167,6 +171,15 @@ PAGES: tuple[Page, ...] = (
     ),
     *_OPERATORS,
     _page("analysis_cpu_202611", checked.analysis),
+    *(
+        Page(
+            name=file.stem,
+            sources=(file.name,),
+            figures=proved.figures,
+            has_text=False,
+        )
+        for file in sorted(RESULTS.glob("rules_*.json"))
+    ),
     Page(
         name="attention_matrix_cpu_202611",
         sources=("attention_matrix_cpu_202611.json",),

@@ -8,11 +8,12 @@ from cfp.cluster.doctor.probes.answer import answer
 
 
 def find() -> dict[str, Any]:
-    """Returns the pipelines that are missing, and the number of rules written."""
+    """Returns the pipelines that are missing, the number of rules, and known faults."""
     import jax
     import jax.numpy as jnp
 
     from cfp.program import shardy
+    from cfp.program.corrections import faults
 
     missing = shardy.missing_pipelines()
     rules = 0
@@ -30,6 +31,7 @@ def find() -> dict[str, Any]:
         "missing": sorted(missing),
         "reasons": sorted(missing.values()),
         "rules": rules,
+        "faults": [fault.name for fault in faults()],
     }
 
 

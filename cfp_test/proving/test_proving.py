@@ -1,0 +1,154 @@
+"""Rules are proved by running; faults that are planted, and those of XLA, are found."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.mlir.dialects import chlo, stablehlo
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cfp.program import corrections, read
+from cfp.program.rules import Rule
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.checking import make_mesh
+from cfp_test.proving.__main__ import main
+from cfp_test.proving.catalogue import ENTRIES, WITHOUT
+from cfp_test.proving.engine import jobs, prove, singles
+from cfp_test.proving.programs import MESHES, mesh_of, singles_of
+from cfp_test.results.pages import RESULTS
+
+_FLAT, _GRID = MESHES
+
+
+def outcomes(fn, *args, kind, sizes=_GRID):
+    """Proves the ops of a kind in a function."""
+    mesh = mesh_of(sizes)
+    step = flatten_step(fn, args)
+    program, _ = trace(step, mesh)
+    some = [s for s in singles(program, args) if s.op.kind == kind]
+    assert some, f"an op of the kind {kind} that has a rule"
+    return list(prove(jobs(some, mesh), mesh))
+
+
+def ones(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["products", "convolutions", "movements", "scatters"])
+def test_a_part_of_the_catalogue(name):
+    some = singles_of(name, 3)
+    found = list(prove(jobs(some, mesh_of(_GRID)), mesh_of(_GRID)))
+    assert len(found) > 20
+    assert [one for one in found if one.is_wrong] == []
+
+
+@pytest.mark.nightly
+def test_the_whole_catalogue(tmp_path):
+    file = tmp_path / "rules.json"
+    assert main(["--json", str(file)]) == 0
+    assert json.loads(file.read_text())["checks"] > 5000
+
+
+def dialect_ops():
+    """Names of all ops of StableHLO and CHLO that this jaxlib has."""
+    for dialect, module in (("stablehlo", stablehlo), ("chlo", chlo)):
+        for each in vars(module).values():
+            name = getattr(each, "OPERATION_NAME", "")
+            if name.startswith(f"{dialect}."):
+                yield name
+
+
+def test_every_op_is_in_the_catalogue_or_has_a_reason():
+    known = {kind for entry in ENTRIES.values() for kind in entry.kinds}
+    every = set(dialect_ops())
+    assert len(every) > 140
+    assert sorted(every - known - set(WITHOUT)) == []
+    assert sorted(known & set(WITHOUT)) == []
+
+
+def with_rule(monkeypatch, kind, change):
+    """Has cfp read another rule for the ops of a kind."""
+    correct = read.correct_rule
+
+    def wrong(rule, op, shapes):
+        found = correct(rule, op, shapes)
+        return change(found) if op.name == f"stablehlo.{kind}" and found else found
+
+    monkeypatch.setattr(read, "correct_rule", wrong)
+
+
+def test_a_factor_of_the_wrong_dim_is_found(monkeypatch):
+    def swap(rule: Rule) -> Rule:
+        (first, second), *_ = rule.results
+        return replace(rule, results=((second, first),))
+
+    x = ones(8, 8)
+    assert not any(one.moved for one in outcomes(lax.exp, x, kind="exponential"))
+    with_rule(monkeypatch, "exponential", swap)
+    assert any(one.moved for one in outcomes(lax.exp, x, kind="exponential"))
+
+
+def test_a_lost_reduction_is_found(monkeypatch):
+    product = jnp.matmul
+    x, y = ones(8, 16), ones(16, 4)
+    assert not any(one.moved for one in outcomes(product, x, y, kind="dot_general"))
+    with_rule(
+        monkeypatch, "dot_general", lambda rule: replace(rule, reduction=frozenset())
+    )
+    assert any(one.moved for one in outcomes(product, x, y, kind="dot_general"))
+
+
+def test_a_factor_that_may_not_be_split_is_found(monkeypatch):
+    with_rule(monkeypatch, "sort", lambda rule: replace(rule, fixed=frozenset()))
+    found = outcomes(lambda x: lax.sort(x, dimension=0), ones(8, 8), kind="sort")
+    assert any(one.moved for one in found)
+
+
+SHOWN = [fault for fault in corrections.FAULTS if fault.mesh]
+
+
+@pytest.mark.parametrize("fault", SHOWN, ids=lambda fault: fault.name)
+def test_plain_jax_has_the_faults_of_the_table(fault):
+    """Where this fails, jaxlib is mended, and the table is to say so."""
+    if fault not in corrections.faults():
+        pytest.fail(f"{fault.name}: no program is known that tells whether it is gone")
+    named = {"jax": jax, "jnp": jnp, "lax": lax, "P": PartitionSpec}
+    exec(fault.program, named)
+    args = [ones(*shape) for shape in named["shapes"]]
+    mesh = make_mesh(tuple(zip("xy", fault.mesh, strict=False)))
+    places = [NamedSharding(mesh, spec) for spec in named["specs"]]
+    expected = np.asarray(jax.jit(named["f"])(*args))
+    got = np.asarray(jax.jit(named["f"], in_shardings=places)(*args))
+    assert not np.allclose(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_every_correction_is_in_the_table():
+    text = Path(corrections.__file__).read_text()
+    made = {
+        f"cfp.program.corrections.{name}"
+        for name in re.findall(r"def (_\w+_rule|_unpadded)\(", text)
+    }
+    made -= {"cfp.program.corrections._call_rule"}  # of foreign code, no fault of XLA
+    assert made < {fault.correction for fault in corrections.FAULTS}
+
+
+def test_newer_releases_are_taken_to_have_what_the_newest_has():
+    new = {fault.name for fault in corrections.faults("0.13.1")}
+    assert new == {fault.name for fault in corrections.faults("0.12.0")}
+    assert len(new) < len(corrections.faults("0.10.2"))
+
+
+@pytest.mark.parametrize(
+    "file", sorted(RESULTS.glob("rules_*.json")), ids=lambda f: f.stem
+)
+def test_the_results_have_nothing_wrong_or_missing(file):
+    data = json.loads(file.read_text())
+    assert data["wrong"] == []
+    assert data["missing"] == []

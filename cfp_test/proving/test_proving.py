@@ -145,10 +145,7 @@ def test_newer_releases_are_taken_to_have_what_the_newest_has():
     assert len(new) < len(corrections.faults("0.10.2"))
 
 
-@pytest.mark.parametrize(
-    "file", sorted(RESULTS.glob("rules_*.json")), ids=lambda f: f.stem
-)
-def test_the_results_have_nothing_wrong_or_missing(file):
-    data = json.loads(file.read_text())
-    assert data["wrong"] == []
-    assert data["missing"] == []
+def test_the_results_have_nothing_wrong_or_missing():
+    for file in RESULTS.glob("rules_*.json"):
+        data = json.loads(file.read_text())
+        assert (data["wrong"], data["missing"]) == ([], []), file

@@ -13,11 +13,8 @@ from cfp_test.bench import (
     planning_time_page,
     worth,
 )
-<<<<<<< HEAD
-from cfp_test.random_steps import page as random_page
-=======
 from cfp_test.proving import page as proved
->>>>>>> 12a606f (proving: a page, planted faults, and one table of XLA's faults that cfp doctor names)
+from cfp_test.random_steps import page as random_page
 from cfp_test.results import (
     attention,
     budgets,

@@ -291,8 +291,8 @@ PLANS = (
     ),
     Mutation("options as a list", _put([["xla_dump_to", BAIT]], "options"), "object"),
     # Of which program it is.
-    Mutation("no fingerprint", _drop("fingerprint"), "no fingerprint"),
-    Mutation("fingerprint null", _put(None, "fingerprint"), "64 hexadecimal"),
+    Mutation("no fingerprint", _drop("fingerprint"), "in fingerprint"),
+    Mutation("fingerprint null", _put(None, "fingerprint"), "a valid string"),
     Mutation("fingerprint empty", _put("", "fingerprint"), "64 hexadecimal"),
     Mutation(
         "fingerprint of another program",
@@ -304,8 +304,8 @@ PLANS = (
     # Meshes.
     Mutation("no axes", _put([], "mesh_axes"), "axes"),
     Mutation("axis of another size", _put(4, "mesh_axes", 0, 1), "is for a mesh"),
-    Mutation("axis of size -2", _put(-2, "mesh_axes", 0, 1), "whole number"),
-    Mutation("axis of size 2.0", _put(2.0, "mesh_axes", 0, 1), "whole number"),
+    Mutation("axis of size -2", _put(-2, "mesh_axes", 0, 1), "equal to 2"),
+    Mutation("axis of size 2.0", _put(2.0, "mesh_axes", 0, 1), "valid integer"),
     Mutation(
         "a billion devices",
         _put([["x", 2**20], ["y", 2**10]], "mesh_axes"),
@@ -324,13 +324,13 @@ PLANS = (
     ),
     # Arguments and results.
     Mutation("argument dropped", _drop(*_FIRST), "do not fit"),
-    Mutation("argument without its sharding", _drop(*_FIRST, "spec"), "the fields"),
+    Mutation("argument without its sharding", _drop(*_FIRST, "spec"), "this field"),
     Mutation("unknown axis", _put([["z"], []], *_FIRST, "spec"), "axes of the mesh"),
     Mutation("axis twice in a spec", _put([["x"], ["x"]], *_FIRST, "spec"), "once"),
     Mutation("spec of too few dims", _put([["x"]], *_FIRST, "spec"), "2 dims"),
     Mutation("spec of too many dims", _put([["x"], [], []], *_FIRST, "spec"), "2 dims"),
-    Mutation("spec as text", _put("x", *_FIRST, "spec"), "a list"),
-    Mutation("axis as a number", _put([[0], []], *_FIRST, "spec"), "axes of the mesh"),
+    Mutation("spec as text", _put("x", *_FIRST, "spec"), "valid list"),
+    Mutation("axis as a number", _put([[0], []], *_FIRST, "spec"), "valid string"),
     Mutation("another type", _put("int8[8,16]", *_FIRST, "type"), "planned for"),
     Mutation("type that is code", _put("__import__('os')", *_FIRST, "type"), "a type"),
     Mutation("another path", _put("state/other", *_FIRST, "path"), "do not fit"),
@@ -339,7 +339,7 @@ PLANS = (
         _put("\x1b[2J", *_FIRST, "path"),
         "printable",
     ),
-    Mutation("donated 1", _put(1, *_FIRST, "donated"), "true or false"),
+    Mutation("donated 1", _put(1, *_FIRST, "donated"), "valid boolean"),
     Mutation("result dropped", _drop("output_specs", 0), "results"),
     Mutation(
         "result with an axis that does not divide it",
@@ -352,8 +352,8 @@ PLANS = (
         _put(lambda made: [made.values], "constraints", 0, "values"),
         "constraints do not fit",
     ),
-    Mutation("value -1", _put([-1], "constraints", 0, "values"), "whole number"),
-    Mutation("value 1e3", _put([1e3], "constraints", 0, "values"), "whole number"),
+    Mutation("value -1", _put([-1], "constraints", 0, "values"), "equal to 0"),
+    Mutation("value 1e3", _put([1e3], "constraints", 0, "values"), "valid integer"),
     Mutation("value with a sharding of another rank", _one_more_value, "dims"),
     Mutation("value twice", _twice, "once"),
     Mutation(
@@ -378,8 +378,8 @@ PLANS = (
     Mutation(
         "time 1e999", _raw('"measured_ms": 1.5', '"measured_ms": 1e999'), "finite"
     ),
-    Mutation("time -1", _put(-1.0, "measured_ms"), "0 or more"),
-    Mutation("memory as text", _put("4 GiB", "peak_bytes"), "whole number"),
+    Mutation("time -1", _put(-1.0, "measured_ms"), "equal to 0"),
+    Mutation("memory as text", _put("4 GiB", "peak_bytes"), "valid integer"),
     Mutation(
         "number of 5000 digits",
         _raw('"peak_bytes": 4096', f'"peak_bytes": {"9" * 5000}'),
@@ -398,7 +398,7 @@ PLANS = (
     ),
     Mutation("pickle", lambda made, data: b"\x80\x04cos\nsystem\n.", "Cannot read"),
     Mutation("a list", lambda made, data: [data], "format"),
-    Mutation("static argument -1", _put([-1], "static"), "whole number"),
+    Mutation("static argument -1", _put([-1], "static"), "positions"),
     Mutation("static argument 700", _put([700], "static"), "positions"),
     # Harmless: the step computes what it did.
     Mutation(
@@ -454,16 +454,16 @@ RECORDS = (
     Mutation("no status", _drop("status"), "status"),
     Mutation("unknown status", _put("fine", "status"), "status"),
     Mutation("ok without samples", _put([], "samples_ms"), "samples_ms"),
-    Mutation("time -1", _put([-1.0], "samples_ms"), "finite times"),
+    Mutation("time -1", _put([-1.0], "samples_ms"), "equal to 0"),
     Mutation(
         "time of 400 digits",
         _raw("[1.0, 2.0]", f"[{'9' * 400}]"),
         "number",
     ),
-    Mutation("time NaN", _raw("[1.0, 2.0]", "[NaN]"), "finite times"),
+    Mutation("time NaN", _raw("[1.0, 2.0]", "[NaN]"), "finite number"),
     Mutation("memory as text", _put("4 GiB", "temp_bytes"), "temp_bytes"),
     Mutation("no time zone", _put("2026-01-01T00:00:00", "created"), "created"),
-    Mutation("nested 100000 deep", _deep, "too deeply"),
+    Mutation("nested 100000 deep", _deep, "recursion limit"),
     Mutation("bytes that are no text", lambda made, data: b"\xff\xfe", "good lines"),
     Mutation("reason with commands", _put("\x1b[2Jgone", "reason"), None),
 )

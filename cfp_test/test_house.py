@@ -24,6 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("units", "printable", "settings"),
     ("discovery",),
+    ("fields",),
     ("program",),
     ("analysis",),
     ("attention", "patterns"),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
-from typing import Any
+from dataclasses import dataclass
 
-from cfp.analysis.strategies import Spec
-from cfp.printable import printable
+from cfp.fields import Count, Flag, Spec, Time, Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +16,7 @@ class TensorFigure:
         spec: for each dim the mesh axes that it is sharded over.
     """
 
-    type: str
+    type: Words
     spec: Spec
 
 
@@ -36,11 +32,11 @@ class MoveFigure:
         time_ms: one after another, by measured rates; None if there are none.
     """
 
-    kind: str
-    axes: tuple[str, ...]
-    count: int
-    total_bytes: int
-    time_ms: float | None
+    kind: Words
+    axes: tuple[Words, ...]
+    count: Count
+    total_bytes: Count
+    time_ms: Time | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +51,8 @@ class BlockFigures:
         moves: the collectives that follow.
     """
 
-    block: int
-    source: str
+    block: Count
+    source: Words
     operands: tuple[TensorFigure, ...]
     result: TensorFigure
     moves: tuple[MoveFigure, ...]
@@ -80,15 +76,15 @@ class OptionFigures:
         taken: how many segments take it.
     """
 
-    name: str
-    words: str
-    segment_ms: float
-    state_bytes: int
-    residual_bytes: int
-    temp_bytes: int
-    step_ms: float
-    memory_bytes: int
-    taken: int
+    name: Words
+    words: Words
+    segment_ms: Time
+    state_bytes: Count
+    residual_bytes: Count
+    temp_bytes: Count
+    step_ms: Time
+    memory_bytes: Count
+    taken: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +97,8 @@ class KindFigures:
         options: its strategies.
     """
 
-    kind: int
-    name: str
+    kind: Count
+    name: Words
     options: tuple[OptionFigures, ...]
 
 
@@ -117,10 +113,10 @@ class LeftFigures:
         name: "attention" or "cross-entropy".
     """
 
-    source: str
-    reason: str
-    count: int
-    name: str = "attention"
+    source: Words
+    reason: Words
+    count: Count
+    name: Words = "attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +130,10 @@ class RefusedFigures:
         count: how many.
     """
 
-    kernel: str
-    source: str
-    reason: str
-    count: int
+    kernel: Words
+    source: Words
+    reason: Words
+    count: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +149,12 @@ class VariantFigures:
         taken: whether it is the plan's.
     """
 
-    name: str
-    step_ms: float | None
-    estimated_ms: float | None
-    memory_bytes: int | None
-    note: str
-    taken: bool
+    name: Words
+    step_ms: Time | None
+    estimated_ms: Time | None
+    memory_bytes: Count | None
+    note: Words
+    taken: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +168,10 @@ class WorthFigures:
         is_measured: whether both are measured; otherwise they are predicted.
     """
 
-    name: str
-    with_ms: float
-    without_ms: float | None
-    is_measured: bool
+    name: Words
+    with_ms: Time
+    without_ms: Time | None
+    is_measured: Flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,185 +198,29 @@ class Figures:
 
     blocks: tuple[BlockFigures, ...] = ()
     kinds: tuple[KindFigures, ...] = ()
-    segment_kinds: tuple[int, ...] = ()
-    picks: tuple[int, ...] = ()
-    reshard_ms: tuple[float, ...] = ()
-    fixed_bytes: int = 0
-    budget_bytes: int | None = None
+    segment_kinds: tuple[Count, ...] = ()
+    picks: tuple[Count, ...] = ()
+    reshard_ms: tuple[Time, ...] = ()
+    fixed_bytes: Count = 0
+    budget_bytes: Count | None = None
     left: tuple[LeftFigures, ...] = ()
     refused: tuple[RefusedFigures, ...] = ()
     variants: tuple[VariantFigures, ...] = ()
     worth: tuple[WorthFigures, ...] = ()
-    chosen: tuple[str, ...] = ()
+    chosen: tuple[Words, ...] = ()
+
+    def __post_init__(self) -> None:
+        kinds, kind_of, picks = self.kinds, self.segment_kinds, self.picks
+        if kinds and max(kind_of, default=0) >= len(kinds):
+            raise ValueError(f"there are {len(kinds)} kinds of segments")
+        if picks and len(picks) != len(kind_of):
+            raise ValueError(f"{len(picks)} picks for {len(kind_of)} segments")
+        for kind, pick in zip(kind_of, picks, strict=False):
+            if kind >= len(kinds) or pick >= len(kinds[kind].options):
+                raise ValueError(f"there is no option {pick} of kind {kind}")
 
     def taken(self, segment: int) -> OptionFigures | None:
         """The option that the plan takes for a segment, if that was measured."""
         if not self.picks:
             return None
         return self.kinds[self.segment_kinds[segment]].options[self.picks[segment]]
-
-
-def figures_to_json(figures: Figures) -> dict[str, Any]:
-    """Figures as plain data; a tensor is its type and its sharding."""
-    data = asdict(figures)
-    # Repeated layers have the same tensors and collectives: each is written once.
-    shapes: list[dict[str, Any]] = []
-    places: dict[str, int] = {}
-    for block in data["blocks"]:
-        shape = {key: block.pop(key) for key in ("operands", "result", "moves")}
-        place = places.setdefault(repr(shape), len(shapes))
-        if place == len(shapes):
-            shapes.append(shape)
-        block["drawn"] = place
-    data["drawn"] = shapes
-    return data
-
-
-def figures_from_json(data: Mapping[str, Any]) -> Figures:
-    """Figures from parsed JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: the data are damaged.
-    """
-    drawn = [
-        {
-            "operands": tuple(_tensor(t) for t in shape["operands"]),
-            "result": _tensor(shape["result"]),
-            "moves": tuple(_move(move) for move in shape["moves"]),
-        }
-        for shape in data["drawn"]
-    ]
-    kinds = tuple(
-        KindFigures(
-            kind=_count(kind["kind"]),
-            name=_words(kind["name"]),
-            options=tuple(_option(option) for option in kind["options"]),
-        )
-        for kind in data["kinds"]
-    )
-    segment_kinds = tuple(map(_count, data["segment_kinds"]))
-    if any(kind >= len(kinds) for kind in segment_kinds) and kinds:
-        raise ValueError(f"there are {len(kinds)} kinds of segments")
-    picks = tuple(map(_count, data["picks"]))
-    if picks and len(picks) != len(segment_kinds):
-        raise ValueError(f"{len(picks)} picks for {len(segment_kinds)} segments")
-    for kind, pick in zip(segment_kinds, picks, strict=False):
-        if kind >= len(kinds) or pick >= len(kinds[kind].options):
-            raise ValueError(f"there is no option {pick} of kind {kind}")
-    budget = data["budget_bytes"]
-    return Figures(
-        blocks=tuple(
-            BlockFigures(
-                block=_count(block["block"]),
-                source=_words(block["source"]),
-                **drawn[_count(block["drawn"])],
-            )
-            for block in data["blocks"]
-        ),
-        kinds=kinds,
-        segment_kinds=segment_kinds,
-        picks=picks,
-        reshard_ms=tuple(map(_milliseconds, data["reshard_ms"])),
-        fixed_bytes=_count(data["fixed_bytes"]),
-        budget_bytes=None if budget is None else _count(budget),
-        left=tuple(
-            LeftFigures(
-                source=_words(one["source"]),
-                reason=_words(one["reason"]),
-                count=_count(one["count"]),
-                name=_words(one.get("name", "attention")),
-            )
-            for one in data.get("left", ())
-        ),
-        refused=tuple(
-            RefusedFigures(
-                kernel=_words(one["kernel"]),
-                source=_words(one["source"]),
-                reason=_words(one["reason"]),
-                count=_count(one["count"]),
-            )
-            for one in data.get("refused", ())
-        ),
-        variants=tuple(map(_variant, data.get("variants", ()))),
-        worth=tuple(
-            WorthFigures(
-                name=_words(one["name"]),
-                with_ms=_milliseconds(one["with_ms"]),
-                without_ms=_or_none(_milliseconds, one["without_ms"]),
-                is_measured=one["is_measured"] is True,
-            )
-            for one in data.get("worth", ())
-        ),
-        chosen=tuple(map(_words, data.get("chosen", ()))),
-    )
-
-
-def _variant(data: Mapping[str, Any]) -> VariantFigures:
-    return VariantFigures(
-        name=_words(data["name"]),
-        step_ms=_or_none(_milliseconds, data["step_ms"]),
-        estimated_ms=_or_none(_milliseconds, data["estimated_ms"]),
-        memory_bytes=_or_none(_count, data["memory_bytes"]),
-        note=_words(data["note"]),
-        taken=data["taken"] is True,
-    )
-
-
-def _or_none(read: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else read(value)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"expected a number from 0, got {value!r}")
-    return value
-
-
-def _milliseconds(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value) or value < 0:
-        raise ValueError(f"expected milliseconds, got {value!r}")
-    return float(value)
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r}")
-    return printable(value)
-
-
-def _tensor(data: Mapping[str, Any]) -> TensorFigure:
-    return TensorFigure(type=_words(data["type"]), spec=_spec(data["spec"]))
-
-
-def _spec(data: Sequence[Sequence[str]]) -> Spec:
-    return tuple(tuple(_words(name) for name in names) for names in data)
-
-
-def _move(data: Mapping[str, Any]) -> MoveFigure:
-    time_ms = data["time_ms"]
-    return MoveFigure(
-        kind=_words(data["kind"]),
-        axes=tuple(map(_words, data["axes"])),
-        count=_count(data["count"]),
-        total_bytes=_count(data["total_bytes"]),
-        time_ms=None if time_ms is None else _milliseconds(time_ms),
-    )
-
-
-def _option(data: Mapping[str, Any]) -> OptionFigures:
-    return OptionFigures(
-        name=_words(data["name"]),
-        words=_words(data["words"]),
-        **{name: _milliseconds(data[name]) for name in ("segment_ms", "step_ms")},
-        **{
-            name: _count(data[name])
-            for name in (
-                "state_bytes",
-                "residual_bytes",
-                "temp_bytes",
-                "memory_bytes",
-                "taken",
-            )
-        },
-    )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+from pydantic import Field
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import OptionError, PlanMismatch, compose, nearest
+from cfp.fields import Count, Time, Words
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
@@ -34,16 +36,16 @@ class PlanRow:
             loop; None if the plan does not say, since an older version saved it.
     """
 
-    block: int
-    segment: int
-    kind: int
-    name: str
-    op: str
-    sharded: str
-    storage: str
-    collectives: str
-    segment_ms: float | None
-    repeats: int | None = None
+    block: Count
+    segment: Count
+    kind: Count
+    name: Words
+    op: Words
+    sharded: Words
+    storage: Words
+    collectives: Words
+    segment_ms: Time | None
+    repeats: Annotated[int, Field(strict=True, ge=1)] | None = None
 
 
 def type_text(aval: Any) -> str:

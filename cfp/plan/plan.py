@@ -21,7 +21,7 @@ from cfp.export.module import ExportedProgram, python_module
 from cfp.export.runtime import program_digest
 from cfp.export.sites import sites_of
 from cfp.page.page import page_html, small_html
-from cfp.plan.figures import Figures, figures_to_json
+from cfp.plan.figures import Figures
 from cfp.plan.file import FORMAT, plan_fields, read_json
 from cfp.plan.parts import (
     PlanRow,
@@ -35,7 +35,7 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.placing import Arguments, made, mesh_here, placed
-from cfp.plan.sites import Sites, sites_to_json
+from cfp.plan.sites import Sites
 from cfp.plan.text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
@@ -436,9 +436,9 @@ class Plan:
             "search": {k: v for k, v in self.search.items() if isfinite(v)},
             "in_host": self.in_host,
             "static": self.static,
-            "figures": self.figures and figures_to_json(self.figures),
+            "figures": self.figures and asdict(self.figures),
             "outline": self.outline and outline_to_json(self.outline),
-            "sites": sites and sites_to_json(sites),
+            "sites": sites and asdict(sites),
         }
         return json.dumps(data, indent=1)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from cfp.analysis.strategies import Spec
-from cfp.printable import printable
+from pydantic import Field
 
-_MOST_EQUATIONS = 2**24
-_VALUE = re.compile(r"(in|out|entry|yield) \d{1,6}")
-_WHICH = re.compile(r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*")
+from cfp.fields import Count, Spec, Words, matching
+
+_VALUE = r"(in|out|entry|yield) \d{1,6}"
+_WHICH = r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*"
 _NUMBER = re.compile(r"\d+")
 
 
@@ -30,12 +29,12 @@ class Site:
         source: ``file:line``, or "".
     """
 
-    primitive: str
-    type: str
-    value: str
-    which: str
+    primitive: Words
+    type: Words
+    value: Annotated[str, matching(_VALUE, "a value such as 'out 0'")]
+    which: Annotated[str, matching(_WHICH, "numbers of equations")]
     spec: Spec
-    source: str
+    source: Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,49 +50,11 @@ class Sites:
     """
 
     sites: tuple[Site, ...]
-    equations: int
-    digest: str
-    inner: int
+    equations: Annotated[int, Field(strict=True, ge=0, le=2**24)]
+    digest: Words
+    inner: Count
 
-
-def sites_to_json(sites: Sites) -> dict[str, Any]:
-    """Sites as plain data."""
-    return asdict(sites)
-
-
-def sites_from_json(data: Mapping[str, Any]) -> Sites:
-    """Sites from parsed JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: the data are damaged.
-    """
-    equations = data["equations"]
-    if type(equations) is not int or not 0 <= equations <= _MOST_EQUATIONS:
-        raise ValueError(f"expected a number of equations, got {equations!r}")
-    inner = data["inner"]
-    if type(inner) is not int or inner < 0:
-        raise ValueError(f"expected a number of constraints, got {inner!r}")
-    return Sites(
-        sites=tuple(_site(site, equations) for site in data["sites"]),
-        equations=equations,
-        digest=_words(data["digest"]),
-        inner=inner,
-    )
-
-
-def _site(data: Mapping[str, Any], equations: int) -> Site:
-    names = ("primitive", "type", "value", "which", "source")
-    words = {name: _words(data[name]) for name in names}
-    if not _VALUE.fullmatch(words["value"]):
-        raise ValueError(f"expected a value such as 'out 0', got {words['value']!r}")
-    numbers = [int(n) for n in _NUMBER.findall(words["which"])]
-    if not _WHICH.fullmatch(words["which"]) or max(numbers) >= equations:
-        raise ValueError(f"expected numbers of equations, got {words['which']!r}")
-    spec = tuple(tuple(map(_words, names)) for names in data["spec"])
-    return Site(**words, spec=spec)
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r}")
-    return printable(value)
+    def __post_init__(self) -> None:
+        for site in self.sites:
+            if max(map(int, _NUMBER.findall(site.which))) >= self.equations:
+                raise ValueError(f"numbers of {self.equations} equations")

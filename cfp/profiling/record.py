@@ -4,18 +4,23 @@ A failure is a record like any other, so that a search never repeats a compile
 that is known to run out of memory.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
 import statistics
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, get_args
+from functools import cache
+from typing import ClassVar, Literal, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from cfp.fields import Count, Time, first_error
 
 Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
-# More bytes than anything has, and few enough for a float.
-_MOST_COUNT = 2**100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +35,9 @@ class Collective:
     """
 
     kind: str
-    bytes: int
-    group_size: int
-    count: int
+    bytes: Count
+    group_size: Count
+    count: Count
 
 
 def utc_now() -> str:
@@ -56,11 +61,11 @@ class CompiledBytes:
       code_bytes: of the generated code.
     """
 
-    argument_bytes: int = 0
-    output_bytes: int = 0
-    alias_bytes: int = 0
-    temp_bytes: int = 0
-    code_bytes: int = 0
+    argument_bytes: Count = 0
+    output_bytes: Count = 0
+    alias_bytes: Count = 0
+    temp_bytes: Count = 0
+    code_bytes: Count = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -98,13 +103,15 @@ class ProfileRecord(CompiledBytes):
       ValueError: if the fields contradict each other.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
     key: str
     parts: tuple[tuple[str, str], ...]
     status: Status
     reason: str = ""
-    samples_ms: tuple[float, ...] = ()
-    build_seconds: float = 0.0
-    run_seconds: float = 0.0
+    samples_ms: tuple[Time, ...] = ()
+    build_seconds: Time = 0.0
+    run_seconds: Time = 0.0
     collectives: tuple[Collective, ...] = ()
     choice: str = ""
     created: str = field(default_factory=utc_now)
@@ -142,39 +149,24 @@ class ProfileRecord(CompiledBytes):
         return json.dumps(dataclasses.asdict(self), allow_nan=False, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "ProfileRecord":
+    def from_json(cls, text: str | bytes) -> ProfileRecord:
         """Reads what `to_json` wrote, and nothing else.
 
         Raises:
-          ValueError: on a missing or unknown field, or one of the wrong type.
+          ValueError: on an unknown field, or one of the wrong type.
         """
         try:
-            data = json.loads(text)
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
-        if isinstance(data, dict):
-            # Older records have more, or less.
-            data.pop("reference_ms", None)
-            data.setdefault("choice", "")
-        data = _fields(cls, data, "record")
-        return cls(
-            key=_string(data, "key"),
-            parts=tuple(_part(item) for item in _list(data, "parts")),
-            # __post_init__ refuses what is not a Status.
-            status=_string(data, "status"),  # pyright: ignore[reportArgumentType]
-            reason=_string(data, "reason"),
-            samples_ms=_numbers(data, "samples_ms"),
-            argument_bytes=_count(data, "argument_bytes"),
-            output_bytes=_count(data, "output_bytes"),
-            alias_bytes=_count(data, "alias_bytes"),
-            temp_bytes=_count(data, "temp_bytes"),
-            code_bytes=_count(data, "code_bytes"),
-            build_seconds=_number(data["build_seconds"], "build_seconds"),
-            run_seconds=_number(data["run_seconds"], "run_seconds"),
-            collectives=tuple(_collective(item) for item in _list(data, "collectives")),
-            choice=_string(data, "choice"),
-            created=_string(data, "created"),
-        )
+            return _reader().validate_json(text)
+        except ValidationError as error:
+            where, expected, got = first_error(error)
+            raise ValueError(
+                f"{where or 'record'}: expected {expected}, got {got}"
+            ) from error
+
+
+@cache
+def _reader() -> TypeAdapter[ProfileRecord]:
+    return TypeAdapter(ProfileRecord)
 
 
 def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
@@ -187,67 +179,3 @@ def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
     if record.ok or not isinstance(retry_failures, datetime):
         return not record.ok and bool(retry_failures)
     return datetime.fromisoformat(record.created) < retry_failures
-
-
-def _fields(cls: type, data: Any, what: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{what}: expected an object, got {type(data).__name__}")
-    expected = {item.name for item in dataclasses.fields(cls)}
-    missing, unknown = expected - data.keys(), data.keys() - expected
-    if missing or unknown:
-        raise ValueError(
-            f"{what}: missing fields {sorted(missing)}, "
-            f"unknown fields {sorted(unknown)}"
-        )
-    return data
-
-
-def _string(data: dict[str, Any], name: str) -> str:
-    value = data[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{name}: expected a string, got {value!r}")
-    return value
-
-
-def _count(data: dict[str, Any], name: str) -> int:
-    value = data[name]
-    # bool is an int to isinstance, and no count to us.
-    if type(value) is not int or not 0 <= value <= _MOST_COUNT:
-        raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r:.60}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if type(value) is not float and not (
-        type(value) is int and abs(value) <= _MOST_COUNT
-    ):
-        raise ValueError(f"{name}: expected a number, got {value!r:.60}")
-    return float(value)
-
-
-def _numbers(data: dict[str, Any], name: str) -> tuple[float, ...]:
-    return tuple(_number(value, name) for value in _list(data, name))
-
-
-def _list(data: dict[str, Any], name: str) -> list[Any]:
-    value = data[name]
-    if not isinstance(value, list):
-        raise ValueError(f"{name}: expected a list, got {value!r:.60}")
-    return value
-
-
-def _part(item: Any) -> tuple[str, str]:
-    match item:
-        case [str(name), str(value)]:
-            return name, value
-    raise ValueError(f"parts: expected pairs of strings, got {item!r}")
-
-
-def _collective(item: Any) -> Collective:
-    data = _fields(Collective, item, "collectives")
-    return Collective(
-        kind=_string(data, "kind"),
-        bytes=_count(data, "bytes"),
-        group_size=_count(data, "group_size"),
-        count=_count(data, "count"),
-    )

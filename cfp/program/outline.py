@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cfp.errors import PlanMismatch
-from cfp.printable import printable
 from cfp.program.graph import Op, Program
 from cfp.program.read import source_of
 
@@ -107,37 +106,29 @@ def outline_to_json(outline: Outline) -> dict[str, Any]:
     return {"kinds": list(outline.kinds), "ops": packed}
 
 
-def outline_from_json(data: Mapping[str, Any]) -> Outline:
-    """An outline from parsed JSON.
+def unpacked(kinds: tuple[str, ...], ops: str) -> Outline:
+    """Returns the outline that `outline_to_json` packed.
 
     Raises:
-        KeyError, TypeError, ValueError: the data are damaged.
+        ValueError: the data are damaged.
     """
-    kinds = tuple(printable(_string(kind)) for kind in data["kinds"])
     try:
-        packed = base64.b64decode(_string(data["ops"]), validate=True)
         unpacker = zlib.decompressobj()
-        ops = unpacker.decompress(packed, _MOST_BYTES)
+        data = unpacker.decompress(base64.b64decode(ops, validate=True), _MOST_BYTES)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"operations that cannot be read: {error}") from error
-    if len(ops) % _BYTES or not unpacker.eof:
+    if len(data) % _BYTES or not unpacker.eof:
         raise ValueError("operations that are cut off")
     found = tuple(
         (
-            int.from_bytes(ops[i : i + _KIND_BYTES], "big"),
-            int.from_bytes(ops[i + _KIND_BYTES : i + _BYTES], "big"),
+            int.from_bytes(data[i : i + _KIND_BYTES], "big"),
+            int.from_bytes(data[i + _KIND_BYTES : i + _BYTES], "big"),
         )
-        for i in range(0, len(ops), _BYTES)
+        for i in range(0, len(data), _BYTES)
     )
     if any(kind >= len(kinds) for kind, _ in found):
         raise ValueError(f"an operation of none of {len(kinds)} kinds")
     return Outline(kinds, found)
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r}"[:200])
-    return value
 
 
 # What a program follows from beside the step, as plans say it, and as users do.

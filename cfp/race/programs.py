@@ -9,6 +9,7 @@ from statistics import median
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
+from cfp.fields import Count, Rung, Time, Words
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -152,13 +153,13 @@ class RaceRow:
             as of a plan.
     """
 
-    name: str
-    predicted_ms: float | None
-    samples_ms: tuple[float, ...] = ()
-    time_ms: float | None = None
-    peak_bytes: int = 0
-    note: str = ""
-    rung: str = "measured"
+    name: Words
+    predicted_ms: Time | None
+    samples_ms: tuple[Time, ...] = ()
+    time_ms: Time | None = None
+    peak_bytes: Count = 0
+    note: Words = ""
+    rung: Rung = "measured"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,19 @@ import pytest
 
 import cfp
 from cfp.plan.figures import VariantFigures, WorthFigures
+from cfp.plan.file import schema_text
 from cfp.plan.plan import FORMAT
 from cfp_test.report.plans import as_data, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 
-SCHEMA = json.loads((Path(cfp.__file__).parent / "plan.schema.json").read_text())
+PATH = Path(cfp.__file__).parent / "plan.schema.json"
+SCHEMA = json.loads(PATH.read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def test_the_schema_is_that_of_the_models():
+    """If it is not: write what `schema_text` returns into the file."""
+    assert PATH.read_text() == schema_text()
 
 
 def test_the_schema_is_one_and_of_this_format():
@@ -60,7 +67,7 @@ def test_everything_that_is_written_is_in_the_schema():
         {"race": {}},
         {"search": {"rounds": "small"}},
         {"sites": {"sites": [], "equations": 1, "digest": "a"}},
-        {"figures": {}},
+        {"figures": {"blocks": 3}},
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def outline_to_json(outline: Outline) -> dict[str, Any]:
     return {"kinds": list(outline.kinds), "ops": packed}
 
 
-def unpacked(kinds: tuple[str, ...], ops: str) -> Outline:
+def unpacked(kinds: Sequence[str], ops: str) -> Outline:
     """Returns the outline that `outline_to_json` packed.
 
     Raises:
@@ -128,7 +128,7 @@ def unpacked(kinds: tuple[str, ...], ops: str) -> Outline:
     )
     if any(kind >= len(kinds) for kind, _ in found):
         raise ValueError(f"an operation of none of {len(kinds)} kinds")
-    return Outline(kinds, found)
+    return Outline(tuple(kinds), found)
 
 
 # What a program follows from beside the step, as plans say it, and as users do.

@@ -18,7 +18,7 @@ from cfp.cost.stand_in import UNTUNED, StandIn
 from cfp.devices import mock
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import together
 from cfp.profiling.key import Parts, environment_parts
@@ -85,7 +85,7 @@ class PlanContext:
 
     mesh: Mesh | DescribedMesh
     store: ProfileStore
-    settings: PlannerSettings
+    settings: DetailedSettings
     rules: PlatformDefaults
     environment: Parts
     agreement: Agreement
@@ -136,7 +136,7 @@ class PlanContext:
         return LIMITED_MEMORY if limited else 1.0
 
 
-def settings_or_defaults(settings: PlannerSettings | None) -> PlannerSettings:
+def settings_or_defaults(settings: PlannerSettings | None) -> DetailedSettings:
     """The settings, or the defaults.
 
     Raises:
@@ -147,7 +147,7 @@ def settings_or_defaults(settings: PlannerSettings | None) -> PlannerSettings:
             f"settings is a {type(settings).__name__}. Pass "
             "cfp.PlannerSettings(per_kind=8), for instance."
         )
-    return settings or PlannerSettings()
+    return DetailedSettings.of(settings or PlannerSettings())
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def open_context(
 
 def _rules(
     usual: PlatformDefaults,
-    settings: PlannerSettings,
+    settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
     stand_in: StandIn | None,
     is_plenty: bool,

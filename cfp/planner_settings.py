@@ -27,17 +27,6 @@ class PlannerSettings:
         seconds: planning ends about when this much time is over: once every kind of
             segment has something nothing else is measured then, and no program joins
             the race or is timed again.
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, race; by
-            default 2, and 1 on virtual CPU devices. Where memory decides, one of them
-            is for programs that turn out smaller than predicted.
-        constraint_levels: how much the compiler is constrained in presets; each level
-            races. By default all, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
-        reach: candidates that are predicted to take this many times as long as the
-            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
-            are constrained, and 2 on virtual CPU devices.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
@@ -72,7 +61,6 @@ class PlannerSettings:
         progress: called with every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
             which starts one here; see docs/ray.md.
-        place: where programs are compiled, and records kept besides, if not only here.
 
     Raises:
         CfpError: fewer than two repeats, no strategy to measure, or a choice among
@@ -82,10 +70,6 @@ class PlannerSettings:
     per_kind: int = 16
     others: int = 1
     seconds: float = float("inf")
-    in_context: bool = True
-    plans: int | None = None
-    constraint_levels: tuple[ConstraintLevel, ...] | None = None
-    reach: float | None = None
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
@@ -97,7 +81,6 @@ class PlannerSettings:
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
     ray: str | None = None
-    place: Place | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
         """Refuses names that there are not, with the nearest that there is.
@@ -190,3 +173,37 @@ _ALIASES = {
     "cross_entropy": "cross_entropies",
     "strategies": "sharding",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetailedSettings(PlannerSettings):
+    """Settings of planning with those that only commands, tests and benchmarks set.
+
+    Attributes:
+        in_context: whether segments are measured with a neighbour, which predicts
+            better and builds twice as many programs.
+        plans: how many of the best plans, by each of two ways to predict, race; by
+            default 2, and 1 on virtual CPU devices. Where memory decides, one of them
+            is for programs that turn out smaller than predicted.
+        constraint_levels: how much the compiler is constrained in presets; each level
+            races. By default all, and one on virtual CPU devices, where a build takes
+            longer than the difference is worth.
+        reach: candidates that are predicted to take this many times as long as the
+            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
+            are constrained, and 2 on virtual CPU devices.
+        place: where programs are compiled, and records kept besides, if not only here.
+    """
+
+    in_context: bool = True
+    plans: int | None = None
+    constraint_levels: tuple[ConstraintLevel, ...] | None = None
+    reach: float | None = None
+    place: Place | None = None
+
+    @classmethod
+    def of(cls, settings: PlannerSettings) -> DetailedSettings:
+        """Returns a user's settings, with defaults for the rest."""
+        if isinstance(settings, DetailedSettings):
+            return settings
+        given = {one.name: getattr(settings, one.name) for one in fields(settings)}
+        return cls(**given)

@@ -21,6 +21,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.checking.check import ROUNDING_MARGIN, nudge
 from cfp.find import find_plan
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
@@ -29,8 +30,8 @@ from cfp_test.checking import MeshSizes, make_mesh
 STEPS = 2
 _SIZES = re.compile(r" \([^)]*\)")
 # One strategy of each kind of segment is measured beside the presets; no race.
-QUICK = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
-RACED = cfp.PlannerSettings(per_kind=1, in_context=False)
+QUICK = DetailedSettings(per_kind=1, in_context=False, race=False)
+RACED = DetailedSettings(per_kind=1, in_context=False)
 
 
 @dataclass(frozen=True)

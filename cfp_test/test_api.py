@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import io_callback
 
 import cfp
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings, PlannerSettings
 
 QUICK = PlannerSettings(per_kind=2, race=False)
 
@@ -548,7 +548,7 @@ def test_a_pin_may_name_an_axis_of_size_one(cache):
 
 def test_a_budget_that_is_too_small_spoils_nothing(mesh, tmp_path):
     def make(**options):
-        settings = PlannerSettings(per_kind=2, in_context=False)
+        settings = DetailedSettings(per_kind=2, in_context=False)
         return cfp.plan(
             train_step,
             *shapes(),

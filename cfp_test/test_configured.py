@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.analysis.pins import path_matches
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.meaning import compiler_settings
 
-SETTINGS = cfp.PlannerSettings(per_kind=1, in_context=False)
+SETTINGS = DetailedSettings(per_kind=1, in_context=False)
 
 
 def step(weights, x):

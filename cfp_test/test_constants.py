@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.store import ProfileStore, store_path
 
-MEASURING = cfp.PlannerSettings(
+MEASURING = DetailedSettings(
     measure=True, per_kind=1, in_context=False, compiler_options={}, reach=1.0
 )
 STEPS = 3

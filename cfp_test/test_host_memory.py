@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
@@ -30,7 +31,7 @@ from cfp.units import format_bytes
 WIDTH, LAYERS = 512, 2
 MIB = 2**20  # Of each weight.
 OPTIMIZER = optax.adamw(1e-3, eps=1e-3)
-SETTINGS = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+SETTINGS = DetailedSettings(per_kind=1, in_context=False, race=False)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
 
 

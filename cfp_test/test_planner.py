@@ -17,7 +17,7 @@ from cfp.cost.costs import Costs
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.processes import Agreement
@@ -68,7 +68,7 @@ def plan(mesh, tmp_path_factory):
             memory_budget=memory_budget,
             preset=preset,
             cache_dir=cache_dir,
-            settings=PlannerSettings(
+            settings=DetailedSettings(
                 **{"per_kind": 5, "in_context": False, "measure": True, **settings}
             ),
         )
@@ -133,7 +133,7 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
 )
 def test_settings_that_cannot_be_are_refused(wrong, message):
     with pytest.raises(cfp.CfpError, match=message):
-        PlannerSettings(**wrong)
+        DetailedSettings(**wrong)
 
 
 def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
@@ -224,7 +224,7 @@ def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
     found = planning_mesh(mesh)
     program, _ = trace(flatten_step(STEP, ARGS, {}), found)
     analysis = analyze(program, tuple(found.shape.items()))
-    settings = PlannerSettings(
+    settings = DetailedSettings(
         measure=True, per_kind=3, in_context=False, compiler_options={}
     )
     options = {"xla_no_such_option": "1"} if fails else {}
@@ -402,7 +402,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
     monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)
     # Whatever a round gains is worth it, so that more is always asked for.
     monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
-    settings = PlannerSettings(measure=True, per_kind=6, in_context=False)
+    settings = DetailedSettings(measure=True, per_kind=6, in_context=False)
     with open_context(found, tmp_path, settings=settings) as context:
         profiles = profile_segments(context, analysis)
         assert search(context, analysis, profiles).candidates[0].predicted_ms

@@ -15,6 +15,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.checking.verify import check_devices, verified_data, verified_text, verify
 from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
+from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
@@ -168,7 +169,7 @@ def test_what_a_race_is_said_to_have_measured(verified):
 @pytest.mark.parametrize("level", ConstraintLevel)
 def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, level):
     _, analysis, flat = verified
-    settings = cfp.PlannerSettings(race=False, constraint_levels=(level,))
+    settings = DetailedSettings(race=False, constraint_levels=(level,))
     made = cfp.plan(
         step,
         *arguments(),

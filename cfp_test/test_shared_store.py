@@ -22,11 +22,12 @@ PLAN = """
 import json, sys
 import jax
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp_test.toy_targets import toy
 
 # Leaders race again with other options, as they do on GPUs.
 options = {"again": {"xla_llvm_disable_expensive_passes": "True"}}
-settings = cfp.PlannerSettings(
+settings = DetailedSettings(
     per_kind=1, in_context=False, measure=True, compiler_options=options
 )
 step, args = toy()

@@ -12,6 +12,7 @@ import cfp
 from cfp import find as finding
 from cfp import variants as room
 from cfp.errors import CfpError, MemoryBudgetError, PinError, StepNotTraceable
+from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
 from cfp.race import turns as racing
 from cfp.solution import Estimate
@@ -194,7 +195,7 @@ def estimating(monkeypatch, table, is_final=False):
 def small(folder, **more):
     """What plans quickly, without a preset."""
     how = {"per_kind": 1, "in_context": False, "race": False, **more}
-    return {"cache_dir": folder, "settings": cfp.PlannerSettings(**how)}
+    return {"cache_dir": folder, "settings": DetailedSettings(**how)}
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp
 
     monkeypatch.setattr(finding, "profile", interrupted)
     monkeypatch.setattr(finding, "search", nothing)
-    settings = cfp.PlannerSettings(per_kind=1, in_context=False)
+    settings = DetailedSettings(per_kind=1, in_context=False)
     how = {"cache_dir": tmp_path, "settings": settings}
     if place:
         found = cfp.plan_fastest(SHAPES, **how)

@@ -27,7 +27,7 @@ from cfp.plan.compose import compose_plan
 from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
 from cfp.plan.words import basis_text
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
@@ -209,7 +209,7 @@ def _rivals(
     if described is None:
         known = presets(analysis.frame)
         return [Candidate(name, choice) for name, choice in known.items()]
-    settings = PlannerSettings(plans=1 + _RUNNERS_UP)
+    settings = DetailedSettings(plans=1 + _RUNNERS_UP)
     with open_context(described, cache_dir, None, settings) as context:
         solution = search(context, analysis, profile(context, analysis))
     best, *others = solution.candidates

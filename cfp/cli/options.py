@@ -16,7 +16,11 @@ import typer
 from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
 from cfp.errors import CfpError
-from cfp.planner_settings import PlannerSettings, dimensions_of
+from cfp.planner_settings import (
+    DetailedSettings,
+    PlannerSettings,
+    dimensions_of,
+)
 from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
@@ -364,7 +368,7 @@ def settings(
         measure: measure strategies on every platform.
     """
     given = ctx.params if ctx is not None else {}
-    made = PlannerSettings(
+    made = DetailedSettings(
         per_kind=per_kind, race=race, measure=measure or None, progress=progress
     )
     if given.get("time_budget") is not None:

@@ -18,6 +18,7 @@ from cfp.context import open_context
 from cfp.cost.choice import segment_candidate
 from cfp.errors import PlanMismatch
 from cfp.passes.pipeline import analyze_step
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
@@ -80,7 +81,7 @@ def planned(mesh, tmp_path_factory):
             mesh=mesh,
             memory_budget=budget,
             cache_dir=folder,
-            settings=cfp.PlannerSettings(attention=kernels, **SETTINGS),
+            settings=DetailedSettings(attention=kernels, **SETTINGS),
         )
 
     with pytest.raises(cfp.MemoryBudgetError) as caught:
@@ -162,7 +163,7 @@ def test_no_scores_are_left_in_what_it_compiles_to(planned, mesh, tmp_path):
     plan, _ = planned
     assert squares(plan) == []
     # The same search finds them in a plan that leaves the attention as it is written.
-    settings = cfp.PlannerSettings(race=False, **SETTINGS)
+    settings = DetailedSettings(race=False, **SETTINGS)
     how = {"preset": "data_parallel", "cache_dir": tmp_path, "settings": settings}
     assert squares(cfp.plan(step, *arguments(), mesh=mesh, **how)) != []
 
@@ -184,7 +185,7 @@ def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_pat
         return jax.grad(loss)(params)
 
     params, x = arguments()
-    settings = cfp.PlannerSettings(attention=("chunked",), race=False, **SETTINGS)
+    settings = DetailedSettings(attention=("chunked",), race=False, **SETTINGS)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(double, params, x[:, :16], **how)
     shown = " ".join(explain_text(plan).split())
@@ -230,7 +231,7 @@ def half(params, x):
 
 
 def on_described(step, folder, **settings):
-    how = {"cache_dir": folder, "settings": cfp.PlannerSettings(**settings)}
+    how = {"cache_dir": folder, "settings": DetailedSettings(**settings)}
     return cfp.plan(step, *arguments(), mesh=cfp.described("4xh200"), **how)
 
 
@@ -291,7 +292,7 @@ def test_a_kernel_that_does_not_load_is_a_failed_candidate(mesh, tmp_path):
             *arguments(),
             mesh=mesh,
             cache_dir=tmp_path,
-            settings=cfp.PlannerSettings(
+            settings=DetailedSettings(
                 attention=("chunked",), measure=True, race=False, **SETTINGS
             ),
         )

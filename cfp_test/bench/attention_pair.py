@@ -208,13 +208,14 @@ class Pair:
     def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What the planner chooses, and how long that takes."""
         import cfp
+        from cfp.planner_settings import DetailedSettings
         from cfp.settings import ConstraintLevel
         from cfp.targets import resolve
 
         words = row["target"].split()
         target = resolve(words[0], words[1:])
         left = self.options.seconds - (time.perf_counter() - _STARTED)
-        settings = cfp.PlannerSettings(
+        settings = DetailedSettings(
             attention=(row["kernel"],) if row["kernel"] else (),
             seconds=max(1.0, min(30.0, left - 20)),
             per_kind=3,

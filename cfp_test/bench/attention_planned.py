@@ -31,6 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cfp.planner_settings import DetailedSettings
+
 _STARTED = time.perf_counter()
 _TINY = "--layers 2 --hidden 64 --heads 8 --vocab 128"
 _SEVEN = "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --kv_heads 32"
@@ -261,13 +263,12 @@ class Maker:
         from cfp.passes.pipeline import decide
         from cfp.passes.profile import profile
         from cfp.passes.search import search
-        from cfp.planner_settings import PlannerSettings
         from cfp.settings import ConstraintLevel
         from cfp.solution import prediction_of
 
         analyzed = self._analysed(row["target"])
         by_estimates = "budget" in row
-        settings = PlannerSettings(
+        settings = DetailedSettings(
             attention=tuple(row["kernels"]),
             cross_entropy=PARTS_OF_VOCABULARY if by_estimates else 0,
             seconds=_PLAN_SECONDS,

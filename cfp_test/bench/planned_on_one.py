@@ -148,7 +148,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     from cfp.passes.pipeline import analyze_step, decide
     from cfp.passes.profile import profile
     from cfp.passes.search import search
-    from cfp.planner_settings import PlannerSettings
+    from cfp.planner_settings import DetailedSettings
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
     from cfp_test.bench.one_as_n_data import schedule_to_json
@@ -169,7 +169,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     analyzed = analyze_step(step, mesh)
     analysis = analyzed.analysis
     marks.append(time.perf_counter())
-    settings = PlannerSettings(seconds=seconds, progress=tell)
+    settings = DetailedSettings(seconds=seconds, progress=tell)
     if cell.part == "ladder" or options.compiled:  # As with --quick.
         settings = replace(
             settings,

@@ -18,11 +18,12 @@ import cfp
 from jax.sharding import AbstractMesh
 from cfp.cluster.ray.planning import connected
 from cfp.cluster.ray.planning import plan_step
+from cfp.planner_settings import DetailedSettings
 from cfp_test.injected import hold_times
 from cfp_test.toy_targets import toy
 
-settings = cfp.PlannerSettings(measure=True, per_kind=1, in_context=False)
-on_ray = cfp.PlannerSettings(measure=True, per_kind=1, in_context=False, ray="local")
+settings = DetailedSettings(measure=True, per_kind=1, in_context=False)
+on_ray = DetailedSettings(measure=True, per_kind=1, in_context=False, ray="local")
 died = os.path.abspath("died")
 
 def plan(*args, **options):

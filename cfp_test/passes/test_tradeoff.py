@@ -8,7 +8,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.passes import tradeoff
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -67,7 +67,7 @@ def measured(analysis, mesh, folder, monkeypatch):
         started = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr("cfp.context.time", started)
         monkeypatch.setattr("cfp.profiling.looker.time", SimpleNamespace(monotonic=now))
-        settings = PlannerSettings(per_kind=3, in_context=False, seconds=seconds)
+        settings = DetailedSettings(per_kind=3, in_context=False, seconds=seconds)
         problem = tradeoff.measure_all_budgets(analysis, mesh, folder, settings)
         again = {
             (kind, option.candidate)

@@ -15,6 +15,7 @@ from cfp.cli.options import settings
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
 from cfp.models.registry import build, initialise
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.search.kernels import Kernels
@@ -57,7 +58,7 @@ def test_where_memory_is_short_it_is_planned_raced_saved_loaded_and_applied(tmp_
             mesh=mesh,
             memory_budget="1.6MB",  # Of the logits alone a device has 2 MiB.
             cache_dir=tmp_path / "cache",
-            settings=cfp.PlannerSettings(**how),
+            settings=DetailedSettings(**how),
         )
 
     with pytest.raises(cfp.MemoryBudgetError):

@@ -11,6 +11,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.plan.figures import Figures, WorthFigures
 from cfp.plan.parts import PlanRow
+from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.tables import plan_text
@@ -198,7 +199,7 @@ def test_the_fastest_of_variants_prints_as_a_list_and_its_plan():
 
 def test_what_else_a_user_holds_prints_in_a_line(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    settings = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+    settings = DetailedSettings(per_kind=1, in_context=False, race=False)
 
     def scaled(w, x):
         return jnp.sum(x @ w)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -53,7 +54,7 @@ def test_arguments_are_traced_with_their_shardings(preset, shapes_only, mesh, tm
         preset=preset,
         cache_dir=tmp_path,
         quiet=True,
-        settings=cfp.PlannerSettings(race=False, per_kind=1, in_context=False),
+        settings=DetailedSettings(race=False, per_kind=1, in_context=False),
     )
     run = plan.compile_bound()
     weights, loss = run(*args)
@@ -83,6 +84,6 @@ def test_shardings_that_explicit_axes_refuse_are_no_obstacle(tmp_path):
 
     with pytest.raises(Exception, match="dot_general"):
         jax.jit(step)(weights, x)
-    settings = cfp.PlannerSettings(race=False, per_kind=1, in_context=False)
+    settings = DetailedSettings(race=False, per_kind=1, in_context=False)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings, "quiet": True}
     assert cfp.plan(step, weights, x, **how).compile_bound()(weights, x) == 8**3

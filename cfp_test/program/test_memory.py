@@ -11,6 +11,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
 from cfp.cost.memory import argument_bytes
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.graft import Constraints, lower_part
 from cfp.program.part import cut_part
@@ -18,7 +19,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 
 HOST, Space = "pinned_host", jax.memory.Space
-SETTINGS = cfp.PlannerSettings(per_kind=1, in_context=False)
+SETTINGS = DetailedSettings(per_kind=1, in_context=False)
 
 
 @pytest.fixture(scope="module")

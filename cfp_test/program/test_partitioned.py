@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.program import partitioned
@@ -251,7 +252,7 @@ def test_a_kernel_that_refuses_when_compiled_is_a_candidate_that_failed(
     measure, tmp_path
 ):
     """There is one row, so that columns are split or nothing is."""
-    settings = cfp.PlannerSettings(measure=measure, per_kind=3, reach=100.0)
+    settings = DetailedSettings(measure=measure, per_kind=3, reach=100.0)
     how = {"mesh": make_mesh((("x", 2),)), "quiet": True, "cache_dir": tmp_path}
     plan = cfp.plan(refused_when_split, *REFUSED, settings=settings, **how)
     run = plan.compile(refused_when_split, *REFUSED)

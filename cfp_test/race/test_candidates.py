@@ -11,7 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -136,7 +136,7 @@ def known(analysis, tmp_path):
             memory=memory,
             store=store,
             environment=(),
-            settings=PlannerSettings(),
+            settings=DetailedSettings(),
             rules=SimpleNamespace(
                 plans=1,
                 compiler_options={"option": OPTION},

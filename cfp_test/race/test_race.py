@@ -12,6 +12,7 @@ from cfp import find
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS
 from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.profiling import runner
@@ -53,7 +54,7 @@ def plan(mesh, folder):
             mesh=mesh,
             memory_budget=memory_budget,
             cache_dir=cache_dir,
-            settings=cfp.PlannerSettings(**{"measure": True, **asked}),
+            settings=DetailedSettings(**{"measure": True, **asked}),
         )
 
     return make
@@ -160,7 +161,7 @@ def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
         return x @ params["head"]
 
     (params, _), x = arguments()
-    settings = cfp.PlannerSettings(
+    settings = DetailedSettings(
         per_kind=1,
         in_context=False,
         measure=True,

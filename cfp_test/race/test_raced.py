@@ -9,6 +9,7 @@ import pytest
 
 import cfp
 from cfp.find import find_plan
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.compiled import compile_right
 from cfp.program.graft import Constraints
 from cfp.program.step import flatten_step
@@ -99,7 +100,7 @@ def overwriting(weights, x, y):
 
 def planned(step, args, mesh, cache, preset="fully_sharded", **options):
     """A plan from a race of one, if a preset is named."""
-    settings = cfp.PlannerSettings(per_kind=1, in_context=False)
+    settings = DetailedSettings(per_kind=1, in_context=False)
     options |= {"preset": preset, "settings": settings}
     return cfp.plan(step, *args, mesh=mesh, cache_dir=cache, **options)
 

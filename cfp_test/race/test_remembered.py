@@ -11,7 +11,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -159,7 +159,7 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
             mesh=mesh,
             memory_budget=budget,
             cache_dir=tmp_path,
-            settings=PlannerSettings(
+            settings=DetailedSettings(
                 measure=True, per_kind=3, in_context=False, **settings
             ),
         )

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, MemoryBudgetError
@@ -42,7 +43,7 @@ from cfp_test.random_steps.compare import (
 from cfp_test.random_steps.program import Built, Spec, build
 from cfp_test.random_steps.ways import BUDGET, PLANNED, Sharding, Way, sharding_of
 
-QUICK = cfp.PlannerSettings(per_kind=1, in_context=False, race=False)
+QUICK = DetailedSettings(per_kind=1, in_context=False, race=False)
 # The outcome of a way.
 RIGHT, WRONG, AGAIN, REFUSED = "right", "wrong", "again", "refused"
 # Longer programs are tried in fewer ways.

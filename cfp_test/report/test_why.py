@@ -6,7 +6,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.context import open_context
 from cfp.passes.profile import profile
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.why import find_misses, why_data, why_lines
@@ -21,7 +21,7 @@ def here(tmp_path):
     step, args = stack_step()
     program, _ = trace(flatten_step(step, args, {}), mesh)
     analysis = analyze(program, tuple(mesh.shape.items()))
-    settings = PlannerSettings(measure=True, per_kind=1, in_context=False)
+    settings = DetailedSettings(measure=True, per_kind=1, in_context=False)
     with open_context(mesh, tmp_path, settings=settings) as context:
         yield context, analysis
 

@@ -48,7 +48,7 @@ from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
 from cfp.find import Found, find_plan
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.inputs import InputKind, make_inputs
 from cfp.profiling.key import environment_parts
@@ -159,7 +159,7 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
     target, mesh = _open(options, rest)
     lines = _Lines(options, [options.target, *rest])
     step = target.flatten()
-    settings = PlannerSettings(per_kind=options.per_kind)
+    settings = DetailedSettings(per_kind=options.per_kind)
     if options.plain:
         settings = replace(
             settings,

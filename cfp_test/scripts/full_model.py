@@ -56,7 +56,7 @@ from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
@@ -122,7 +122,7 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
     again = rematerialized_flops(program, frame.blocks)
     flops = program_flops(program) - again
     clock.tell(f"{flops / 1e12:.4g} TFLOP a step, {len(program.ops):,} ops")
-    settings = PlannerSettings(
+    settings = DetailedSettings(
         per_kind=options.per_kind,
         seconds=options.seconds,
         in_context=not options.quick,

@@ -22,7 +22,7 @@ from cfp.cli.session import analyse, open_target
 from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
 from cfp.passes.profile import profile as profile_segments
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.collectives import Rates
 from cfp.profiling.runner import profile
@@ -79,7 +79,7 @@ def main() -> None:
     )
     session = analyse(target, mesh)
     analysis = session.analysis
-    settings = PlannerSettings(
+    settings = DetailedSettings(
         per_kind=options.per_kind, in_context=options.in_context, plans=1
     )
     with open_context(mesh, options.workdir, None, settings) as context:

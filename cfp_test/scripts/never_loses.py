@@ -39,7 +39,7 @@ from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
 from cfp.find import find_plan
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import Progress
@@ -237,7 +237,7 @@ def main() -> None:
                 memory_budget=budget,
                 preset=preset,
                 cache_dir=workdir,
-                settings=PlannerSettings(
+                settings=DetailedSettings(
                     per_kind=options.per_kind,
                     reach=options.reach,
                     repeats=options.repeats,

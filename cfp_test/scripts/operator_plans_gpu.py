@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cfp.planner_settings import DetailedSettings
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 TARGETS = {
@@ -226,7 +228,6 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     from cfp.passes.pipeline import analyze_step, decide
     from cfp.passes.profile import profile
     from cfp.passes.search import search
-    from cfp.planner_settings import PlannerSettings
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
     from cfp_test.bench.planned_on_one import stand_in, tell
@@ -244,7 +245,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     analyzed = analyze_step(step, mesh)
     analysis = analyzed.analysis
     seconds = min(_PLAN_SECONDS, options.end - time.time())
-    settings = PlannerSettings(
+    settings = DetailedSettings(
         seconds=seconds,
         progress=tell,
         plans=2,

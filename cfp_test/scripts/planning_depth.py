@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cfp import api, platform
 from cfp.cli.session import open_target
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings
 from cfp.settings import ConstraintLevel
 
 
@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> None:
     target, mesh = open_target(
         options.target, rest, axes=axes, platform_name=options.platform
     )
-    settings = PlannerSettings(per_kind=options.per_kind)
+    settings = DetailedSettings(per_kind=options.per_kind)
     if options.quick:
         settings = replace(
             settings,
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--mesh")
     parser.add_argument("--devices", type=int)
     parser.add_argument("--platform")
-    parser.add_argument("--per-kind", type=int, default=PlannerSettings().per_kind)
+    parser.add_argument("--per-kind", type=int, default=DetailedSettings().per_kind)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--whole-race", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -151,6 +151,7 @@ def planning(log: Path, place: Any, folder: Path) -> str:
 
     import cfp
     from cfp import platform
+    from cfp.planner_settings import DetailedSettings
     from cfp.profiling import collectives, runner
     from cfp_test.injected import hold_times
 
@@ -165,7 +166,7 @@ def planning(log: Path, place: Any, folder: Path) -> str:
             *args,
             mesh=platform.make_mesh((("x", DEVICES),)),
             cache_dir=folder,
-            settings=cfp.PlannerSettings(
+            settings=DetailedSettings(
                 measure=True, per_kind=2, in_context=False, place=Noted(place, log)
             ),
         )

@@ -84,6 +84,10 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
     import jax
 
     import cfp
+    from cfp import planner_settings
+
+    # Earlier versions had one class of settings.
+    settings_type = getattr(planner_settings, "DetailedSettings", cfp.PlannerSettings)
     from cfp.errors import CfpError
     from cfp.models import build
     from cfp.settings import ConstraintLevel
@@ -100,7 +104,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
     settings = dict(WAYS[way])
     if way == "measured":
         # `extents` in earlier versions.
-        known = {one.name for one in fields(cfp.PlannerSettings)}
+        known = {one.name for one in fields(settings_type)}
         [levels] = known & {"constraint_levels", "extents"}
         settings[levels] = tuple(ConstraintLevel)
     rows = []
@@ -115,7 +119,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
                 cache_dir=folder,
                 memory_budget=budget,
                 preset=preset,
-                settings=cfp.PlannerSettings(**settings),
+                settings=settings_type(**settings),
             )
 
         # A budget has it compiled, and says what it needs.

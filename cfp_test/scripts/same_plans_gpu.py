@@ -55,6 +55,10 @@ def cluster() -> str:
 def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
     """Plans a model with the package that is found first, without and with a budget."""
     import cfp
+    from cfp import planner_settings
+
+    # Earlier versions had one class of settings.
+    settings_type = getattr(planner_settings, "DetailedSettings", cfp.PlannerSettings)
     from cfp.errors import CfpError
     from cfp.settings import ConstraintLevel
     from cfp.targets import resolve
@@ -72,9 +76,9 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
     words = target.split()
     made = resolve(words[0], words[1:])
     # `extents` in earlier versions.
-    names = {one.name for one in dataclasses.fields(cfp.PlannerSettings)}
+    names = {one.name for one in dataclasses.fields(settings_type)}
     [levels] = names & {"constraint_levels", "extents"}
-    settings = cfp.PlannerSettings(
+    settings = settings_type(
         **{levels: (ConstraintLevel.EVERYTHING,)},
         seconds=1e6,
         plans=2,

@@ -28,7 +28,7 @@ from ray.exceptions import RayError, WorkerCrashedError
 
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.place import Executable, Place, RefusedElsewhere, compile_parcel
@@ -533,7 +533,7 @@ def _plan_there(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),
         quiet=True,
         cache_dir=folder,
-        settings=replace(asked.settings, place=place),
+        settings=replace(DetailedSettings.of(asked.settings), place=place),
         **asked.options,
         **asked.kwargs,
     )

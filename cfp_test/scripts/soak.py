@@ -51,6 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
 from cfp_test.scripts.rows import commit
@@ -120,7 +121,7 @@ def settings(
     progress: Callable[[Progress | str], None] | None = None,
 ) -> cfp.PlannerSettings:
     """Returns settings under which virtual devices measure little, but measure."""
-    return cfp.PlannerSettings(
+    return DetailedSettings(
         measure=True, per_kind=3, in_context=False, progress=progress
     )
 

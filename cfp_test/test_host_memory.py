@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import cfp
-from cfp.planner_settings import DetailedSettings
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
 from cfp.checking.check import Check, both_sides
 from cfp.cost.memory import host_bytes
+from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.shardy import (
     main_function,

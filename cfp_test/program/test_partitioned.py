@@ -14,9 +14,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
-from cfp.planner_settings import DetailedSettings
 from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
+from cfp.planner_settings import DetailedSettings
 from cfp.program import partitioned
 from cfp.program.parcel import WrongPlace, pack, unpack
 from cfp.program.signature import Signature

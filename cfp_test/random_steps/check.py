@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-import cfp
-from cfp.planner_settings import DetailedSettings
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.find import find_plan
 from cfp.passes.pipeline import Analyzed, analyze_step
+from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.program.graft import Constraints, constrain, partition_spec

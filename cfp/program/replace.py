@@ -194,21 +194,33 @@ class _Replacer:
         """Replaces what one replacement names; returns what stands for its values."""
         stands: dict[int, ir.Value] = {}
         kept: list[ir.Value] = []
+        again: list[ir.Value] | None = None  # residuals that are rematerialized
+        latest: ir.Operation | None = None  # the op behind those
         for number, stage in enumerate(one.stages):
-            # What is rematerialized comes last: its residuals are those to be read.
-            before, instances = kept, [self._original]
             makers = [self._program.values[v].producer for v in stage.makes]
-            if all(
+            is_cloned = all(
                 op in self._clones for op in (*makers, *(o for o, _ in stage.reads))
-            ):
-                instances.append(self._clones)
-            for instance in instances:
-                results = self._put(one, number, instance, before)
-                for v, result in zip(stage.makes, results, strict=False):
-                    self._made(instance, v).replace_all_uses_with(result)
-                    if instance is self._original:
-                        stands[v] = result
-                kept = results[len(stage.makes) :]
+            )
+            first = self._original[min(makers)]
+            # A backward stage reads what is rematerialized, a forward one the originals.
+            if not is_cloned and latest is not None and _is_behind(first, latest):
+                assert again is not None, "they stand before that op"
+                kept = again
+            results = self._put(one, number, self._original, kept)
+            for v, result in zip(stage.makes, results, strict=False):
+                self._made(self._original, v).replace_all_uses_with(result)
+                stands[v] = result
+            if is_cloned:
+                copies = self._put(
+                    one, number, self._clones, kept if again is None else again
+                )
+                for v, result in zip(stage.makes, copies, strict=False):
+                    self._made(self._clones, v).replace_all_uses_with(result)
+                again = copies[len(stage.makes) :]
+                latest = self._clones[min(makers)]
+            else:
+                again = latest = None
+            kept = results[len(stage.makes) :]
         return stands
 
     def _made(self, instance: Mapping[int, ir.Operation], v: int) -> ir.Value:
@@ -269,6 +281,15 @@ def _clones(module: ir.Module) -> dict[int, ir.Operation]:
         if number is not None and op.name not in skipped:
             found[number] = op
     return found
+
+
+def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
+    """True if an op stands behind another one in the block of both."""
+    if op.parent is None or op.parent != other.parent:
+        return False
+    regions = op.parent.operation.regions
+    body = [one.operation for r in regions for b in r.blocks for one in b.operations]
+    return body.index(op) > body.index(other)
 
 
 def _main(module: ir.Module) -> ir.Block:

@@ -3,6 +3,8 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import cfp
@@ -127,3 +129,17 @@ def test_the_command_takes_names(tmp_path):
     assert refused.code == unknown.code == 2
     assert "Add microbatches to --choose" in " ".join(refused.err.split())
     assert "did you mean 'kernels'?" in " ".join(unknown.err.split())
+
+
+@pytest.mark.parametrize("choose", [None, ("storage", "kernels")])
+def test_a_step_that_data_parallelism_cannot_shard_is_planned(choose, tmp_path):
+    """What stands for data parallelism there has another name."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+    def step(weights):
+        return weights - 0.1 * jnp.tanh(weights @ weights)
+
+    weights = jnp.ones((16, 16)) / 16
+    how = {} if choose is None else {"choose": choose}
+    plan = cfp.plan(step, weights, mesh=mesh, cache_dir=tmp_path, quiet=True, **how)
+    np.testing.assert_allclose(plan.apply(step)(weights), step(weights), rtol=1e-5)

@@ -5,7 +5,7 @@ None of them knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from cfp.analysis.blocks import Block
@@ -23,8 +23,8 @@ PRESETS = {
     "expert_parallel": ("expert", Storage.USED),
 }
 
-# Whose strategies the others fall back to.
-DATA_PARALLEL = "data_parallel"
+# Whose strategies the others fall back to; REPLICATED where it shards nothing.
+DATA_PARALLEL, REPLICATED = "data_parallel", "replicated"
 
 # What others call them.
 ALIASES = {
@@ -60,8 +60,8 @@ def presets(frame: Frame) -> dict[str, Choice]:
     for name, (role, storage) in PRESETS.items():
         roles = (role,) * len(frame.mesh)
         choice = preset(frame, roles, storage)
-        if name == "data_parallel" and _is_replicated(frame, choice):
-            name = "replicated"
+        if name == DATA_PARALLEL and _is_replicated(frame, choice):
+            name = REPLICATED
         _add(found, name, choice)
     if len(frame.mesh) > 1:
         for roles in product(ROLES, repeat=len(frame.mesh)):
@@ -72,6 +72,11 @@ def presets(frame: Frame) -> dict[str, Choice]:
                 name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
                 _add(found, name + suffix, preset(frame, roles, storage))
     return found
+
+
+def plainest(named: Mapping[str, Choice]) -> Choice:
+    """Picks data parallelism of some presets, or what it is where it shards nothing."""
+    return named[DATA_PARALLEL if DATA_PARALLEL in named else REPLICATED]
 
 
 def _is_replicated(frame: Frame, choice: Choice) -> bool:

@@ -200,6 +200,15 @@ def correct_rule(
         return _update_rule(rule, *shapes[:2])
     if op.name == "stablehlo.dot_general":
         return _product_rule(rule)
+    if op.name == "stablehlo.fft":
+        # Along a transformed dim XLA's partitioner may abort the process, which divides
+        # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2).
+        return replace(rule, held=True)
+    if op.name == "stablehlo.slice":
+        # Of a sharded dim of which every n-th row is taken XLA reads other rows, or does
+        # not compile (jaxlib 0.10.2; plain jax.jit with in_shardings fails as well).
+        strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
+        return replace(rule, held=True) if max(strides, default=1) > 1 else rule
     if op.name == "stablehlo.pad":
         return _pad_rule(rule, op)
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule

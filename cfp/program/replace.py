@@ -202,7 +202,7 @@ class _Replacer:
                 op in self._clones for op in (*makers, *(o for o, _ in stage.reads))
             )
             first = self._original[min(makers)]
-            # A backward stage reads what is rematerialized, a forward one the originals.
+            # Backward stages read what is rematerialized, forward ones the originals.
             if not is_cloned and latest is not None and _is_behind(first, latest):
                 assert again is not None, "they stand before that op"
                 kept = again

@@ -15,7 +15,7 @@ from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.patterns.build import split
 from cfp.plan.figures import WorthFigures
-from cfp.presets.presets import DATA_PARALLEL, presets
+from cfp.presets.presets import plainest, presets
 from cfp.search.problem import Problem
 from cfp.search.solver import solve
 from cfp.solution import Candidate
@@ -49,7 +49,7 @@ def worth(
         problem: what was searched.
         raced: whole programs, with their measured step times.
     """
-    plain = presets(analysis.frame)[DATA_PARALLEL]
+    plain = plainest(presets(analysis.frame))
     segments = range(len(analysis.segments))
     shared = {
         (analysis.segments[i].kind, segment_candidate(analysis, i, plain).strategies)

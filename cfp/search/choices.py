@@ -20,7 +20,7 @@ from cfp.analysis.strategies import Strategy
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.presets.presets import DATA_PARALLEL, PRESETS
+from cfp.presets.presets import PRESETS, REPLICATED, plainest
 from cfp.presets.propagated import PROPAGATED
 from cfp.profiling.collectives import Rates
 from cfp.search.kernels import Kernels
@@ -187,7 +187,7 @@ def estimate_among(
     Args:
         analysis: of the program.
         rates: the devices' rates.
-        named: presets and what propagation makes, by name, data_parallel among them.
+        named: presets and what propagation makes, by name, the plainest among them.
         dimensions: what is chosen among.
     """
     estimates = estimate_kinds(analysis, rates)
@@ -195,7 +195,7 @@ def estimate_among(
     if Dimension.STORAGE not in dimensions:
         modes = {Storage.USED}
     if Dimension.SHARDING not in dimensions:
-        fixed = named[DATA_PARALLEL].blocks
+        fixed = plainest(named).blocks
     if fixed is None and len(modes) > 1:
         return estimates, named
     kept = {
@@ -242,7 +242,7 @@ def leading_presets(
     # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
-    always = {*PRESETS, *PROPAGATED}
+    always = {*PRESETS, REPLICATED, *PROPAGATED}
     mixed = sorted(presets.keys() - always, key=total_ms.__getitem__)
     leading = {*always, *mixed[:MIXED_PRESETS]}
     return {

@@ -98,6 +98,16 @@ def _constrain(
         }
         uses = {}
         _hold(layout, part, values, uses)
+    else:
+        # Of what enters a loop's body no constraint says how it is sharded.
+        held: dict[tuple[int, int], Spec] = {}
+        _hold(layout, part, {}, held, products=False)
+        entering = {
+            (op, index): spec
+            for (op, index), spec in held.items()
+            if program.ops[op].operands[index] not in values and (op, index) not in own
+        }
+        uses = entering | uses
     return Constraints(
         values,
         uses,
@@ -111,6 +121,7 @@ def _hold(
     part: Part,
     values: dict[int, Spec],
     uses: dict[tuple[int, int], Spec],
+    products: bool = True,
 ) -> None:
     """Adds the constraints of ops that no compiler may choose the shardings of.
 
@@ -124,7 +135,7 @@ def _hold(
         if op.rule is None or not op.rule.held or op_id not in layout.axes:
             continue
         is_product = op.kind == "dot_general"
-        if is_product and not several:
+        if is_product and not (several and products):
             continue
         for index, v in enumerate(op.operands):
             wanted = layout.use_spec(op_id, index)

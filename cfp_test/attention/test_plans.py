@@ -309,7 +309,10 @@ def ahead(folder, *kernels):
 
 
 def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
-    why = "it computes in float16 and bfloat16, not in float32"
+    why = (
+        "it computes in float16 and bfloat16, not in float32; it would with q, k and v "
+        "in bfloat16"
+    )
     plan = ahead(tmp_path, "cudnn", "chunked")
     assert {one.functions.how[0] for one in plan.constraints.replaced} == {"chunked"}
     told = " ".join(explain_text(plan).split())

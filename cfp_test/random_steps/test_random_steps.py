@@ -78,6 +78,37 @@ def test_rematerialized_stages_of_a_replacement_read_their_own_residuals():
     assert subject.differs(found, subject.allowed()) == []
 
 
+def test_slices_of_every_nth_row_in_a_loop():
+    """The loop carries what is sharded; XLA, left to choose, reads other rows of it."""
+    blocks = (Block("scan_layers", 198169),)
+    spec = Spec((("x", 2),), (2, 8, 4, 4), blocks, "none", donated=True)
+    subject, way = Subject.of(spec), Way("preset, some blocks random", 200582)
+    decided = subject.decided(way, sharding_of(subject.analysis, way))
+    assert subject.differs(subject.compiled(*decided), subject.allowed()) == []
+
+
+@pytest.mark.parametrize("level", ConstraintLevel)
+def test_transforms_are_constrained_at_every_level(level):
+    """XLA aborts the process where it shards a transformed dim itself."""
+    spec = Spec(
+        (("x", 2), ("y", 2), ("z", 2)),
+        (4, 6, 8),
+        (Block("fft", 797419),),
+        "adam",
+        microbatches=4,
+        donated=True,
+        echoes=True,
+    )
+    subject, way = Subject.of(spec), Way("preset", 0)
+    choice = sharding_of(subject.analysis, way).choice
+    _, _, constraints = subject.decided(way, Sharding(choice, level))
+    program = subject.analysis.frame.program
+    ops = [op for op in program.ops if op.kind == "fft"]
+    assert ops and all(op.rule.held for op in ops)
+    if level is not ConstraintLevel.EVERYTHING:
+        assert all((op.id, 0) in constraints.uses for op in ops)
+
+
 def test_products_over_several_dims_at_every_level():
     """XLA, left to choose, sums the wrong pairs in gradients of these weights."""
     blocks = (Block("tied", 512894), Block("dense", 547047))

@@ -74,9 +74,25 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
             for factor in (choice.inner, choice.exit):
                 if factor != NONE:
                     split[factor] = split.get(factor, 1) * sizes[name]
-        if all(rule.splits(f, ways) for f, ways in split.items()):
+        splits = all(rule.splits(f, ways) for f, ways in split.items())
+        if splits and not _scatters_wrongly(rule, strategy):
             found.append(strategy)
     return found
+
+
+def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
+    """Finds sums that XLA's partitioner gets wrong, on meshes of three axes or more.
+
+    Where one axis shards a batch factor of a product, others sum, and some of these but
+    not all scatter to that factor, its results are wrong (jaxlib 0.10.2, in plain
+    jax.jit, too: ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the
+    result over x and z).
+    """
+    tensors = (*rule.operands, *rule.results)
+    batch = set.intersection(*({f for dim in dims for f in dim} for dims in tensors))
+    exits = [choice.exit for choice in strategy if choice.inner in rule.reduction]
+    split = {choice.inner for choice in strategy}
+    return any(0 < exits.count(factor) < len(exits) for factor in batch & split)
 
 
 class BlockSharding:

@@ -205,8 +205,8 @@ def correct_rule(
         # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2).
         return replace(rule, held=True)
     if op.name == "stablehlo.slice":
-        # Of a sharded dim of which every n-th row is taken XLA reads other rows, or does
-        # not compile (jaxlib 0.10.2; plain jax.jit with in_shardings fails as well).
+        # XLA takes other rows where it is every n-th one of a sharded dim, or does not
+        # compile (jaxlib 0.10.2; plain jax.jit with in_shardings fails as well).
         strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
         return replace(rule, held=True) if max(strides, default=1) > 1 else rule
     if op.name == "stablehlo.pad":

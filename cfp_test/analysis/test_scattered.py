@@ -1,0 +1,53 @@
+"""Sums that XLA's partitioner gets wrong are no strategies of a block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.strategies import block_strategies
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.checking import make_mesh
+
+AXES = (("x", 2), ("y", 2), ("z", 2))
+SUMMED, WRONG = ("y", "z"), (("x", "z"), None, None)
+
+
+def product(x, y):
+    return jnp.einsum("bmk,bkn->bmn", x, y)
+
+
+def test_plain_jax_sums_wrong_parts():
+    """Where this fails, jaxlib is mended, and the correction may go."""
+    mesh = make_mesh(AXES)
+
+    def place(value, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(value, sharding)
+
+    def sharded(x, y):
+        parts = place(x, "x", None, SUMMED), place(y, "x", SUMMED, None)
+        return place(product(*parts), *WRONG)
+
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 8, 8)).astype(np.float32)
+    assert not np.allclose(jax.jit(sharded)(x, y), product(x, y), atol=1e-2)
+
+
+def test_no_strategy_scatters_part_of_a_sum_to_a_sharded_batch():
+    step = flatten_step(product, (jnp.ones((8, 8, 8)), jnp.ones((8, 8, 8))))
+    frame = build_frame(trace(step, make_mesh(AXES))[0], AXES)
+    (block,) = frame.blocks
+    rule = frame.program.ops[block.anchor].rule
+    tensors = (*rule.operands, *rule.results)
+    (batch,) = (f for f in range(4) if all((f,) in dims for dims in tensors))
+    (summed,) = rule.reduction
+    found = block_strategies(frame.program, block, AXES)
+    exits = [
+        [choice.exit for choice in strategy if choice.inner == summed]
+        for strategy in found
+        if batch in {choice.inner for choice in strategy}
+    ]
+    assert [batch, batch] in exits and [batch] in exits
+    assert not any(len(one) > 1 and one.count(batch) == 1 for one in exits)

@@ -151,6 +151,22 @@ class Flat:
     def cost_analysis(self) -> Any:
         return self.compiled.cost_analysis()
 
+    @property
+    def args_info(self) -> Any:
+        return self.compiled.args_info
+
+    @property
+    def out_info(self) -> Any:
+        return self.compiled.out_info
+
+    @property
+    def input_shardings(self) -> Any:
+        return self.compiled.input_shardings
+
+    @property
+    def output_shardings(self) -> Any:
+        return self.compiled.output_shardings
+
 
 def full_spec(sharding: NamedSharding, rank: int) -> Spec:
     """A sharding as cfp writes it: the axes of every dim."""

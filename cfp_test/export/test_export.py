@@ -164,7 +164,7 @@ def test_a_module_is_readable(plan):
     text = python_module(loaded, loaded.sites)
     assert "('params/layers/0/up', 'float32[16,64]', P('x'), True)," in text
     assert "MESH = {'x': 4}" in text and "STATIC = (2,)" in text
-    assert len(text.splitlines()) < 550
+    assert len(text.splitlines()) < 600
     assert "import cfp" not in text and "from cfp" not in text
 
 

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import analyze
-from cfp.presets.presets import presets
+from cfp.presets.presets import plainest, presets
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step
@@ -192,7 +192,7 @@ def test_records_know_the_values_that_decide(mesh):
         args = (jnp.ones((8, 8)), np.ones((8, 8), bool), flag, count, rate)
         program, _ = trace(flatten_step(skipping, args), mesh)
         analysis = analyze(program, sizes)
-        choice = presets(analysis.frame)["data_parallel"]
+        choice = plainest(presets(analysis.frame))
         return whole_job(analysis, choice, (), "a").key.digest
 
     known = key(False, 12, 0.25)

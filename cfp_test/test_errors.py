@@ -14,7 +14,7 @@ def test_every_error_is_a_cfp_error():
         for _, item in inspect.getmembers(errors, inspect.isclass)
         if item.__module__ == errors.__name__
     ]
-    assert len(found) == 14
+    assert len(found) == 15
     assert all(issubclass(item, errors.CfpError) for item in found)
 
 

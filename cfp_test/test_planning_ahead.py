@@ -96,8 +96,6 @@ def test_a_file_with_another_rung_is_damaged(ahead, folder):
     assert cfp.Plan.from_json(data).rung == "estimated"
     with pytest.raises(cfp.PlanFileError, match="rung"):
         cfp.Plan.from_json({**data, "rung": "guessed"})
-    older = {k: v for k, v in data.items() if k not in ("rung", "predicted_bytes")}
-    assert cfp.Plan.from_json(older).predicted_bytes is None
 
 
 def test_without_devices_it_cannot_run(ahead):

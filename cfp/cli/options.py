@@ -202,6 +202,7 @@ Choose = Annotated[
         "remat, kernels, cross-entropies, compiler-options, microbatches, host-memory. "
         "All, if not given.",
         show_default=False,
+        rich_help_panel=MEASURING,
     ),
 ]
 Others = Annotated[

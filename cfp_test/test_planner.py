@@ -412,6 +412,8 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
 
 
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
+    """Nothing is measured where profiles hold what a plan cannot do without."""
+    plan(race=False)
     monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
     made = plan(per_kind=12, seconds=0.0, race=False)
     assert made.search["strategies_measured"] == 0

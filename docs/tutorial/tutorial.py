@@ -158,21 +158,25 @@ print(plan)
 # How to read it, from above:
 #
 # - Time and memory of a step on each device, and the work that is done in it. A plan
-#   for GPUs is measured; on virtual devices choices are made by estimates, since
-#   their times say nothing about GPUs, and only the race at the end is timed.
-# - *chosen* says why it is this plan, and what came second. The presets (data
-#   parallel, ZeRO, fully sharded, tensor parallel and others) are in the race where
-#   they fit, so that a plan is no slower than they are.
-# - *segments* are the parts of the model: the two blocks are alike, and stand in one
-#   line. For each product there is its weight's name and what the axis `x` splits in
-#   it: its `rows` (the batch: that is data parallelism), its `columns`, or what is
-#   `contracted` (together tensor parallelism). The last words are about parameters
-#   and optimizer state: as they are used, or sharded further and gathered where they
-#   are needed.
+#   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
+#   choices are made by estimates, and only the race at the end is timed; predicted
+#   and measured times may then differ several times over.
+# - *chosen* says why it is this plan, and which came second. On GPUs the presets
+#   (data parallel, ZeRO, fully sharded, tensor parallel and others) that may be fast
+#   enough race, too; on virtual devices the two best by estimate. A plan is never
+#   slower than a preset in its race.
+# - *segments* are the parts of the model: the two blocks are alike, and share one
+#   line. Each product is named by its weight, with what the axis `x` splits in
+#   it: its `rows` (the batch: that is data parallelism), its `columns`, or the
+#   dimension that is `contracted` (together tensor parallelism). The last words are
+#   about parameters and optimizer state: stored as they are used, or sharded further
+#   and gathered where they are needed.
 # - *arguments* counts how many arrays of state and batch are sharded.
+# - *worth by prediction* says how much longer the step would take without a kind of
+#   choice: here 0.167 ms without storing parameters in shards.
 #
-# More than that, [the words](reading-plans.md) and all that was tried, stands in the
-# report: one HTML file, to be opened in a browser.
+# The report shows more, with everything that was tried: one HTML file, to be opened in
+# a browser ([how to read it](reading-plans.md)).
 
 # %%
 plan.report("report.html")

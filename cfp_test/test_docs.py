@@ -87,10 +87,10 @@ def test_commands_have_the_options_shown(tmp_path):
         assert flags <= known, (name, target, flags - known)
 
 
-def test_what_is_made_of_measured_numbers_is_where_the_table_says():
+def test_corrections_of_measured_numbers_are_where_the_table_says():
     """Each name in a cell is in the module that comes next."""
     text = (ROOT / "docs" / "how-cfp-chooses.md").read_text()
-    section = text.split("## What is made of a measured number")[1].split("\n## ")[0]
+    section = text.split("## How measured numbers are corrected")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
     for row in rows:

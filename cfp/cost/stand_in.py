@@ -1,22 +1,18 @@
-"""Step times on devices of which one is here, or none.
+"""Predicts a step's time on N devices when at most one of them is here.
 
-Programs are compiled for all of the devices. On one that plays them a program's
-computation is timed, and collectives do nothing: its time is kept under the text of
-what is computed, so that no computation is timed twice, be it of two plans, or of one
-plan for 64 devices and for 1,024 whose shards are of the same shapes. What a whole step
-takes follows from that, from the program's schedule and from the links' curves.
-
-Step time from a schedule, its computation and the links' rates.
-
-One GPU that plays one of N runs a program's computation alone. What the step takes on
-all N follows from three things more: what each collective takes, how much is computed
-between its start and its end, and how much the two slow each other down.
-
-The computation alone runs too fast in one way. Collectives that do nothing leave zeros,
-and a GPU at its power limit multiplies zeros at a higher clock: on one H200 a product
-of [6144, 4096] and [4096, 16384] takes 1.07 ms with numbers in it, and 0.92 ms after an
-all-gather that did nothing. So products never take less than at the rate that devices
-sustain.
+1. The program is compiled for all N devices. If one is here, it stands in for one of
+   the N and runs the program's computation, while collectives do nothing. The time is
+   stored under a digest of the compiled text without what differs between devices
+   (:func:`computation_of`), so that no computation is timed twice: neither of two
+   plans, nor of one plan for 64 and for 1,024 devices whose shards have equal shapes.
+   Without a device the computation is estimated from rates.
+2. Products are never faster than the rate that devices sustain (`_computation`).
+   Collectives that do nothing leave zeros, and a GPU at its power limit multiplies
+   zeros at a higher clock: on one H200 a product of [6144, 4096] and [4096, 16384]
+   takes 1.07 ms with numbers in it, and 0.92 ms after an all-gather that did nothing.
+3. Collectives are added by their curves: hidden behind the computation that the
+   program's schedule puts between their start and their end, each slowing down the
+   other, and exposed where there is none (:func:`step_time`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""The one rule of which candidates are compiled, and how far down their list.
+"""Admits candidates to the race: compiles them until enough fit.
 
-What may be a candidate was decided before (:mod:`cfp.race.race`). Here all are sorted
-by predicted time; the plan, and what is known to fit, are compiled in any case. Each is
-compiled without the memory limit. If it is predicted not to fit, or was compiled and
-does not, it is compiled with the limit, the loosest first, until it fits;
-rematerialized ones are candidates of their own. That goes on until enough fit: all that
-are predicted to be within reach of the fastest that fits, and the best preset; or until
-`MOST_REFUSED` do not. What cannot fit whatever the compiler does is not compiled.
+:func:`enough_that_fit` takes candidates and a memory budget, sorted by predicted time:
 
-The memory limit: XLA schedules what hides latency, and keeps what that makes, as far as
-a device's memory allows; what does not fit it rematerializes by itself, less of it and
-cheaper than a whole segment. It goes by the device's memory, unless it gets a limit.
+- A candidate that cannot fit, whatever the compiler does, is skipped.
+- One whose predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is
+  compiled with the compiler's memory limit only.
+- Any other is compiled as it is, and if it does not fit, with the limit, the loosest
+  first. Rematerialized programs are candidates of their own.
+
+It ends when the best preset and every candidate within `reach` of the fastest that fits
+are compiled; or after `MOST_REFUSED` that do not fit. The plan, and programs that are
+known to fit, are compiled in any case. Candidates are made in
+:mod:`cfp.race.candidates`; without a budget all are compiled as they are.
+
+*Memory limit* here is an option of XLA, not the budget: XLA schedules to hide latency,
+and keeps what that needs, as far as the device's memory allows. With a limit it
+rematerializes what exceeds it, less of it and cheaper than a whole segment.
 """
 
 from __future__ import annotations

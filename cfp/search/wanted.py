@@ -1,4 +1,13 @@
-"""Requests to measure candidates of segments, alone and with a neighbour."""
+"""Requests to measure a segment, and its cost from their records.
+
+A segment is measured alone, and together with a neighbour (:class:`Context`). Its cost
+in a step (:meth:`Wanted.measured`) is
+
+    pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
+
+Rematerialized it is the cost without (``base``) plus what the pair takes more, if that
+is positive.
+"""
 
 from __future__ import annotations
 

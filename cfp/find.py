@@ -229,8 +229,8 @@ def _find_plan(
     started = time.perf_counter()
     if step.gives_unasked:
         warnings.warn(
-            "The step is wrapped in a jax.jit that donates arguments, which a planned "
-            "step does not take over: give cfp donate_argnums or donate_argnames, too.",
+            "cfp ignores the donated arguments of the jax.jit around the step: give "
+            "donate_argnums or donate_argnames to cfp, too.",
             stacklevel=3,
         )
     analysis, interrupted = analyzed.analysis, False

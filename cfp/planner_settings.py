@@ -22,11 +22,11 @@ class PlannerSettings:
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.
         others: how many of them beside the presets' parts, the best by estimate. Where
-            memory keeps out what is faster, more are measured in rounds, until one made
+            memory keeps out faster ones, more are measured in rounds, until one made
             the plan faster by less than 2 %.
-        seconds: planning ends about when this much time is over: once every kind of
-            segment has something nothing else is measured then, and no program joins
-            the race or is timed again.
+        seconds: planning ends after about this long: once every kind of segment has a
+            measurement nothing else is measured then, and no program joins the race or
+            is timed again.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.
@@ -34,27 +34,27 @@ class PlannerSettings:
             preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
             are written. By default on GPUs cuDNN's, which computes in the dtype of the
             attention; and everywhere chunks where memory decides.
-        choose: what to choose among, such as ("sharding", "kernels"); by default all:
-            mesh, sharding, storage, remat, kernels, cross_entropies, compiler_options,
-            microbatches and host_memory. What is left out stays as it is without a
-            plan: one mesh axis, data parallel, parameters stored as they are used,
+        choose: kinds of choices to make, such as ("sharding", "kernels"); by default
+            all: mesh, sharding, storage, remat, kernels, cross_entropies,
+            compiler_options, microbatches and host_memory. The others are left as
+            usual: one mesh axis, data parallel, parameters stored as they are used,
             nothing rematerialized, the step as it is written, no options, state on
             the devices.
-        cross_entropy: over so many parts of the vocabulary a cross-entropy may be
-            computed, so that its logits are never held; 0 keeps it as it is written.
+        cross_entropy: number of vocabulary parts in which cross-entropies may be
+            computed, so that logits are never held; 0 keeps them as they are written.
             By default 8 where memory decides.
         race: whether the best plan and the presets are timed on the whole program;
-            otherwise the prediction is trusted, and under a budget that was asked for,
-            or for described devices that one plays, the best that fits is found by
-            compiling, which runs nothing.
-        repeats: of segments that repeat back to back so many repeats are raced (two at
-            least, the first and the last), unless a budget was asked for, and the rest
-            follows from the prediction; only what wins is then compiled and timed
-            whole. None races whole programs.
-        measure: whether what each strategy costs is measured; False takes what is in
-            the store already. By default it is, but on virtual CPU devices, whose times
-            say nothing about those of GPUs: there choices are made by estimates, and
-            the plan and two presets race.
+            otherwise the prediction decides; and under a budget, or for described
+            devices simulated on one GPU, the best that fits is found by compiling,
+            which runs nothing.
+        repeats: number of repeats of a repeated segment that race (two at least, the
+            first and the last), unless a budget was asked for; times are scaled to the
+            whole program, and only the winner is compiled and timed whole. None races
+            whole programs.
+        measure: whether strategies are measured; False uses stored measurements only.
+            By default they are, but not on virtual CPU devices, whose times say nothing
+            about those of GPUs: there choices are made by estimates, and the plan and
+            two presets race.
         retry_failures: whether what failed before is tried again; or what failed
             before a moment, which a process that is started again keeps to.
         limits: what counts as hung.
@@ -182,9 +182,10 @@ class DetailedSettings(PlannerSettings):
     Attributes:
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
-        plans: how many of the best plans, by each of two ways to predict, race; by
-            default 2, and 1 on virtual CPU devices. Where memory decides, one of them
-            is for programs that turn out smaller than predicted.
+        plans: number of best plans that race by each prediction (from segments with a
+            neighbour, and alone); by default 2, and 1 on virtual CPU devices. Where
+            memory decides, one of them is for programs that turn out smaller than
+            predicted.
         constraint_levels: how much the compiler is constrained in presets; each level
             races. By default all, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.

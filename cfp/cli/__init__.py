@@ -117,7 +117,7 @@ def _common(
         bool,
         typer.Option(
             "--join",
-            help="The same, where JAX finds the others by itself: under Slurm, Open "
+            help="Run as one of several processes that JAX detects: under Slurm, Open "
             "MPI, Kubernetes.",
         ),
     ] = False,

@@ -99,7 +99,8 @@ def bench(
     run_timeout: o.RunTimeout = _LIMITS.run_seconds,
     build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
     no_trace: Annotated[
-        bool, typer.Option("--no-trace", help="Do not say where the time goes.")
+        bool,
+        typer.Option("--no-trace", help="Skip tracing, which tells where time goes."),
     ] = False,
     quiet: o.Quiet = False,
 ) -> None:

@@ -130,7 +130,7 @@ def plan(
             show(lambda b: variants_view(found, b))
         print_plan(found.plan, literal_console())
         if ", microbatches " in found.name:
-            print("The plan is for its number of microbatches: give cfp run the same.")
+            print("The plan needs its --microbatches: give cfp run the same number.")
         suggest(found.plan, output)
         _end_interrupted(found)
 

@@ -176,9 +176,9 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="KERNELS",
-        help="What may compute the step's attentions, such as cudnn,chunked, the "
-        "preferred first; none keeps them as they are written. By default cuDNN's on "
-        "GPUs, in the attention's own dtype, and chunks where memory decides.",
+        help="Kernels that may compute the step's attentions, such as cudnn,chunked, "
+        "the preferred first; none keeps them as they are written. By default cuDNN's "
+        "on GPUs, in the attention's own dtype, and chunks where memory decides.",
         show_default=False,
         rich_help_panel=KERNELS,
     ),
@@ -187,9 +187,9 @@ CrossEntropy = Annotated[
     int | None,
     typer.Option(
         metavar="PARTS",
-        help="Over so many parts of the vocabulary the step's cross-entropies may be "
-        "computed, so that logits are never held whole; 0 keeps them as they are "
-        "written. By default 8 where memory decides.",
+        help="Allow cross-entropies to be computed in this many vocabulary parts, so "
+        "that logits are never held whole; 0: never. By default 8 where memory "
+        "decides.",
         show_default=False,
         rich_help_panel=KERNELS,
     ),
@@ -198,9 +198,9 @@ Choose = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="What to choose among, such as sharding,kernels: mesh, sharding, storage, "
-        "remat, kernels, cross-entropies, compiler-options, microbatches, host-memory. "
-        "All, if not given.",
+        help="Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
+        "storage, remat, kernels, cross-entropies, compiler-options, microbatches, "
+        "host-memory. All, if not given.",
         show_default=False,
         rich_help_panel=MEASURING,
     ),
@@ -219,9 +219,8 @@ TimeBudget = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Planning ends about when this much time is over, race included. After "
-        "the first round of measuring Ctrl-C ends that, too, for the best plan of what "
-        "was measured.",
+        help="Stop planning after about this long, race included. After the first "
+        "round of measuring, Ctrl-C stops it and returns the best plan so far.",
         min=0,
     ),
 ]
@@ -236,8 +235,8 @@ NoRace = Annotated[
     bool,
     typer.Option(
         "--no-race",
-        help="Trust the prediction; time no whole program. With --memory-budget the "
-        "plan is compiled, to see whether it fits.",
+        help="Choose by prediction; do not time whole programs. With --memory-budget "
+        "the plan is compiled, to see whether it fits.",
         rich_help_panel=MEASURING,
     ),
 ]
@@ -246,8 +245,8 @@ WholeRace = Annotated[
     bool,
     typer.Option(
         "--whole-race",
-        help="Race whole programs, also of a step that repeats its layers often: by "
-        "default a few of the repeats, and the winner whole.",
+        help="Race whole programs, also of a step that repeats its layers often. By "
+        "default a few of the repeats race, and the winner is timed whole.",
         rich_help_panel=MEASURING,
     ),
 ]
@@ -255,8 +254,8 @@ Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Measure less: segments by themselves only, and one constraint level "
-        "for each plan.",
+        help="Measure less: segments alone, and each plan with all values constrained "
+        "only, where by default it also races with arguments alone constrained.",
         rich_help_panel=MEASURING,
     ),
 ]
@@ -265,9 +264,9 @@ Measure = Annotated[
     bool,
     typer.Option(
         "--measure",
-        help="Measure what each strategy costs also on virtual CPU devices. By default "
-        "choices are made by estimates there, since such times say nothing about "
-        "GPUs, and the plan and two presets race.",
+        help="Measure strategies on virtual CPU devices, too. By default choices are "
+        "made by estimates there, since such times say nothing about GPUs, and the "
+        "plan and two presets race.",
         rich_help_panel=MEASURING,
     ),
 ]
@@ -283,7 +282,7 @@ RunTimeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="Kill a measurement after SECONDS plus 20 times its estimate.",
+        help="Stop a run after SECONDS plus 20 times its expected time.",
         min=1,
         rich_help_panel=MEASURING,
     ),
@@ -292,7 +291,7 @@ BuildTimeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="Kill a compilation after SECONDS.",
+        help="Stop a compilation after SECONDS.",
         min=1,
         rich_help_panel=MEASURING,
     ),

@@ -119,8 +119,9 @@ def export(
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="The step, with its options following: of which the rules' names are, "
-            "or which the module computes with the plan's kernels.",
+            help="The planned step and its options. Needed for --flax-logical and "
+            "--maxtext-rules (names of dims), and for plans that replace kernels or "
+            "rematerialize.",
             show_default=False,
         ),
     ] = None,
@@ -155,10 +156,10 @@ def export(
 ) -> None:
     """Write a plan as Python that needs JAX alone, or as rules for logical names.
 
-    The module says how every argument and result is sharded, and where in the step
-    constraints stand, by line. Its function shard compiles the step under all of it.
-    A plan with other kernels needs TARGET, whose program goes into the module with
-    them; and so do rules, whose names its parameters carry.
+    The module has the shardings of all arguments and results, and the constraints in
+    the step, by line. Its function shard compiles the step under them. A plan that
+    replaces kernels or rematerializes needs TARGET: its program goes into the module.
+    Rules need TARGET, too: its parameters carry the names.
 
     Example: cfp export plan.json --python sharded.py
 

@@ -223,7 +223,7 @@ def check_text(trial: Trial) -> str:
         return "\n".join(
             [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
         )
-    text = "all results are those of one device, as far as rounding lets them be"
+    text = "all results equal those of one device within rounding"
     if trial.nearest is not None:
         nearest, share = trial.nearest
         text += (
@@ -240,8 +240,8 @@ def check_text(trial: Trial) -> str:
         names = ", ".join(undecided[:_FAILURES_SHOWN])
         more = len(undecided) - _FAILURES_SHOWN
         text += (
-            f"\nRounding alone decides, on one device, too, of which only the size is "
-            f"compared: {names}" + (f" and {more} more" if more > 0 else "")
+            "\nThese leaves are dominated by rounding even on one device; only their "
+            f"norms were compared: {names}" + (f" and {more} more" if more > 0 else "")
         )
     return f"Check passed: {text}"
 

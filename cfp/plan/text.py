@@ -177,8 +177,8 @@ def remarks(plan: Plan) -> list[str]:
         raced = sum(bool(row.samples_ms) for row in plan.race)
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
         found.append(
-            "predictions are estimates, by which choices are made on virtual devices; "
-            f"{'only the race' if raced > 1 else alone} was measured (--measure: more)"
+            "predictions are estimates: on virtual devices plans are chosen by them; "
+            f"{'only the race' if raced > 1 else alone} was timed (--measure: more)"
         )
     ties = plan.search.get("ties", 0)
     if ties:

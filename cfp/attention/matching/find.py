@@ -235,7 +235,10 @@ class _Finder:
                 name = f"{kind}{counts[kind]}"
                 counts[kind] += 1
             if node in names:
-                raise Different("two dims of the scores are one to what follows")
+                raise Different(
+                    "later ops merge two dims of the scores (a reshape), which is not "
+                    "supported"
+                )
             names[node] = name
         if "k" not in names.values():
             raise Different("the softmax is not over keys alone")

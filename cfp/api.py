@@ -1,6 +1,7 @@
-"""Automatic sharding, from a step function to a plan.
+"""The public functions that plan: `cfp.plan` and `cfp.parallelize`.
 
-The passes in a row are in :mod:`cfp.passes.pipeline`; here they are run.
+They check options, resolve the mesh (several are variants, :mod:`cfp.variants`) and
+show progress. :mod:`cfp.find` runs the passes, which :mod:`cfp.passes.pipeline` lists.
 """
 
 from __future__ import annotations

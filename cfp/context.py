@@ -124,7 +124,7 @@ class PlanContext:
         return DecidedBy.PREDICTION
 
     def least_memory_share(self, interrupted: bool = False) -> float:
-        """With what share of memory that is no state a compiler makes do if it must.
+        """The smallest share of temporaries that a compiler can reach under a limit.
 
         1 where it takes no limit, or nothing is compiled.
 

@@ -1,7 +1,4 @@
-"""Finds a plan for one step on one mesh: the passes in a row, run.
-
-The passes in a row are in :mod:`cfp.passes.pipeline`.
-"""
+"""Finds a plan for one step on one mesh: runs the passes of `cfp.passes.pipeline`."""
 
 from __future__ import annotations
 

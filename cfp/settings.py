@@ -1,7 +1,7 @@
-"""Every constant that decides a plan, with its source, and what platforms differ in.
+"""Every constant that decides a plan, with its source, and the defaults of platforms.
 
 A source is a page of docs/results, a paragraph of docs/decisions.md, or the word
-"guess". What only limits text, files or patience stands where it is used.
+"guess". Limits of text, files or patience are constants of the modules that use them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ COMPILED_TO_PREDICTED = 0.85
 # How many times as long a step takes with the memory limit: 1.05 to 1.12 in
 # docs/results/budgets_h200x2.
 LIMITED_TIME = 1.1
-# Candidates that are compiled and do not fit, until only the leanest is tried, or,
-# where time is over, no other. Guess.
+# Candidates that are compiled and do not fit, until no others are, but for those known
+# to fit; then as many smaller ones at most, or none where time is over. Guess.
 MOST_REFUSED = 8
 # The leaders of a race, that are raced with other compiler options too. Two:
 # decisions.md, "A race is for what may win it".
@@ -155,9 +155,7 @@ _CHUNKED = Replacing(attention=("chunked",), cross_entropy=CROSS_ENTROPY_PARTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformDefaults:
-    """Settings that differ between platforms.
-
-    Of a plan's context it is what holds on the platform, but for what was asked for.
+    """Settings that differ between platforms; a user's settings replace them.
 
     Attributes:
         estimates: whether choices are made by estimates unless measuring is asked for;

@@ -1,10 +1,8 @@
-"""The analyze pass: a program on a mesh becomes blocks, state and segments.
+"""The analyze pass: makes blocks, state and segments of a program on a mesh.
 
-Values that pass from one segment to others: made or stored in one, read in another.
-
-A chain of layers hands its residual stream from each segment to the next. A tied
-embedding, what an encoder makes for all layers of a decoder, and the skips of a U-net
-pass further.
+It also finds the values that pass between segments: made or stored in one, read in
+another. A chain of layers passes its residual stream from each segment to the next;
+a tied embedding, an encoder's output and the skips of a U-net pass further.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""ParallelBlocks: which ops follow the sharding of which contraction.
+"""Assigns each op to a ParallelBlock: the contraction whose sharding it follows.
 
 A block holds an anchor, the contractions derived from it, and the ops between them
-and the next contraction: forward ops belong to the contraction before them,
-backward ops to the derived contraction after them. Ops that update the state (an
-optimizer's) belong to no block; they follow the storage of what they update
-(:mod:`cfp.analysis.storage`).
-
-Assigns each op to the block that it follows.
-
-Forward ops follow the contraction before them, backward ops the derived contraction
-after them. "Before" and "after" go around loops: the first ops of a loop's body stand
-behind the last contraction of the iteration before.
+and the next contraction. Forward ops belong to the contraction before them, backward
+ops to the derived contraction after them. "Before" and "after" go around loops: the
+first ops of a loop's body come after the last contraction of the iteration before. Ops
+that update the state (an optimizer's) belong to no block; they follow the storage of
+the state that they update (:mod:`cfp.analysis.storage`).
 """
 
 from __future__ import annotations

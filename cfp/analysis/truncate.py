@@ -1,20 +1,20 @@
-"""Truncates a program: fewer repeats of its segments, which cost what the whole's do.
+"""Truncates a program: removes repeats of its segments, and keeps its costs comparable.
 
-A step of 48 layers takes the compiler twelve times as long as one of 4. What timing it
-shows (how layers, and what stands before and behind them, go together under a plan) the
-truncated program shows as well. Of a stretch of segments that repeats, all but the
-first and the last few are left out. The first repeat after the gap reads from the last
-one before it, as every repeat reads from its neighbour. Whether a program can be
-truncated is checked, op by op. Where something else depends on the repeats in between,
-such as a loss on every layer's output, it cannot.
+A step of 48 layers takes the compiler twelve times as long as one of 4. The truncated
+program shows the same in a race: how layers, and the ops before and after them, go
+together under a plan. Of a stretch of segments that repeats, all but the first and the
+last few are removed.
 
-Leaves repeats out of a program, op by op, or finds that they cannot be left out.
+Ops are removed one by one, and a program that depends on a removed repeat in another
+way, such as by a loss on every layer's output, cannot be truncated:
 
-What the ops of a repeat that stays read from one that is left out, they read from the
-repeat that its like reads from: every repeat reads from its neighbours as the others
-do. Sums over all repeats do without those left out, and of what is made once for all
-repeats each takes its own slice. What a layer rematerializes in its backward pass may
-be computed with another's weights then, which costs the same.
+- An op that stays and reads from a removed repeat reads from the repeat that its
+  counterpart reads from: the first repeat after the gap reads from the last one before
+  it, as every repeat reads from its neighbour.
+- Sums over all repeats lose the removed terms; of a value made once for all repeats,
+  each takes its own slice.
+- A layer may rematerialize in its backward pass with another layer's weights, which
+  costs the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention on one device or many, by hand: `cfp.attention`.
+"""`cfp.attention`: attention by hand, on one device or many.
 
-Heads over devices that they do not divide into: shared key heads, and padding.
+Heads that devices do not divide are copied (shared key heads) or padded.
 """
 
 from __future__ import annotations

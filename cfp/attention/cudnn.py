@@ -104,7 +104,7 @@ def _finite(bias: jax.Array, dtype: Any) -> jax.Array:
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `plain.attend`; the mask is causal, or there is none."""
+    """Like `plain.attend`, but the output is in q's dtype; causal, or without mask."""
     call = _find(FORWARD, q, k, v, scores, mask)
     out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
     return out, lse.swapaxes(1, 2)

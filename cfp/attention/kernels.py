@@ -1,15 +1,19 @@
 """Kernels that compute attention on one device: one record and one module each.
 
 To add a kernel, write its module and its record in `KERNELS`: plans, estimates,
-`cfp.attention`, `--attention` and `cfp doctor` follow from these. A module has
+`cfp.attention`, `--attention` and `cfp doctor` follow from these; `cfp.settings` names
+the kernels that plans use by default. `cfp doctor` tries kernels on NVIDIA GPUs only. A
+module has
 
 - ``whole(q, k, v, scores, mask, bias)``: the output in the dtype of q, differentiable;
 - ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
-  None;
-- where a ring may be made of it, ``attend`` and ``gradients``, as `cfp.attention.plain`
-  has them: the attention of a block with its log-sum-exp, and a block's share of the
-  gradients from the whole row's output and log-sum-exp. The log-sum-exp that public
-  functions return cannot be differentiated, which is why these two are apart.
+  None. The platform is JAX's name: "cpu", "gpu", "cuda", "rocm" or "tpu"; "gpu" may be
+  of any vendor, and `cudnn.py` tells NVIDIA's by their compute capability;
+- if rings may use it, ``attend`` and ``gradients``, as in `cfp.attention.plain`: the
+  attention of a block of keys with its log-sum-exp, and a block's share of the
+  gradients from the whole row's output and log-sum-exp. Outputs may be in q's dtype
+  (`cfp.attention.merge` casts); the log-sum-exp is float32. The log-sum-exp of public
+  functions cannot be differentiated, so these two are functions of their own.
 
 Nothing here loads JAX, which `cfp doctor` does without.
 """
@@ -52,11 +56,11 @@ class Kernel:
     """One implementation.
 
     Attributes:
-      name: as `cfp.attention(..., implementation=name)` has it.
-      module: that computes it.
-      scores: where it has them.
-      matmul_share: of the rate of a large matrix product what it reaches, forward and
-        backward, at 4k to 64k tokens; docs/results/attention_h200_202611.
+      name: as in `cfp.attention(..., implementation=name)`.
+      module: the module that computes it.
+      scores: the place of the scores.
+      matmul_share: the share of a large matrix product's rate that it reaches, forward
+        and backward, at 4k to 64k tokens; docs/results/attention_h200_202611.
       is_preferred: true if calls that name no implementation try it, in the order of
         `KERNELS`.
       any_positions: whether blocks may be masked by positions and segments; otherwise

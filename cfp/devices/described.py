@@ -1,4 +1,4 @@
-"""Clusters that are described, and not there: what a plan needs to know of them.
+"""Descriptions of clusters that are not here, and meshes of their devices.
 
 A cluster is some hosts of equally many devices of one kind. Devices of a host talk over
 its links, hosts over the network. A mesh goes over all devices in order, host by host,

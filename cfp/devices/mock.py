@@ -1,7 +1,7 @@
-"""One GPU plays one of N: programs for N devices are compiled and run by one.
+"""Runs programs for N devices on one GPU, which stands in for one of the N.
 
 JAX can be given a topology that is not there. The one GPU is then process 0 of N, with
-a device each: programs are partitioned, tuned and scheduled for all N, and run, and
+a device each: programs are partitioned, tuned and scheduled for all N, and run, while
 their collectives do nothing. So a program's peak memory is that of N devices, to the
 byte, and its time is that of its computation alone. Its results are wrong.
 

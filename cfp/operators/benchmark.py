@@ -1,14 +1,12 @@
 """Checks and times implementations, one row for each at each shape and type.
 
-Correctness comes first: what is wrong is not timed. What is not available, refuses the
-arguments, fails, does not fit into memory or was not reached in time is a row, too,
+An implementation with wrong results is not timed. One that is not available, refuses
+the arguments, fails, does not fit into memory or was not reached in time is a row, too,
 with its reason.
 
-Lower bounds of time: contractions at the device's peak, each byte moved once.
-
-The bytes are those of the arguments, the cotangent and the results: what an operator
-cannot avoid. Contractions count as they are, so causal attention half; a backward pass
-has twice those of the forward one.
+Rows have a lower bound of time: contractions at the device's peak, and each byte of the
+arguments, the cotangent and the results moved once. Contractions count as they are, so
+causal attention half; a backward pass has twice those of the forward one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The command ``python -m cfp.operators``, also ``cfp operators``.
+"""The command ``cfp operators``, also ``python -m cfp.operators``.
 
-Results as a file, and what became slower since an earlier one.
-
-Tables and bars of measurements, by shape and implementation.
+Prints tables by shape and implementation, draws them as bars, writes results to a file,
+and finds what became slower since an earlier one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A cross-entropy that never holds all logits: they are made for some words at a time.
+"""A cross-entropy in parts of the vocabulary, on one device's tokens and entries.
 
-In the forward pass each part of the vocabulary gives its largest logit and its sum of
-exponentials, and a label's logit is the product of the token with the label's column.
-In the backward pass the logits of each part are made again, and contracted at once.
-Tokens and words may be spread over devices: each computes its own, and sums follow.
-
-Computation of one device on its own tokens and words.
+It never holds all logits. In the forward pass each part of the vocabulary gives its
+largest logit and its sum of exponentials; a label's logit is the product of the token
+with the label's column. In the backward pass the logits of each part are computed
+again, and contracted at once. Tokens and vocabulary may be sharded: each device
+computes its part, and sums follow.
 """
 
 from __future__ import annotations

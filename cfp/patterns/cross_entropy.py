@@ -1,12 +1,11 @@
-"""Finds cross-entropies: what reads a contraction to a vocabulary, forward and back.
+"""Finds cross-entropies: the ops that read the logits, forward and backward.
 
-All that is computed of the logits has to be one of four things, each of which can be
-had without them: the largest of a row; a row's sum of exponentials of the logits less
-something of the token; what a row has at one word, its label's; and contractions with
-something that is, in each element, computed of the logit and of what the token and the
-word have. The rest, such as what is done with a token's loss, stays as it is written.
-
-Recognizes exponentials and labels' words: the parts of a softmax with labels.
+Every value computed from the logits must be one of four, each of which can be had
+without them: the maximum of a row; a row's sum of exponentials of the logits less
+something of the token; a row's logit of its label; or a contraction with a value that
+is computed, element by element, from the logit and from values of the token and of the
+vocabulary entry. Everything else, such as what is done with a token's loss, stays as it
+is written.
 """
 
 from __future__ import annotations

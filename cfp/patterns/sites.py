@@ -1,11 +1,9 @@
-"""All cross-entropies of a program, proved, and what computes them under a layout.
+"""All cross-entropies of a program, proved, and their computation under a layout.
 
-Proves that stages compute what the program's ops do, by numbers.
-
-The ops are evaluated in float64 at a few coordinates of each dim, and the stages in
-float32 at the same, with random arguments: whatever is read from outside of the ops is
-drawn by itself, so that nothing that the rest of the program does can hide an error.
-The first words and the last ones are tried, since an op may treat some differently.
+A proof evaluates the program's ops in float64 at a few coordinates of each dim, and the
+stages that replace them in float32 at the same. Every value that enters from outside of
+the ops is drawn at random, so that the rest of the program cannot hide an error. The
+first and the last vocabulary entries are tried, since an op may treat some differently.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A plan for another program of the same segments, or on other devices.
+"""Adapts a plan to another program of the same segments, or to other devices.
 
-More layers, another batch, and a mesh with axes of the same names and other sizes.
-
-The choices of each segment are carried over to segments that look like it: the same
-blocks, in the same order, by name (numbers aside) and by op, with the same sizes or
-one size scaled. What a plan file says in words is looked up among the strategies of
-the new program's blocks. Arguments that both programs have must come out sharded as
-they were. Nothing is compiled or measured: `cfp verify` does that.
+The new program may have more layers, another batch, or a mesh with axes of the same
+names and other sizes. Each segment copies the choices of one that looks like it: the
+same blocks, in the same order, by name (numbers aside) and by op, with the same sizes
+or one size scaled. A plan file's words are looked up among the strategies of the new
+program's blocks. Arguments of both programs must be sharded as before. Nothing is
+compiled or measured: `cfp verify` does that.
 """
 
 from __future__ import annotations

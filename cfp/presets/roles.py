@@ -24,13 +24,10 @@ takes down which dims it has sharded so far:
     ``data``, except where weights have a batch factor of their own (one matrix per
     expert), which is then sharded. GShard, arXiv 2006.16668.
 
-Factors of an op's rule that may shard its result and its operands.
-
-Preferences of roles, and those that an axis of a size allows.
-
-Of a walk through a program that is all that depends on the axis's size. So what an axis
-of one size does in its blocks, one of another size does, too, if it may do first of
-every wish what that one did: with thousands of devices a walk is for several axes.
+A walk depends on the axis's size only through its wishes: at each block a list of
+choices, of which the axis takes the first that its size allows (:class:`Wishes`). So
+a walk is reused for another size if the same choice is the first allowed one of every
+wish; with thousands of devices one walk serves several axes.
 """
 
 from __future__ import annotations

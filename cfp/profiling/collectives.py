@@ -1,10 +1,8 @@
-"""Measures what devices take to move data to each other, and to compute.
+"""Measures the rates of a mesh's devices: collectives, products and memory traffic.
 
 A few seconds of small programs (`cfp.profiling.probes`), one for each kind of
-collective, group of axes and size. The records stand in the store like all others: a
-second time nothing runs.
-
-Builds one probe (`cfp.profiling.probes`) for the devices of a mesh.
+collective, group of axes and size, built and run here. Their records are stored like
+all others: a second time nothing runs.
 """
 
 from __future__ import annotations

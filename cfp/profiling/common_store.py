@@ -1,8 +1,8 @@
-"""The store of process 0, by which all processes of a program go.
+"""Process 0's profile store, shared by all processes of a program.
 
-What is known decides what is measured. So processes with stores of their own would
-measure different things; and one store for all would have to lie where SQLite works for
-several hosts. Process 0 looks up, tells the others, and keeps what is new.
+Stored measurements decide what is measured, so processes with different stores would
+measure different things; and one file for all would have to lie where SQLite works for
+several hosts. Process 0 looks up, tells the others, and keeps new records.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Makes arrays to run a program on, each piece on the device that will hold it.
+"""Makes random arguments for a program, each piece on the device that holds it.
 
-The values matter a little: zeros, and numbers of one sign, take less power than numbers
-do in earnest, so that clocks stay higher, and NaN or infinite values make some kernels
-slower.
-
-Ranges of the integers that a part of a program reads.
-
-Token ids that all lie below 128 read 128 rows of an embedding, which stay in a cache,
-and its gradient adds up in as few. A step in earnest reads rows from everywhere. So
-what picks rows of a tensor gets numbers up to as many as there are rows, and what is
-compared with ``0, 1, 2, ...`` as many as these are.
+The values affect times. Zeros, and numbers of one sign, take less power than real
+numbers do, so that clocks stay higher, and NaN or infinite values make some kernels
+slower. Token ids below 128 read 128 rows of an embedding, which stay in a cache, and
+its gradient adds up in as few; a real step reads rows from everywhere. So integers that
+pick rows of a tensor range up to the number of its rows, and integers that are compared
+with ``0, 1, 2, ...`` up to the number of these.
 """
 
 from __future__ import annotations

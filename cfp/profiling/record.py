@@ -90,9 +90,7 @@ class ProfileRecord(CompiledBytes):
         built and predicted (`cfp.cost.stand_in`).
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken. None is
-        altered later: what is derived from them is where it is used, of a segment in
-        `cfp.search.wanted`, of a truncated program in `cfp.race.truncated`, of a mesh's
-        links in `cfp.profiling.collectives`.
+        altered later; docs/how-cfp-chooses.md lists all places that correct them.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.

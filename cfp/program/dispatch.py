@@ -5,11 +5,10 @@ returned has the right type and sharding, and memory of its own; so has an argum
 was passed before and not overwritten. A step therefore remembers, weakly, which array
 it expects at each place, and looks only at arguments that are other objects.
 
-Arguments that share memory, although they are different arrays.
-
-``jax.device_put`` copies nothing that is where it should be already: what it returns is
-another array over the same buffers. If a step may overwrite one of two such arguments,
-XLA ends the process (jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same
+Arguments that share memory are copied if the step may overwrite one of them
+(:class:`Apart`). ``jax.device_put`` copies nothing that is in place already: it returns
+another array over the same buffers. If a step overwrites one of two such arguments, XLA
+ends the process (jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same
 buffer twice"). Weights and the moving average that begins with them are such arguments.
 """
 

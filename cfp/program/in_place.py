@@ -1,8 +1,7 @@
-"""Finds steps that change what they were given in place, which a plan would lose.
+"""Finds steps that change their arguments in place, whose changes a plan would lose.
 
-Such a step is a program of its own only with what it changed among its results. What
-it does to its arguments' Python objects is done once, while it is traced, to copies
-that is not seen again: it runs, and nothing is learnt.
+A step is traced once, on copies of its arguments' Python objects. Changes of these
+objects that it does not return are lost: it would run, and update nothing.
 """
 
 from __future__ import annotations

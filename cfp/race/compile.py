@@ -197,10 +197,10 @@ def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
 
 
 def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
-    """Keeps what became of programs together, since half a race is none.
+    """Stores the results of a race in one transaction; a part of a race is unusable.
 
-    What another process measured meanwhile, with a larger budget, says more than that
-    it is too large for this one.
+    A measurement that another process made meanwhile, with a larger budget, is not
+    replaced by the result that the program is too large for this one.
     """
     known = store.get_many(record.key for record in records if was_refused(record))
     measured = {digest for digest, record in known.items() if record.ok}

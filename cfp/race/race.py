@@ -1,19 +1,18 @@
-"""The last pass: the plan and its rivals, compiled and timed; the fastest is the plan.
+"""The race: compiles and times the plan and its rivals; the fastest is the plan.
 
-What races was sieved before. Presets: which are measured, or estimated
-(:mod:`cfp.passes.profile`); choices of the whole program: the best by each way to
-predict, and presets (:mod:`cfp.passes.search`). Then here, in this order:
+Candidates come from the passes before: presets from the profile pass
+(:mod:`cfp.passes.profile`), the best choices by each prediction from the search
+(:mod:`cfp.passes.search`). The race then goes in this order:
 
-candidates  those, by name and constraint level :mod:`cfp.race.candidates`
-remembered  what was compiled before and fits   :mod:`cfp.race.remembered`
-enough      compiled until enough fit           :mod:`cfp.race.enough`
-turns       those, timed in turn                :mod:`cfp.race.turns`
-again       the leaders, with other compiler options
+candidates  named, at constraint levels             :mod:`cfp.race.candidates`
+remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
+enough      compiled until enough fit               :mod:`cfp.race.enough`
+turns       timed in turn                           :mod:`cfp.race.turns`
+again       leaders with other compiler options and constraint levels
 ties        the simplest of the fastest wins
 
-Of a deep program truncated ones race, and the winner whole (:mod:`cfp.race.truncated`).
-
-Steps of a race: compile, admit, time, compare, remember.
+Deep programs race truncated, and the winner is timed whole
+(:mod:`cfp.race.truncated`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate, Solution, prediction_of
 
-# Kept apart from the first race: what leads must not change with this one.
+# A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)
 
 
@@ -201,10 +200,10 @@ class Run:
         known: Sequence[Candidate] = (),
         one_is_enough: bool = False,
     ) -> Iterator[Admitted]:
-        """Candidates, compiled: what is near, and more, as long as that is asked for.
+        """Compiles candidates in batches: near ones first, more as long as asked for.
 
-        What is far behind is better than nothing; and where nothing else fits, so is
-        what needs least. What that needs is what an error names.
+        If none of the near ones fits, slower ones follow, and then the smallest. An
+        error names the memory that the smallest needs.
 
         Args:
             candidates: the best by prediction first.
@@ -358,7 +357,7 @@ class Run:
         )
 
 
-# Kept apart from the first race: what leads must not change with this one.
+# A key of its own, so that this race cannot change the leaders of the first.
 _ALONE: Parts = (("race", "the winner of truncated ones"),)
 
 

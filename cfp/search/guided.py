@@ -54,10 +54,10 @@ def explore(
         per_kind: how many candidates of each kind of segment to measure.
         others: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
-        look: measures jobs, or looks them up; what it has no record of stays unknown.
-            Where time has an end, what a plan cannot do without is measured anyway.
-        left: the share of predicted memory that is no state which the compiler needs
-            at least, if it saves what it can; 1 if it cannot save any.
+        look: measures jobs, or looks them up; jobs without a record stay unknown. With
+            a deadline, jobs that a plan cannot do without are measured all the same.
+        left: the smallest share of predicted temporaries that the compiler can reach
+            under a memory limit; 1 if it takes none.
 
     Raises:
         DeviceError: no candidate of some segment could be measured.

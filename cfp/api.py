@@ -25,7 +25,7 @@ from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.interrupts import heeded
+from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
 from cfp.program.meaning import meaning
@@ -344,7 +344,7 @@ class ParallelStep:
             )
         shows = shown(options.pop("settings", None), doing, silence, self._quiet)
         # Compiling, too: what was measured for the plan is kept.
-        with heeded(options.get("cache_dir")), shows as how:
+        with handle_keyboard_interrupt(options.get("cache_dir")), shows as how:
             options |= {"settings": how, "quiet": True}
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
             return _Planned(now, found, found.compile_bound())

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.cost.stand_in import UNTUNED, StandIn
+from cfp.cost.stand_in import UNTUNED, StepPredictor
 from cfp.devices import mock
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.common_store import open_store
-from cfp.profiling.conversation import together
+from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
@@ -93,7 +93,7 @@ class PlanContext:
     memory: MemoryBudget | None
     device_bytes: int | None
     end: float
-    stand_in: StandIn | None
+    stand_in: StepPredictor | None
 
     @property
     def devices(self) -> Mesh:
@@ -167,7 +167,7 @@ def open_context(
     """
     settings = settings_or_defaults(settings)
     agreement = agreement_of(mesh)
-    with together(agreement.alone):
+    with coordinated_planning(agreement.alone):
         if isinstance(mesh, DescribedMesh):
             environment = tuple(mesh.environment.items())
         else:
@@ -222,7 +222,7 @@ def _rules(
     usual: PlatformDefaults,
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
-    stand_in: StandIn | None,
+    stand_in: StepPredictor | None,
     is_plenty: bool,
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
@@ -297,13 +297,13 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
 
 def _stand_in(
     mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
-) -> tuple[StandIn | None, Parts]:
+) -> tuple[StepPredictor | None, Parts]:
     """Returns the predictor of steps on described devices, and its environment."""
     if not isinstance(mesh, DescribedMesh) or mesh.stand_in is None:
         return None, environment
     here = environment_parts(list(mesh.stand_in.devices.flat))
     rates = mesh.rates
-    found = StandIn(
+    found = StepPredictor(
         rates=rates,
         store=store,
         place=here if mesh.runs else None,

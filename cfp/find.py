@@ -22,8 +22,8 @@ from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
-from cfp.profiling.conversation import together
-from cfp.profiling.interrupts import heeded
+from cfp.profiling.conversation import coordinated_planning
+from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
@@ -75,7 +75,7 @@ def find_plan(
     """
     check_settings()
     alone = agreement_of(mesh).alone
-    with heeded(cache_dir), together(alone), unchecked():
+    with handle_keyboard_interrupt(cache_dir), coordinated_planning(alone), unchecked():
         return _find_plan(
             step,
             analyzed=analyzed or analyze_step(step, mesh, pins),
@@ -106,7 +106,11 @@ def find_plan_that_fits(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    with heeded(cache_dir), together(agreement_of(mesh).alone), unchecked():
+    with (
+        handle_keyboard_interrupt(cache_dir),
+        coordinated_planning(agreement_of(mesh).alone),
+        unchecked(),
+    ):
         analyzed = analyze_step(step, mesh, pins)
     try:
         return find_plan(
@@ -166,7 +170,7 @@ def find_with_state_in_host(
         raise shortage
     end = time.monotonic() + settings.seconds
     alone, error = agreement_of(mesh).alone, shortage
-    with heeded(cache_dir), together(alone), unchecked():
+    with handle_keyboard_interrupt(cache_dir), coordinated_planning(alone), unchecked():
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
             size = format_bytes(sum(one.size_bytes for one in some))
             if settings.progress is not None:
@@ -224,10 +228,10 @@ def _find_plan(
     settings: PlannerSettings | None,
 ) -> Found:
     started = time.perf_counter()
-    if step.gives_unasked:
+    if step.inner_jit_donates:
         warnings.warn(
-            "cfp ignores the donated arguments of the jax.jit around the step: give "
-            "donate_argnums or donate_argnames to cfp, too.",
+            "The jax.jit around the step donates arguments, which cfp ignores: give "
+            "cfp donate_argnums or donate_argnames, too.",
             stacklevel=3,
         )
     analysis, interrupted = analyzed.analysis, False
@@ -280,8 +284,8 @@ def estimate_plan(
     budget = parse_bytes(memory_budget)
     alone = agreement_of(analyzed.mesh).alone
     with (
-        heeded(cache_dir),
-        together(alone),
+        handle_keyboard_interrupt(cache_dir),
+        coordinated_planning(alone),
         unchecked(),
         open_context(analyzed.mesh, cache_dir, budget, settings) as context,
     ):

@@ -29,7 +29,7 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
 from cfp.profiling.common_store import open_store
-from cfp.profiling.conversation import together
+from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
@@ -471,7 +471,7 @@ def _race_winners(
     mesh = _mesh(found[0][1])
     agreement = agreement_of(mesh)
     with (
-        together(agreement.alone),
+        coordinated_planning(agreement.alone),
         open_store(store_path(cache_dir), agreement) as store,
     ):
         builder = Builder(

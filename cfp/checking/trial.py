@@ -17,7 +17,7 @@ from cfp.checking.difference import Difference
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
-from cfp.profiling.conversation import together
+from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
@@ -138,7 +138,7 @@ def run_trial(
         CfpError: it cannot run more than once.
     """
     agreement = agreement_of(plan.mesh)
-    with together(agreement.alone):
+    with coordinated_planning(agreement.alone):
         return _run_trial(
             plan,
             target,

@@ -211,14 +211,14 @@ def _one_way(
         # Many strategies treat one value alike: each way is priced once.
         rows: dict[Made, int] = {}
         columns: dict[tuple[Spec, ...], int] = {}
-        made = [rows.setdefault(_handed_over(t, v), len(rows)) for t in makers]
+        made = [rows.setdefault(_boundary_shardings(t, v), len(rows)) for t in makers]
         read = [columns.setdefault(t.reads[v], len(columns)) for t in readers]
         costs = [[terms.move_ms(v, how, wants) for wants in columns] for how in rows]
         total += np.array(costs)[np.ix_(made, read)]
     return total
 
 
-def _handed_over(maker: BlockTerms, v: int) -> Made:
+def _boundary_shardings(maker: BlockTerms, v: int) -> Made:
     """Returns the sharding of a block's result; sums are complete if it reads them."""
     have, partial = maker.makes[v]
     if partial and v in maker.reads:

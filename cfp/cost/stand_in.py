@@ -262,7 +262,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class StepPredictor:
     """Times programs for devices that are not all here; a `MeasureOptions.run`.
 
     Attributes:

@@ -70,7 +70,7 @@ class Wishes:
             self._known[key] = (rule, key[1], _first(rule, key[1], self._size))
         return self._known[key][2]
 
-    def come_true(self, size: int) -> bool:
+    def allows_same_choices(self, size: int) -> bool:
         """Returns True if an axis of another size does the same everywhere."""
         return all(
             _first(rule, wish, size) == choice
@@ -127,7 +127,7 @@ def axis_walk(
         role = "data"
     known = frame.walks.setdefault((role, dim), [])
     for wishes, choices in known:
-        if wishes.come_true(axis_size):
+        if wishes.allows_same_choices(axis_size):
             return choices
     wishes = Wishes(axis_size)
     values = enumerate(frame.program.values)

@@ -49,7 +49,7 @@ def compile_right(
     """
     compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
-    if doubt(text) is None:
+    if miscompile_reason(text) is None:
         return compiled, text
     off = filter(None, [options.get(_OFF), _PASS])
     without = {**options, _OFF: ",".join(off)}
@@ -67,7 +67,7 @@ def compile_right(
     return compiled, text
 
 
-def doubt(hlo_text: str) -> str | None:
+def miscompile_reason(hlo_text: str) -> str | None:
     """Returns the reason why a compiled program may be wrong; None if it is right.
 
     Args:

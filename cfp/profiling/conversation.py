@@ -231,11 +231,11 @@ def _of_channel(channel: Channel) -> Conversation:
 
 
 @contextlib.contextmanager
-def together(alone: bool) -> Iterator[None]:
-    """A plan that all processes make together: each hears of another's failure.
+def coordinated_planning(alone: bool) -> Iterator[None]:
+    """Runs planning in all processes together: each hears of another's failure.
 
-    Meanwhile a thread looks whether one has failed. A process that does not react to
-    it, because its devices wait for the other's, is ended with a message.
+    Meanwhile a thread watches for a failure. A process that does not react to one,
+    because its devices wait for the failed one's, is ended with a message.
 
     Args:
         alone: whether there is only one process.

@@ -44,8 +44,8 @@ def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
 
 
 @contextmanager
-def heeded(cache_dir: str | Path | None) -> Iterator[None]:
-    """A time in which an interrupt arrives, and says what is kept.
+def handle_keyboard_interrupt(cache_dir: str | Path | None) -> Iterator[None]:
+    """Delivers Ctrl-C as one KeyboardInterrupt, whose message says what is kept.
 
     Args:
         cache_dir: where measurements are kept.

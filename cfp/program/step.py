@@ -310,7 +310,7 @@ class FlatStep:
         return _LEAF.sub(lambda found: paths.get(int(found[1]), found[0]), text)
 
     @property
-    def gives_unasked(self) -> bool:
+    def inner_jit_donates(self) -> bool:
         """True if only a jax.jit around the step donates arguments.
 
         Inside of another program it cannot.

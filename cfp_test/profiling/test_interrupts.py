@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.profiling.interrupts import heeded, interrupted_text
+from cfp.profiling.interrupts import handle_keyboard_interrupt, interrupted_text
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp_test.checking import make_mesh
@@ -54,7 +54,7 @@ def dropped(monkeypatch):
 def test_what_was_dropped_arrives_a_moment_later(folder, dropped):
     hook = sys.unraisablehook
     with pytest.raises(KeyboardInterrupt, match=r"kept in .*; the same call goes on"):
-        with heeded(folder):
+        with handle_keyboard_interrupt(folder):
             Interrupts()
             threading.Event().wait(GUARD_SECONDS)
     assert dropped == [] and sys.unraisablehook is hook
@@ -62,7 +62,7 @@ def test_what_was_dropped_arrives_a_moment_later(folder, dropped):
 
 def test_what_was_dropped_again_arrives_after_that(folder, dropped):
     left = [Interrupts(), Interrupts()]
-    with pytest.raises(KeyboardInterrupt), heeded(folder):
+    with pytest.raises(KeyboardInterrupt), handle_keyboard_interrupt(folder):
         while left:
             left.pop()
         # One is sent for both: another would arrive when all this is over.
@@ -77,7 +77,7 @@ def test_what_other_threads_drop_interrupts_nothing(folder, dropped):
         def __del__(self):
             raise KeyboardInterrupt
 
-    with heeded(folder):
+    with handle_keyboard_interrupt(folder):
         thread = threading.Thread(target=Fails)
         thread.start()
         thread.join()
@@ -86,7 +86,10 @@ def test_what_other_threads_drop_interrupts_nothing(folder, dropped):
 
 @pytest.mark.explained("Interrupted")
 def test_what_was_dropped_last_arrives_at_the_end(folder, dropped):
-    with pytest.raises(KeyboardInterrupt, match=r"^Interrupted\."), heeded(folder):
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"^Interrupted\."),
+        handle_keyboard_interrupt(folder),
+    ):
         Interrupts()
     assert dropped == []
 
@@ -101,7 +104,7 @@ def test_a_programs_own_handler_is_left_alone(folder, dropped):
 
     before = signal.signal(signal.SIGINT, own)
     try:
-        with heeded(folder):
+        with handle_keyboard_interrupt(folder):
             Interrupts()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -113,7 +116,7 @@ def test_other_errors_are_reported_as_before(folder, dropped):
         def __del__(self):
             raise ValueError
 
-    with heeded(folder):
+    with handle_keyboard_interrupt(folder):
         Fails()
     assert dropped == [ValueError]
 
@@ -122,7 +125,7 @@ def test_another_thread_changes_nothing(folder, dropped):
     hook, seen = sys.unraisablehook, []
 
     def look():
-        with heeded(folder):
+        with handle_keyboard_interrupt(folder):
             seen.append(sys.unraisablehook)
 
     thread = threading.Thread(target=look)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.errors import CompilerError
-from cfp.profiling.compiled import compile_right, doubt
+from cfp.profiling.compiled import compile_right, miscompile_reason
 from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
 
 GEMM = (
@@ -413,7 +413,9 @@ def test_programs_that_were_compiled_here_are_fine():
     assert "while(" in text
     # As if the compiler had computed something again.
     assert read_after_overwritten(text + "\n// .remat") is None
-    assert doubt(text.replace("HloModule ", "HloModule a.remat.", 1)) is None
+    assert (
+        miscompile_reason(text.replace("HloModule ", "HloModule a.remat.", 1)) is None
+    )
 
 
 AGAIN = program(
@@ -438,8 +440,8 @@ UNPROVED = {
 
 @pytest.mark.parametrize("text", UNPROVED.values(), ids=UNPROVED)
 def test_what_cannot_be_read_counts_as_wrong(text):
-    assert doubt(AGAIN) is None
-    assert doubt(text) is not None
+    assert miscompile_reason(AGAIN) is None
+    assert miscompile_reason(text) is not None
     lowered = Lowered(text, RIGHT)
     assert compile_right(lowered, {})[1] == RIGHT
     assert lowered.options == [None, {"xla_disable_hlo_passes": "rematerialization"}]
@@ -450,4 +452,4 @@ def test_constants_of_several_lines_can_be_read():
         "  ROOT",
         "  %c = s32[2,2]{1,0} constant({\n  { 1, -2 },\n  { 3, 4 }\n})\n  ROOT",
     )
-    assert doubt(text) is None
+    assert miscompile_reason(text) is None

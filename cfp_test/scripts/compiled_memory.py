@@ -105,13 +105,13 @@ def main() -> None:
 def watch_overwritten() -> list[str | None]:
     """What is found in the texts of programs from now on, first tries first."""
     found: list[str | None] = []
-    look = compiled.doubt
+    look = compiled.miscompile_reason
 
     def looked(text: str) -> str | None:
         found.append(look(text))
         return found[-1]
 
-    compiled.doubt = looked
+    compiled.miscompile_reason = looked
     return found
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cfp import api, platform
 from cfp.devices.mock import mocked_mesh, play_one_of
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.compiled import doubt
+from cfp.profiling.compiled import miscompile_reason
 from cfp.profiling.overwritten import has_rematerialized
 from cfp.race.enough import MEMORY_SHARE
 from cfp.runtime import execute
@@ -52,7 +52,7 @@ def main() -> None:
     def looked_at(lowered, compiler_options):
         compiled = lowered.compile(compiler_options=dict(compiler_options) or None)
         text = compiled.as_text() or ""
-        why = doubt(text)
+        why = miscompile_reason(text)
         print(json.dumps({**row, "remat": has_rematerialized(text), "doubt": why}))
         return compiled, text
 

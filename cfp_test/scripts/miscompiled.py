@@ -43,7 +43,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from cfp.checking.difference import compare
-from cfp.profiling.compiled import compile_right, doubt
+from cfp.profiling.compiled import compile_right, miscompile_reason
 from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
 from cfp.targets import Target, resolve
 
@@ -112,7 +112,7 @@ def looked_at(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Row:
     right, right_text = compile_right(lowered, options)
     return {
         **seen_in(as_is),
-        "right": {**seen_in(right), "doubt": doubt(right_text)},
+        "right": {**seen_in(right), "doubt": miscompile_reason(right_text)},
         "programs": (as_is, right),
     }
 
@@ -124,7 +124,7 @@ def seen_in(compiled: jax.stages.Compiled) -> Row:
     return {
         "rematerialized": count_rematerialized(text),
         "read_too_late": read_after_overwritten(text),
-        "doubt": doubt(text),
+        "doubt": miscompile_reason(text),
         "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
 

@@ -10,18 +10,23 @@ JOBS ?= 2
 WHEELHOUSE ?=
 FROM ?= $(if $(WHEELHOUSE),wheelhouse,lock)
 LOCK := requirements/lock.txt
+# What `test-gpu` runs in: an environment that has JAX with CUDA, or else a new one.
+GPU_PYTHON ?=
+GPU_OPTIONS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-latest prove lint docs wheel lock docs-lock sbom audit clean
+.PHONY: help install demo test test-latest test-gpu prove lint docs wheel lock docs-lock sbom audit clean
 
 help:
 	@echo 'make demo      plan a small model on this machine and show what was found'
 	@echo 'make test      lint, then all tests but the nightly ones'
 	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
+	@echo 'make test-gpu  what has to hold on the GPUs of this machine, in ten minutes; the'
+	@echo '               page to attach to an issue is build/gpu.md'
 	@echo 'make prove     run every op under every sharding of its rule; write the page of it'
 	@echo 'make lint      ruff and pyright'
 	@echo 'make docs      the documentation as a site, in build/site; a warning is an error'
@@ -36,6 +41,8 @@ help:
 	@echo 'PYTHON=...     interpreter to create $(VENV) with (3.11, 3.12 or 3.13)'
 	@echo 'VENV=...       another folder for the environment'
 	@echo 'WHEELHOUSE=... install from what build_jaxlib/build.py made, without a network'
+	@echo 'GPU_PYTHON=... what test-gpu runs in, with JAX for CUDA; $(VENV)-gpu unless given'
+	@echo 'GPU_OPTIONS=... for it, such as --planted, or --cpu 2 where there is no GPU'
 	@echo 'JOBS=...       test processes, $(JOBS) unless given'
 
 install: $(STAMP)
@@ -50,6 +57,14 @@ test: lint
 test-latest:
 	rm -f $(VENV)-latest/.installed
 	$(MAKE) test VENV=$(VENV)-latest FROM=ranges
+
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)-gpu/.installed)
+	$(or $(GPU_PYTHON),$(VENV)-gpu/bin/python) -m cfp_test.gpu --page build/gpu.md $(GPU_OPTIONS)
+
+# The lock is of CPUs only.
+$(VENV)-gpu/.installed: pyproject.toml
+	$(create) $(VENV)-gpu; $(VENV)-gpu/bin/python -m pip install --quiet -e '.[cuda,dev]'
+	@touch $@
 
 # The page is named after the release of jaxlib in $(VENV), and the month.
 prove: $(STAMP)
@@ -100,7 +115,7 @@ audit: $(STAMP) $(VENV)-audit/.installed
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes -r $(LOCK)
 
 clean:
-	rm -rf $(VENV) $(VENV)-latest $(VENV)-lock $(VENV)-audit $(VENV)-docs $(VENV)-wheel build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-latest $(VENV)-gpu $(VENV)-lock $(VENV)-audit $(VENV)-docs $(VENV)-wheel build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An interpreter counts if it runs and is new enough: a version manager's stand-in may

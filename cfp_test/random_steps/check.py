@@ -95,7 +95,6 @@ class Checked:
 class Subject:
     """A step on a mesh, traced, analysed, and computed on one device."""
 
-    spec: Spec
     built: Built
     step: FlatStep
     analyzed: Analyzed
@@ -104,10 +103,14 @@ class Subject:
     @classmethod
     def of(cls, spec: Spec) -> Subject:
         """Builds, traces and analyses a step."""
-        built = build(spec)
+        return cls.of_built(build(spec), make_mesh(spec.mesh))
+
+    @classmethod
+    def of_built(cls, built: Built, mesh: Mesh) -> Subject:
+        """Traces and analyses a step on a mesh."""
         step = flatten_step(built.fn, built.args, {}, donate_argnums=built.donated)
-        analyzed = analyze_step(step, make_mesh(spec.mesh))
-        return cls(spec, built, step, analyzed, list(step.flatten(built.args, {})))
+        analyzed = analyze_step(step, mesh)
+        return cls(built, step, analyzed, list(step.flatten(built.args, {})))
 
     @property
     def analysis(self) -> Analysis:

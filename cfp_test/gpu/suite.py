@@ -1,0 +1,204 @@
+"""The table of checks; each runs in a process of its own, with a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cfp_test.gpu.place import ROOT, Place, tail
+from cfp_test.gpu.planted import FAULTS
+
+PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A check, and how it went.
+
+    Attributes:
+        name: of the check, or of the fault that was planted.
+        what: that is checked, or the fault.
+        outcome: PASSED, FAILED or NOT_RUN.
+        said: figures, or what is wrong.
+        seconds: that it took.
+    """
+
+    name: str
+    what: str
+    outcome: str
+    said: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What is checked, and what checks it.
+
+    Attributes:
+        what: one sentence.
+        home: module and function, which gets the place, returns figures, and raises
+            `Failed` where the check does not hold.
+        devices: that it takes at least: there is nothing to shard over one.
+    """
+
+    what: str
+    home: str
+    devices: int = 2
+
+
+# To add a check: a function of `Place`, and its line here.
+CHECKS = {
+    "presets and plans": Check(
+        what="the zoo's models under presets and their plan compute what one device "
+        "does: loss, gradients and new state",
+        home="equal.presets_and_plans",
+    ),
+    "attention kernels": Check(
+        what="each kernel that loads computes what a float32 oracle does, forward and "
+        "backward, on one device and over all",
+        home="equal.kernels",
+        devices=1,
+    ),
+    "kernel in the step": Check(
+        what="a step that calls a kernel itself is sharded, kernel included, and right",
+        home="equal.kernel_in_step",
+    ),
+    "faults while measuring": Check(
+        what="after a kill, an out-of-memory and a hang planning goes on where it was",
+        home="recovery.recovered",
+    ),
+    "used again": Check(
+        what="nothing is measured twice, and a plan's file runs as it is",
+        home="plans.used_again",
+    ),
+    "another device's store": Check(
+        what="records of another kind of device are not taken for this one's",
+        home="plans.other_device",
+    ),
+    "best preset": Check(
+        what="the plan is no slower than the best preset, beyond noise",
+        home="plans.no_slower",
+    ),
+    "memory budget": Check(
+        what="a plan within a budget uses no more, as the device counts it",
+        home="plans.budget",
+    ),
+}
+# What checks have done in processes of their own.
+PARTS = {
+    "devices": "page.describe",
+    "plan with a fault": "recovery.plan_with_a_fault",
+    "plan within a budget": "plans.plan_within_budget",
+    "run within a budget": "plans.run_within_budget",
+}
+
+
+def function_of(name: str) -> Callable[[Place], str | None]:
+    """Imports what a check or a part is made of."""
+    from importlib import import_module
+
+    home = PARTS.get(name) or CHECKS[name].home
+    module, function = home.split(".")
+    return getattr(import_module(f"cfp_test.gpu.{module}"), function)
+
+
+def run_check(name: str, place: Place, devices: int, seconds: float) -> Outcome:
+    """Runs a check in a process of its own, which is ended when its time is over.
+
+    Args:
+        name: of the check.
+        place: where.
+        devices: that there are.
+        seconds: that it may take.
+    """
+    wanted, what = CHECKS[name].devices, CHECKS[name].what
+    if devices < wanted:
+        return _not_run(name, what, devices, wanted)
+    began = time.monotonic()
+    code, out, err = _end_of(place.command(name), seconds)
+    took = time.monotonic() - began
+    try:
+        found = json.loads(out.splitlines()[-1])
+        outcome, said = found["outcome"], found["said"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        outcome = FAILED
+        said = f"no end after {seconds:.0f} s" if code is None else f"it died ({code})"
+        said = f"{said}: {tail(err)}"
+    return Outcome(name=name, what=what, outcome=outcome, said=said, seconds=took)
+
+
+def _not_run(name: str, what: str, devices: int, wanted: int) -> Outcome:
+    said = f"it takes {wanted} devices, and there is {devices}"
+    return Outcome(name=name, what=what, outcome=NOT_RUN, said=said, seconds=0.0)
+
+
+def run_planted(name: str, place: Place, devices: int, seconds: float) -> Outcome:
+    """Plants a fault in the check that has to fail of it, and sees that it does."""
+    fault = FAULTS[name]
+    words = (*place.words, "--plant", name)
+    planted = Place(place.folder / name, words)
+    found = run_check(fault.check, planted, devices, seconds)
+    if found.outcome == NOT_RUN:
+        return replace(found, name=name, what=fault.what)
+    is_caught = found.outcome == FAILED and fault.says in found.said
+    how = "caught" if is_caught else "NOT CAUGHT"
+    return replace(
+        found,
+        name=name,
+        what=fault.what,
+        outcome=PASSED if is_caught else FAILED,
+        said=f"{how} by {fault.check}: {found.said}",
+    )
+
+
+def _end_of(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]:
+    """Runs a command, with all that it starts; its code is None if it was ended."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=max(1.0, seconds))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        if isinstance(reason, KeyboardInterrupt):
+            raise
+        return None, out, err
+    return process.returncode, out, err
+
+
+def described(place: Place, seconds: float) -> dict[str, str]:
+    """Asks a process of its own for the devices, the driver and versions.
+
+    Raises:
+        RuntimeError: JAX finds none.
+    """
+    code, out, err = _end_of(place.command("devices"), seconds)
+    if code:
+        raise RuntimeError(tail(err))
+    return json.loads(json.loads(out.splitlines()[-1])["said"])
+
+
+def run_here(name: str, folder: Path, words: Sequence[str]) -> int:
+    """Runs a check, or a part of one, in this process; prints how it went."""
+    from cfp_test.gpu.place import Failed
+
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Place(folder, words)
+    try:
+        said, outcome = function_of(name)(place) or "", PASSED
+    except Failed as error:
+        said, outcome = str(error), FAILED
+    print(json.dumps({"outcome": outcome, "said": said}), flush=True)
+    return 0 if outcome == PASSED else 1

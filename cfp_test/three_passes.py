@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser, workdir: Path) -> None:
     parser.add_argument("--config", default="F", help="a name for the sizes' headline")
     parser.add_argument("--json", type=Path, help="append a row about the search here")
     parser.add_argument("--platform", choices=platform.PLATFORMS)
-    parser.add_argument("--device_num", type=int, default=4)
+    parser.add_argument("--device_num", "--devices", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--workdir", type=Path, default=workdir)
     parser.add_argument("--memory_budget", help="of one device, such as 40GiB")

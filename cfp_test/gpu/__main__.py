@@ -75,10 +75,10 @@ def _run(
 ) -> int:
     from cfp_test.gpu.page import page, versions
     from cfp_test.gpu.place import Place
-    from cfp_test.gpu.suite import FAILED, described, run_check, run_planted
+    from cfp_test.gpu.suite import CHECKS, FAILED, described, run_check, run_planted
 
     end = time.monotonic() + given.seconds
-    place = Place(folder, words)
+    place = Place(folder, tuple(words))
     try:
         machine = described(place, given.seconds)
     except RuntimeError as error:
@@ -96,6 +96,8 @@ def _run(
         return 1
     outcomes = []
     for name in names:
+        if name in CHECKS and CHECKS[name].alone and int(count) > 1 and not given.only:
+            continue
         found = run(name, place, int(count), end - time.monotonic())
         outcomes.append(found)
         print(

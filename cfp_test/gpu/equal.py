@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -30,8 +33,11 @@ from cfp_test.random_steps.check import Subject
 from cfp_test.random_steps.compare import MOST_ALLOWED
 from cfp_test.random_steps.program import Built
 
-# Parts of the vocabulary, where a cross-entropy is computed in parts.
-_PARTS = 4
+# Parts of the vocabulary, where a cross-entropy is computed in parts, under these.
+_PARTS, _IN_PARTS = 4, ("data_parallel", "tensor_parallel")
+# Tuning changes no result, and takes all GPUs for itself.
+_UNTUNED = {"xla_gpu_autotune_level": "0"}
+_MOST_THREADS = 8
 # Small leaves that no axis divides stay whole.
 _HELD_MARGIN = 0.1
 
@@ -48,14 +54,13 @@ def presets_and_plans(place: Place) -> str:
     """Compares each model under its presets, and under its plan, with one device.
 
     Loss, parameters and moments after a step are compared; the first moments after
-    the first step are the gradients. The cross-entropy of each preset is computed in
-    parts as well, where it can be.
+    the first step are the gradients. Under some presets the cross-entropy is computed
+    in parts as well.
     """
-    found = []
-    with jax.default_matmul_precision("highest"):
-        for name, options in place.sizes.models.items():
-            found.append(f"{name}: {_model(name, options, place)}")
-    return "; ".join(found)
+    # Of all threads; a context is of one.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    models = place.sizes.models.items()
+    return "; ".join(f"{name}: {_model(name, o, place)}" for name, o in models)
 
 
 def _model(name: str, options: dict[str, Scalar], place: Place) -> str:
@@ -72,17 +77,17 @@ def _model(name: str, options: dict[str, Scalar], place: Place) -> str:
         check_held(what, way, subject, compiled)
     few = sum(one > MOST_ALLOWED for one in allowed)
     noise = f", {few} of which rounding decides" if few else ""
-    ways = ", ".join(way for way, _ in _ways(subject))
+    ways = ", ".join(_ways(subject))
     return f"{len(allowed)} results{noise}, under {ways}, and the plan"
 
 
-def _ways(subject: Subject) -> Iterator[tuple[str, Choice]]:
-    """Yields presets, and the same with cross-entropies in parts."""
+def _ways(subject: Subject) -> dict[str, Choice]:
+    """Finds presets, and the same with cross-entropies in parts."""
     analysis = subject.analysis
     kernels = Kernels(parts=_PARTS)
-    for name, choice in presets(analysis.frame).items():
-        yield name, choice
-        chosen = []
+    found = presets(analysis.frame)
+    for name in _IN_PARTS:
+        choice, chosen = found[name], []
         for index in analysis.representatives:
             own = segment_candidate(analysis, index, choice)
             kind = analysis.segments[index].kind
@@ -90,12 +95,20 @@ def _ways(subject: Subject) -> Iterator[tuple[str, Choice]]:
                 (index, one.kernel) for one in kernels.variants(analysis, kind, own)
             ]
         if chosen:
-            yield f"{name} in parts", replace(choice, kernels=tuple(chosen))
+            found[f"{name} in parts"] = replace(choice, kernels=tuple(chosen))
+    return found
 
 
 def _compiled(subject: Subject, place: Place) -> Iterator[tuple[str, CompiledStep]]:
-    for name, choice in _ways(subject):
-        yield name, compile_choice(subject, choice)
+    ways = _ways(subject)
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        options = _UNTUNED if place.is_gpu else {}
+        built = [
+            pool.submit(compile_choice, subject, choice, options=options)
+            for choice in ways.values()
+        ]
+        for name, one in zip(ways, built, strict=True):
+            yield name, one.result()
     settings = DetailedSettings(in_context=False, **place.sizes.settings)
     plan = cfp.plan(
         subject.built.fn,
@@ -113,12 +126,14 @@ def compile_choice(
     subject: Subject,
     choice: Choice,
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
+    options: Mapping[str, str] | None = None,
 ) -> CompiledStep:
-    """Compiles a step under a choice."""
+    """Compiles a step under a choice, with options of the compiler."""
     layout = lay_out(subject.analysis.frame, choice)
     ins = [layout.arg_spec(i) for i in range(len(subject.step.avals))]
     constraints = constraints_of(subject.analysis, choice, level)
-    return subject.quickly_compiled(ins, layout.output_specs(), constraints)
+    outs = layout.output_specs()
+    return subject.quickly_compiled(ins, outs, constraints, options)
 
 
 def check_held(what: str, way: str, subject: Subject, compiled: CompiledStep) -> None:
@@ -176,8 +191,8 @@ def _kernel(name: str, place: Place) -> str:
     ran, refused = list[tuple[float, str]](), dict[str, str]()
     ways = [(mask, "") for mask in MASKS]
     if len(place.devices) > 1:
-        ways += [(mask, way) for way in STRATEGIES for mask in ("causal", "packed")]
-        ways = [one for one in ways if one[1] == "" or len(STRATEGIES[one[1]]) == 1]
+        of_one_axis = [way for way, axes in STRATEGIES.items() if len(axes) == 1]
+        ways += [("causal", way) for way in of_one_axis]
     for mask, way in ways:
         what = f"{mask}{f', {way}' if way else ''}"
         try:
@@ -201,22 +216,7 @@ def _kernel(name: str, place: Place) -> str:
 
 def _distance(name: str, mask: str, way: str, place: Place) -> float:
     """Returns the relative L2 distance of the output or a gradient, the furthest."""
-    batch, tokens, heads, kv_heads, head_dim = place.sizes.attention
-    devices = len(place.devices)
-    batch, heads = _up(batch, devices), _up(heads, devices)
-    keys = jax.random.split(jax.random.key(7), 4)
-    counts = (heads, kv_heads, kv_heads, heads)
-    arrays = [
-        jax.random.normal(key, (batch, tokens, n, head_dim)).astype(place.sizes.dtype)
-        for key, n in zip(keys, counts, strict=True)
-    ]
-    window = tokens // 4
-    given: dict[str, Any] = {"causal": mask != "full"}
-    if mask == "window":
-        given["window"] = window
-    ids = packed(tokens, batch) if mask == "packed" else None
-    if ids is not None:
-        given["segment_ids"] = ids
+    arrays, given = _arrays(mask, place)
     where = {"mesh": place.mesh, "strategy": STRATEGIES[way]} if way else {}
 
     def run(*arrays: jax.Array) -> Any:
@@ -229,16 +229,48 @@ def _distance(name: str, mask: str, way: str, place: Place) -> float:
         )
         return out, *pull(dout)
 
+    found = [np.asarray(x, np.float32) for x in jax.jit(run)(*arrays)]
+    return max(
+        float(np.linalg.norm(mine - wanted) / np.linalg.norm(wanted))
+        for mine, wanted in zip(found, _oracle(mask, place), strict=True)
+    )
+
+
+def _arrays(mask: str, place: Place) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Draws q, k, v and a gradient, with what `cfp.attention` is given for a mask."""
+    batch, tokens, heads, kv_heads, head_dim = place.sizes.attention
+    devices = len(place.devices)
+    batch, heads = _up(batch, devices), _up(heads, devices)
+    keys = jax.random.split(jax.random.key(7), 4)
+    counts = (heads, kv_heads, kv_heads, heads)
+    arrays = [
+        jax.random.normal(key, (batch, tokens, n, head_dim)).astype(place.sizes.dtype)
+        for key, n in zip(keys, counts, strict=True)
+    ]
+    given: dict[str, Any] = {"causal": mask != "full"}
+    if mask == "window":
+        given["window"] = tokens // 4
+    if mask == "packed":
+        given["segment_ids"] = packed(tokens, batch)
+    return arrays, given
+
+
+@cache
+def _oracle(mask: str, place: Place) -> list[np.ndarray]:
+    """Computes output and gradients in float32, with all scores in memory."""
+    arrays, given = _arrays(mask, place)
     # Written down here once more: a mask that kernels have in common may be wrong.
+    batch, tokens = arrays[0].shape[:2]
     positions = np.arange(tokens)
     behind = positions[:, None] - positions[None]
     seen = np.ones((batch, tokens, tokens), bool)
-    if mask != "full":
+    if given["causal"]:
         seen &= behind >= 0
-    if mask == "window":
-        seen &= behind <= window
-    if ids is not None:
-        seen &= np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None]
+    if "window" in given:
+        seen &= behind <= given["window"]
+    if "segment_ids" in given:
+        ids = np.asarray(given["segment_ids"])
+        seen &= ids[:, :, None] == ids[:, None]
 
     def right(*arrays: jax.Array) -> Any:
         *qkv, dout = (x.astype(jnp.float32) for x in arrays)
@@ -246,12 +278,7 @@ def _distance(name: str, mask: str, way: str, place: Place) -> float:
         return out, *pull(dout)
 
     with jax.default_matmul_precision("highest"):
-        expected = [np.asarray(x) for x in jax.jit(right)(*arrays)]
-    found = [np.asarray(x, np.float32) for x in jax.jit(run)(*arrays)]
-    return max(
-        float(np.linalg.norm(mine - wanted) / np.linalg.norm(wanted))
-        for mine, wanted in zip(found, expected, strict=True)
-    )
+        return [np.asarray(x) for x in jax.jit(right)(*arrays)]
 
 
 def _attention(q: Any, k: Any, v: Any, seen: np.ndarray) -> jax.Array:

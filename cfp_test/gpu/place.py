@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,10 @@ class Failed(Exception):
     """Raised where a check does not hold; the message is on the page."""
 
 
+class NotRun(Exception):
+    """Raised where a check cannot run; the message is on the page."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of what checks compute.
@@ -34,6 +38,7 @@ class Sizes:
         dtype: of attentions.
         turns, calls: turns of each program that is timed, and its steps in a turn.
         settings: of plans that have to be right, not fast.
+        planned_settings: of the plan that has to be fast, too.
     """
 
     models: Mapping[str, Mapping[str, Scalar]]
@@ -43,6 +48,7 @@ class Sizes:
     turns: int
     calls: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    planned_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _models(common: Mapping[str, Scalar], **more: Scalar) -> dict[str, Any]:
@@ -84,7 +90,8 @@ ON_GPUS = Sizes(
     dtype="bfloat16",
     turns=12,
     calls=5,
-    settings={"per_kind": 4, "seconds": 20.0},
+    settings={"per_kind": 2, "seconds": 10.0},
+    planned_settings={"seconds": 80.0},
 )
 ON_CPUS = Sizes(
     models=_models(
@@ -121,7 +128,7 @@ class Place:
     """
 
     folder: Path
-    words: Sequence[str] = ()
+    words: tuple[str, ...] = ()
 
     @cached_property
     def devices(self) -> list[Any]:

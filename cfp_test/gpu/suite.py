@@ -45,11 +45,13 @@ class Check:
         home: module and function, which gets the place, returns figures, and raises
             `Failed` where the check does not hold.
         devices: that it takes at least: there is nothing to shard over one.
+        alone: whether it is for machines of one device only.
     """
 
     what: str
     home: str
     devices: int = 2
+    alone: bool = False
 
 
 # To add a check: a function of `Place`, and its line here.
@@ -69,10 +71,6 @@ CHECKS = {
         what="a step that calls a kernel itself is sharded, kernel included, and right",
         home="equal.kernel_in_step",
     ),
-    "faults while measuring": Check(
-        what="after a kill, an out-of-memory and a hang planning goes on where it was",
-        home="recovery.recovered",
-    ),
     "used again": Check(
         what="nothing is measured twice, and a plan's file runs as it is",
         home="plans.used_again",
@@ -80,6 +78,17 @@ CHECKS = {
     "another device's store": Check(
         what="records of another kind of device are not taken for this one's",
         home="plans.other_device",
+    ),
+    "faults while measuring": Check(
+        what="after a kill, an out-of-memory and a hang planning goes on where it was",
+        home="recovery.recovered",
+    ),
+    "one plays two": Check(
+        what="one GPU plays two: planned for, within a budget, too, and nothing is "
+        "measured twice",
+        home="plans.one_plays_two",
+        devices=1,
+        alone=True,
     ),
     "best preset": Check(
         what="the plan is no slower than the best preset, beyond noise",
@@ -120,6 +129,9 @@ def run_check(name: str, place: Place, devices: int, seconds: float) -> Outcome:
     wanted, what = CHECKS[name].devices, CHECKS[name].what
     if devices < wanted:
         return _not_run(name, what, devices, wanted)
+    if seconds <= 0:
+        said = "no time was left; --seconds gives more"
+        return Outcome(name=name, what=what, outcome=FAILED, said=said, seconds=0.0)
     began = time.monotonic()
     code, out, err = _end_of(place.command(name), seconds)
     took = time.monotonic() - began
@@ -168,7 +180,7 @@ def _end_of(command: Sequence[str], seconds: float) -> tuple[int | None, str, st
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=max(1.0, seconds))
+        out, err = process.communicate(timeout=seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
@@ -192,13 +204,15 @@ def described(place: Place, seconds: float) -> dict[str, str]:
 
 def run_here(name: str, folder: Path, words: Sequence[str]) -> int:
     """Runs a check, or a part of one, in this process; prints how it went."""
-    from cfp_test.gpu.place import Failed
+    from cfp_test.gpu.place import Failed, NotRun
 
     folder.mkdir(parents=True, exist_ok=True)
-    place = Place(folder, words)
+    place = Place(folder, tuple(words))
     try:
         said, outcome = function_of(name)(place) or "", PASSED
     except Failed as error:
         said, outcome = str(error), FAILED
+    except NotRun as error:
+        said, outcome = str(error), NOT_RUN
     print(json.dumps({"outcome": outcome, "said": said}), flush=True)
-    return 0 if outcome == PASSED else 1
+    return 1 if outcome == FAILED else 0

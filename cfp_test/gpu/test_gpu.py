@@ -72,10 +72,15 @@ def test_each_check_is_there_and_each_fault_has_one():
     ],
 )
 def test_a_check_that_dies_or_hangs_has_failed(tmp_path, code, outcome, said):
-    seconds = 0.0 if "sleep" in code else 1200.0
+    seconds = 0.1 if "sleep" in code else 1200.0
     found = run_check(BEST_PRESET, Scripted(tmp_path, code=code), 2, seconds)
     assert found.outcome == outcome
     assert said in found.said
+
+
+def test_a_check_for_which_no_time_is_left_has_failed(tmp_path):
+    found = run_check(BEST_PRESET, Scripted(tmp_path), 2, -1.0)
+    assert found.outcome == FAILED and "no time was left" in found.said
 
 
 def test_what_takes_more_devices_is_not_run(tmp_path):
@@ -146,7 +151,7 @@ def test_presets_are_held_to_one_device_and_to_their_share(
 ):
     options = {**ON_CPUS.models["gpt"], "layers": 1}
     subject = subject_of("gpt", options, place)
-    ways = dict(equal._ways(subject))
+    ways = equal._ways(subject)
     assert {"data_parallel in parts", "fully_sharded"} <= ways.keys()
     with jax.default_matmul_precision("highest"):
         allowed = subject.allowed()

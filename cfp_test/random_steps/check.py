@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -172,8 +172,14 @@ class Subject:
         arg_specs: Sequence[Any],
         output_specs: Sequence[Any],
         constraints: Constraints,
+        options: Mapping[str, str] | None = None,
     ) -> CompiledStep:
-        """The same, without reading the step's program again."""
+        """The same, without reading the step's program again.
+
+        Args:
+            arg_specs, output_specs, constraints: see `compiled`.
+            options: of the compiler.
+        """
         ins, outs = (
             tuple(
                 NamedSharding(self.mesh, partition_spec(spec, len(aval.shape)))
@@ -187,7 +193,7 @@ class Subject:
         ins = in_memory(ins, self.step.memory_kinds)
         lowering = lower_step(self.step, ins, list(outs))
         constrain(lowering.module, self.analysis.frame.program, self.mesh, constraints)
-        compiled, _ = compile_right(lowering.lowered, {})
+        compiled, _ = compile_right(lowering.lowered, options or {})
         return CompiledStep(self.step, compiled, ins, outs, lowering.out_tree)
 
     def run(self, compiled: CompiledStep) -> list[Any]:

@@ -88,9 +88,11 @@ def _ways(subject: Subject) -> dict[str, Choice]:
     found = presets(analysis.frame)
     for name in _IN_PARTS:
         choice, chosen = found[name], []
-        for index in analysis.representatives:
+        for segment in analysis.segments:
+            index, kind = segment.index, segment.kind
+            if analysis.representatives[kind] != index:
+                continue
             own = segment_candidate(analysis, index, choice)
-            kind = analysis.segments[index].kind
             chosen += [
                 (index, one.kernel) for one in kernels.variants(analysis, kind, own)
             ]

@@ -149,8 +149,7 @@ def test_kernels_are_held_to_an_oracle_of_its_own(place, monkeypatch):
 def test_presets_are_held_to_one_device_and_to_their_share(
     place, monkeypatch, unknown_stages
 ):
-    options = {**ON_CPUS.models["gpt"], "layers": 1}
-    subject = subject_of("gpt", options, place)
+    subject = subject_of("gpt", ON_CPUS.models["gpt"], place)
     ways = equal._ways(subject)
     assert {"data_parallel in parts", "fully_sharded"} <= ways.keys()
     with jax.default_matmul_precision("highest"):

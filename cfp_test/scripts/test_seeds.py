@@ -1,0 +1,63 @@
+"""The driver of the seeds' scripts."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp_test import three_passes
+from cfp_test.scripts.seeds import Command, commands, main, run
+
+
+def options_of(tmp_path, **more):
+    given = {"devices": 2, "platform": "cpu", "output": tmp_path, "tiny": True}
+    return argparse.Namespace(**given, seconds=1200.0, **more)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_each_command_is_a_script_that_is_there(tmp_path, tiny):
+    options = options_of(tmp_path)
+    options.tiny = tiny
+    found = list(commands(options))
+    assert len({command.name for command in found}) == len(found)
+    for command in found:
+        shell, script, *_ = command.words
+        assert shell == "sh" and Path(script).is_file()
+
+
+def test_the_passes_know_both_names_of_their_devices():
+    parser = argparse.ArgumentParser()
+    three_passes.add_options(parser, Path())
+    for name in ("--devices", "--device_num"):
+        assert parser.parse_args(["--mode", "all", name, "2"]).device_num == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [("print('done')", 0), ("exit(3)", 3), ("import time; time.sleep(9e5)", None)],
+)
+def test_a_command_leaves_its_output_and_its_code(tmp_path, code, wanted):
+    options = options_of(tmp_path)
+    options.seconds = 0.1 if wanted is None else options.seconds
+    row = run(Command("one", "some", [sys.executable, "-c", code]), options)
+    assert row.code == wanted
+    assert (tmp_path / "one.txt").read_text().strip() == row.tail
+
+
+def test_rows_of_earlier_runs_are_kept(tmp_path, monkeypatch, capsys):
+    made = [
+        Command(name, name[:1], [sys.executable, "-c", f"print({name!r})"])
+        for name in ("a1", "a2", "b1")
+    ]
+    monkeypatch.setattr("cfp_test.scripts.seeds.commands", lambda options: made)
+    for only in ("a", "b1"):
+        words = ["seeds", "--output", str(tmp_path), "--only", only]
+        monkeypatch.setattr(sys, "argv", words)
+        assert main() == 0
+    rows = json.loads((tmp_path / "seeds.json").read_text())
+    assert [(row["name"], row["tail"]) for row in rows] == [
+        (name, name) for name in ("a1", "a2", "b1")
+    ]
+    assert capsys.readouterr().out.count("exit code 0") == 3

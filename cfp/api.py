@@ -58,37 +58,38 @@ def plan(
     Args:
         fn: any function of pytrees that ``jax.jit`` accepts: a training step, an
             evaluation step, anything.
-        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. Nothing
-            is allocated for them.
-        mesh: the devices; profiling runs on them. By default all that are there, in the
-            mesh of one or two axes that is the fastest; one axis with a preset. On
-            those of :func:`cfp.described` nothing runs: the plan is by estimates, and
-            is used later with ``plan.on(mesh)``. A mesh without devices names those of
-            a Ray cluster's node: ``PlannerSettings(ray=...)``.
-        quiet: whether nothing is shown; by default progress is on a terminal, and
-            elsewhere a line on standard error at first, and one now and then. With
+        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. They are
+            not overwritten, and may be anywhere.
+        mesh: the devices; profiling runs on them, as if all of their memory were free.
+            By default all that are there, in the mesh of one or two axes that is the
+            fastest; one axis with a preset. On those of :func:`cfp.described` nothing
+            runs: the plan is by estimates, and is used later with ``plan.on(mesh)``. A
+            mesh without devices names those of a Ray cluster's node:
+            ``PlannerSettings(ray=...)``.
+        quiet: whether to show nothing; by default progress is shown on a terminal, and
+            elsewhere by a line on standard error at first, and one now and then. With
             ``settings.progress`` nothing is shown either.
         static_argnums, static_argnames: arguments that are not arrays, by position or
             name.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
         memory_budget: memory of one device that the plan may use, in bytes or as
-            text such as "80GiB"; by default what the device has. What is returned
-            fits in a budget that is given, as compiled, also without a race.
+            text such as "80GiB"; by default all of the device's. A plan fits in a
+            given budget as compiled, also without a race.
         pins: shardings that the plan must keep, by path of the argument, with globs:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
-        preset: take a preset instead of searching, such as
-            "data_parallel", "fully_sharded" or "tensor_parallel".
-        choose: what to choose among, such as ``("sharding", "kernels")``; by default
-            all, see :class:`PlannerSettings`.
-        cache_dir: where measurements are kept; by default the user's cache directory.
-        settings: how much to measure, and what is called with progress.
+        preset: a preset to take instead of searching, such as "data_parallel",
+            "fully_sharded" or "tensor_parallel".
+        choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
+            default all, see :class:`PlannerSettings`.
+        cache_dir: folder of the measurements; by default the user's cache directory.
+        settings: how much to measure, and a callback for progress.
 
     Raises:
-        CfpError: the step, the arguments, the mesh, the pins or the budget do not
-            work out; each message says what to do.
+        CfpError: the step, the arguments, the mesh, the pins or the budget cannot be
+            planned; each message says what to do.
         KeyboardInterrupt: the user has interrupted before there was anything to choose
-            from. What was measured is kept, and the message says where.
+            from. Measurements are kept, and the message says where.
     """
     if choose is not None:
         settings = settings_or_defaults(settings)
@@ -205,18 +206,19 @@ def parallelize(
         fn: the step.
         mesh: the devices; by default all that are there, as for :func:`plan`, or with a
             plan the first of them.
-        plan: a saved plan, or its file, that is used as it is: nothing is planned. By
-            default the file that the environment variable ``CFP_PLAN`` names, if any.
-        quiet: whether planning shows nothing; by default its progress is on a terminal,
-            and elsewhere a line now and then on standard error.
+        plan: a saved plan, or its file, that is used as it is: nothing is planned, and
+            donated arguments need not be named. By default the file that the
+            environment variable ``CFP_PLAN`` names, if any.
+        quiet: whether planning shows nothing; by default its progress is shown on a
+            terminal, and elsewhere by a line now and then on standard error.
         options: as for :func:`plan`.
 
     Returns:
-        A callable like ``fn``; its ``plan`` is the plan that it runs under.
+        A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
+        that do not have the plan's shardings are moved there at each call.
 
     Raises:
-        OptionError: there is no such option, or it would decide what a plan has
-            decided.
+        OptionError: there is no such option, or a given plan has decided it already.
         PlanFileError: the file is no plan, or is not there.
     """
     unknown = sorted(options.keys() - set(_OPTIONS))

@@ -1,1 +1,1 @@
-"""The machine: a described cluster, and one GPU that plays one of N."""
+"""Described clusters, and one GPU that stands in for one of N devices."""

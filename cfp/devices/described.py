@@ -83,11 +83,11 @@ class DescribedMesh:
     runs: bool = False
 
     def on_one_device(self) -> DescribedMesh:
-        """The same mesh, of which this machine's one GPU plays a device.
+        """The same mesh, with this machine's GPU standing in for one of its devices.
 
-        Plans for it are of programs that were compiled for all of its devices, and
-        whose computation the GPU has run. This holds for the whole process, which can
-        use the GPU for nothing else: call it before anything asks JAX for a device.
+        Programs are then compiled for all of its devices, and the GPU runs the
+        computation of one. This holds for the whole process, which can use the GPU for
+        nothing else: call it before anything asks JAX for a device.
 
         Raises:
             DeviceError: JAX has its devices already, there is no GPU, or it is one of

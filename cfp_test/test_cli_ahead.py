@@ -8,6 +8,7 @@ import pytest
 from cfp_test.cli_runner import Outcome, run_batch
 
 TOY = f"{Path(__file__).with_name('toy_targets.py')}:toy"
+EXPERTS = f"{Path(__file__).with_name('toy_targets.py')}:experts"
 OTHER = f"{Path(__file__).with_name('toy_targets.py')}:in_parts"
 PARTS = ["--microbatches", "2", "--platform", "cpu"]
 PLAN = ["plan", TOY, "-q", "--for"]
@@ -49,7 +50,9 @@ def outcomes(tmp_path_factory) -> list[Outcome]:
         (folder / name).write_text(text)
     made = [*PLAN, "4xh200", "-o", "plan.json", "--json"]
     told = [[*PLAN, "4xh200"], ["plan", TOY, "-q", "--platform", "cpu", "--no-race"]]
-    return run_batch([made, *(line for line, _ in MISTAKES), *told], folder)
+    experts = ["plan", EXPERTS, "-q", "--for", "4xh200", "--donate", "0", "--json"]
+    lines = [made, *(line for line, _ in MISTAKES), experts, *told]
+    return run_batch(lines, folder)
 
 
 def test_without_a_gpu_choices_are_by_estimates(outcomes):
@@ -57,6 +60,16 @@ def test_without_a_gpu_choices_are_by_estimates(outcomes):
     plan = json.loads(outcomes[0].out)
     assert plan["rung"] == "estimated"
     assert {row["rung"] for row in plan["race"]} == {"estimated"}
+
+
+def test_a_mixture_of_experts_is_sharded_for_gpus(outcomes):
+    outcome = outcomes[1 + len(MISTAKES)]
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(outcome.out)
+    specs = {a["path"]: a["spec"] for a in plan["arguments"]}
+    assert any(specs["weights/up"]) and any(specs["weights/down"])
+    assert plan["search"]["model_flops"] >= 5 * 2 * 512 * 1024 * 4096 * 32
+    assert not plan["whole"]
 
 
 def test_what_comes_after_a_plan_is_said(outcomes):

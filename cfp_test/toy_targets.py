@@ -71,6 +71,26 @@ def with_static():
     return train_step, (weights, 2, np.ones((16, 32), np.float32))
 
 
+def experts():
+    """A mixture of experts, each token to one, by ragged products."""
+    sizes = {"router": (1024, 32), "up": (32, 1024, 4096), "down": (32, 4096, 1024)}
+
+    def loss_fn(p, x):
+        expert = jnp.argmax(x @ p["router"], axis=-1)
+        order = jnp.argsort(expert)
+        groups = jnp.bincount(expert, length=32).astype(jnp.int32)
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(x[order], p["up"], groups))
+        y = jax.lax.ragged_dot(hidden, p["down"], groups)
+        return ((jnp.zeros_like(x).at[order].set(y) - x) ** 2).mean()
+
+    def train_step(weights, x):
+        loss, grads = jax.value_and_grad(loss_fn)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    weights = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in sizes.items()}
+    return train_step, (weights, jax.ShapeDtypeStruct((512, 1024), jnp.float32))
+
+
 def half():
     """The toy in bfloat16."""
     train_step, args = toy()

@@ -16,6 +16,7 @@ from jax.extend.mlir import ir
 
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
+from cfp.program.cumulative import SCAN, scan_rule
 from cfp.program.graph import Op, Program, Spec, Value
 from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
 from cfp.program.structure import fingerprints, shaping_constants, stands_for
@@ -189,6 +190,8 @@ class _Reader:
         if op.name == "stablehlo.optimization_barrier":
             split = len(operands)
             return passthrough_rule(tuple(shapes[:split]), tuple(shapes[split:]))
+        if op.name == SCAN and len(operands) == len(results) == 2:
+            return scan_rule(shapes[0])
         is_elementwise = op.name.startswith("chlo.") and len(set(shapes)) == 1
         if is_elementwise and op.name != "chlo.top_k":
             return elementwise_rule(shapes[0], len(operands), len(results))

@@ -8,13 +8,18 @@ import pytest
 from jax import lax
 
 import cfp
-from cfp.analysis.flops import program_flops
+from cfp.analysis.analyze import build_frame
+from cfp.analysis.dump import opaque_ops
+from cfp.analysis.flops import op_flops, program_flops
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.program.propagate import propagate
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import compile_choice, differences, make_mesh, prepare
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.toy_targets import experts
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 CUDA = cfp.described("4xh200").abstract
@@ -95,29 +100,83 @@ def test_experts_are_sharded_and_right(mesh):
 
 
 def test_a_mixture_of_experts_planned_for_gpus_shards_them(tmp_path):
-    sizes = {"up": (32, 1024, 4096), "down": (32, 4096, 1024), "router": (1024, 32)}
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in sizes.items()}
-
-    def loss(p, x):
-        expert = jnp.argmax(x @ p["router"], axis=-1)
-        order = jnp.argsort(expert)
-        groups = jnp.bincount(expert, length=32).astype(jnp.int32)
-        h = jax.nn.gelu(lax.ragged_dot(x[order], p["up"], groups))
-        y = lax.ragged_dot(h, p["down"], groups)
-        return jnp.square(jnp.zeros_like(x).at[order].set(y)).mean()
-
-    def train_step(p, x):
-        return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
-
-    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
-    mesh = cfp.described("4xh200")
+    train_step, (weights, x) = experts()
     plan = cfp.plan(
-        train_step, params, x, mesh=mesh, donate_argnums=0, cache_dir=tmp_path
+        train_step,
+        weights,
+        x,
+        mesh=cfp.described("4xh200"),
+        donate_argnums=0,
+        cache_dir=tmp_path,
+        quiet=True,
     )
     specs = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
     found = [spec for name, spec in specs.items() if name.endswith(("up", "down"))]
     assert len(found) == 2
     assert all(any(spec) for spec in found)
-    program, _ = trace(flatten_step(train_step, (params, x)), CUDA)
+    program, _ = trace(flatten_step(train_step, (weights, x)), CUDA)
     # Five products of all rows with all experts: two of them forward.
-    assert program_flops(program) >= 5 * 2 * 512 * 1024 * 4096 * 32
+    products = 5 * 2 * 512 * 1024 * 4096 * 32
+    assert plan.search["model_flops"] == program_flops(program) >= products
+    # What GPUs compile: under the plan each device does a part of every product.
+    placed = propagate(
+        program,
+        plan.mesh_axes,
+        plan.arg_specs,
+        plan.output_specs,
+        dict(plan.constraints.values),
+    )
+    large = [
+        op
+        for op in program.ops
+        if op.kind == "dot_general" and op_flops(program, op) >= products // 5
+    ]
+    assert len(large) == 5
+    for op in large:
+        uses = [plan.constraints.uses.get((op.id, i), ()) for i in range(2)]
+        specs = [*uses, *(placed.get(v, ()) for v in (*op.operands, *op.results))]
+        assert any(any(spec) for spec in specs)
+
+
+def test_cumulative_sums_are_the_same_on_gpus_and_cpus():
+    """From jax 0.12 on they are ops without a rule on GPUs."""
+
+    def step(x):
+        return jnp.cumsum(x, axis=1), jnp.cumsum(x, axis=0), lax.cumsum(x, 2)
+
+    x = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32)
+    on_gpus, here = (
+        [
+            (op.rule, op.attributes)
+            for op in trace(flatten_step(step, (x,)), mesh)[0].ops
+            if op.kind == "reduce_window"
+        ]
+        for mesh in (CUDA, make_mesh((("x", 4),)))
+    )
+    assert len(on_gpus) == 3 and on_gpus == here
+
+
+def test_a_sum_over_the_only_dim_is_a_known_op_on_gpus():
+    program, _ = trace(
+        flatten_step(
+            lambda n: (jnp.cumsum(n), jnp.cumsum(n) + 1),
+            (jax.ShapeDtypeStruct((32,), jnp.int32),),
+        ),
+        CUDA,
+    )
+    sums = [op for op in program.ops if op.kind in ("scan", "reduce_window")]
+    assert len(sums) == 2 and opaque_ops(program) == []
+    numbers = number_values(program)
+    assert numbers[sums[0].results[0]] == numbers[sums[1].results[0]]
+
+
+def test_gradients_of_experts_belong_to_their_products():
+    frames = [
+        build_frame(program_of("moe_ragged", mesh), (("x", 4),))
+        for mesh in (CUDA, make_mesh((("x", 4),)))
+    ]
+    on_gpus, here = (
+        [(block.name, [m.factors for m in block.members]) for block in frame.blocks]
+        for frame in frames
+    )
+    assert on_gpus == here

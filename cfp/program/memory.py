@@ -6,11 +6,11 @@ explicit axes, which are a part of types there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
@@ -35,7 +35,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
     """For each result the memory of the host that it is in, or "".
 
     JAX has it in types, but for arguments that are handed back as they came, and for
-    what a jax.jit inside puts there by its out_shardings.
+    what a jax.jit inside puts there by its out_shardings, also in a loop or a branch.
 
     Args:
         jaxpr: the traced program.
@@ -45,16 +45,35 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
         id(var): kind for var, kind in zip(jaxpr.invars, argument_kinds, strict=True)
     }
     for eqn in jaxpr.eqns:
+        given = [kinds.get(id(var), "") for var in eqn.invars]
+        if eqn.primitive.name == "optimization_barrier":
+            kinds.update((id(v), k) for v, k in zip(eqn.outvars, given, strict=True))
+        for inner in _inner_programs(eqn.params):
+            takes = len(inner.invars)
+            if len(inner.outvars) != len(eqn.outvars) or takes > len(given):
+                continue
+            # Branches and loops have what they decide by in front.
+            found = result_memory_kinds(inner, given[len(given) - takes :])
+            for var, kind in zip(eqn.outvars, found, strict=True):
+                kinds[id(var)] = kinds.get(id(var)) or kind
         if (shardings := eqn.params.get("out_shardings")) is not None:
-            given = [kinds.get(id(var), "") for var in eqn.invars]
-            inner = result_memory_kinds(eqn.params["jaxpr"].jaxpr, given)
-            for var, sharding, kind in zip(eqn.outvars, shardings, inner, strict=True):
-                kinds[id(var)] = _host_kind(sharding) or kind
+            for var, sharding in zip(eqn.outvars, shardings, strict=True):
+                kinds[id(var)] = _host_kind(sharding) or kinds.get(id(var), "")
     spaces = [getattr(var.aval, "memory_space", None) for var in jaxpr.outvars]
     return tuple(
         HOST if space == jax.memory.Space.Host else kinds.get(id(var), "")
         for var, space in zip(jaxpr.outvars, spaces, strict=True)
     )
+
+
+def _inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """Lists the programs that an equation runs, such as the branches of a cond."""
+    for value in params.values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, Jaxpr):
+                yield one
 
 
 def on_device(tree: Any) -> Any:

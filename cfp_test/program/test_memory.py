@@ -176,3 +176,62 @@ def test_an_argument_that_is_handed_back_stays_where_it_is(wrap, mesh, tmp_path)
     ]
     assert kinds[0] == HOST
     np.testing.assert_array_equal(found[0], state["momentum"])
+
+
+def with_own_derivative(put):
+    found = jax.custom_jvp(put)
+    found.defjvp(lambda at, along: (found(*at), along[0]))
+    return found
+
+
+INSIDE = {
+    "a jit": lambda put, x: jax.jit(lambda x: put(x + 1))(x),
+    "a branch": lambda put, x: jax.lax.cond(x[0, 0] > 0, put, put, x),
+    "a loop that carries it": lambda put, x: jax.lax.fori_loop(
+        0, 3, lambda _, x: put(x), x
+    ),
+    "a loop that stacks it": lambda put, x: jax.lax.scan(
+        lambda x, _: (x + 1, put(x)), x, length=3
+    )[1],
+    "a while": lambda put, x: jax.lax.while_loop(
+        lambda x: x.sum() < 100, lambda x: put(x + 1), x
+    ),
+    "a checkpoint": lambda put, x: jax.checkpoint(put)(x),
+    "a barrier": lambda put, x: jax.lax.optimization_barrier(put(x)),
+    "a derivative": lambda put, x: with_own_derivative(put)(x),
+    "several rows": lambda put, x: jax.vmap(put)(x),
+}
+
+
+@pytest.mark.parametrize("where", INSIDE)
+def test_a_jit_inside_that_puts_its_result_into_the_host(where, mesh):
+    """Plain jax.jit around it has it on the device, and says nothing."""
+    host = NamedSharding(mesh, P()).with_memory_kind(HOST)
+    put = jax.jit(lambda x: x * 2, out_shardings=host)
+
+    def step(x, y):
+        return x @ y, INSIDE[where](put, x)
+
+    flat = flatten_step(step, (jnp.ones((8, 8)), jnp.ones((8, 8))))
+    assert flat.result_memory_kinds == ("", HOST)
+
+
+def test_state_that_a_jit_inside_puts_into_the_host_is_there(mesh, tmp_path):
+    host = NamedSharding(mesh, P()).with_memory_kind(HOST)
+    put = jax.jit(lambda m, g: 0.9 * m + g, out_shardings=host)
+
+    def step(weights, momentum, x):
+        on_device = jax.device_put(momentum, Space.Device)
+        grads = jax.grad(lambda w: jnp.square(x @ w).mean())(weights)
+        momentum = jax.checkpoint(put)(on_device, grads)
+        return weights - 0.1 * grads, momentum
+
+    args = jnp.ones((8, 8)), jax.device_put(jnp.ones((8, 8)), host), jnp.ones((8, 8))
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
+    plan = cfp.plan(step, *args, settings=SETTINGS, quiet=True, **how)
+    weights, momentum = plan.compile(step, *args)(*args)
+    assert momentum.sharding.memory_kind == HOST
+    assert weights.sharding.memory_kind == "device"
+    expected = step(*args)
+    np.testing.assert_allclose(weights, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(momentum, expected[1], rtol=1e-5)

@@ -1,9 +1,9 @@
 """Runs a command that measures in a child process, and goes on when that dies.
 
-The child owns the devices, so that there is never a second process on them. What it
-is at stands in its marks (`cfp.profiling.marks`), with a deadline. The parent holds
-no device and has little to do: it ends a child that is past a deadline, records what
-a child died of, and starts the next, which finds all of that in the store.
+The child owns the devices, so that there is never a second process on them. It marks
+each build and run (`cfp.profiling.marks`), with a deadline. The parent holds no device:
+it ends a child that is past a deadline, records why a child died, and starts the next,
+which finds the records in the store.
 
 A child is forked from here, before JAX looks for devices: it need not import anything
 again, and reads nothing of the command line twice.
@@ -40,7 +40,7 @@ _MOST_IN_A_ROW = 10
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """That a command may be run in children.
+    """Permission to run a command in child processes.
 
     Attributes:
         started: when it was given. What failed since is not tried again, whatever
@@ -96,7 +96,7 @@ class Supervision:
 
 
 class _Parent:
-    """The side that stays, with one child."""
+    """The parent process, with one child."""
 
     def __init__(self, child: int, pipe: int, store_path: Path) -> None:
         self._child = child
@@ -109,7 +109,7 @@ class _Parent:
 
     @classmethod
     def fork(cls, store_path: Path) -> _Parent | None:
-        """A child's parent; None in the child."""
+        """Forks; returns the parent of the child, or None in the child."""
         ours, theirs = os.pipe()
         child = os.fork()
         if child:
@@ -123,12 +123,12 @@ class _Parent:
 
     @property
     def exit_code(self) -> int:
-        """The child's; as a shell has it, if that was ended by a signal."""
+        """The child's exit code; 128 and the signal's number if a signal ended it."""
         code = os.waitstatus_to_exitcode(self._status)
         return code if code >= 0 else 128 - code
 
     def attend(self) -> None:
-        """Waits for the child's end; brings it about if something hangs.
+        """Waits for the child's end; kills it if something hangs.
 
         Raises:
             KeyboardInterrupt: for the second time, while the child reacts to nothing.
@@ -215,7 +215,7 @@ def _die_with(pipe: int) -> None:
 
 
 def _clear_line() -> None:
-    """Takes away the live line of a child that died, and brings the cursor back."""
+    """Removes the live line of a child that died, and shows the cursor again."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
         sys.stderr.flush()

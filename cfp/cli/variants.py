@@ -192,7 +192,7 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 
 def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
-    """Returns True if a GPU of this machine plays one of a cluster's."""
+    """Returns True if a GPU of this machine stands in for one of a cluster's."""
     rung_0 = given.get("no_race") or given.get("compiled")
     return cluster.count > 1 and not rung_0 and mock.can_play(cluster.kind.device_kind)
 

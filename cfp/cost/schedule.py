@@ -1,8 +1,8 @@
-"""A compiled program's schedule: what it computes and sends, in which order.
+"""The schedule of a compiled program: its computation and collectives, in order.
 
-The compiler's own text says when a collective starts, what is computed before it has to
-be done, and how large all of it is. Loops are written out, so that a collective in the
-body of a loop stands in the schedule as often as it runs.
+The compiler's text says when a collective starts, what is computed before it has to
+end, and the sizes of all of it. Loops are unrolled, so that a collective in the body of a
+loop is in the schedule as often as it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The profile pass: what is worth measuring, measured or estimated."""
+"""The profile pass: selects strategies of segments, and measures or estimates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: the fastest choice that fits in memory, by what was measured."""
+"""The search pass: the fastest choice that fits in memory, by the profiles."""
 
 from __future__ import annotations
 

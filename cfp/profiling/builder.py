@@ -1,7 +1,7 @@
-"""Builds one thing to measure: a part of a program, compiled under its shardings.
+"""Builds a job: compiles a part of a program under its shardings.
 
-A part that cannot be built is a record like any other: what the compiler refused
-once it will refuse again.
+A part that cannot be built is a record like any other: the compiler will refuse it
+again.
 """
 
 from __future__ import annotations

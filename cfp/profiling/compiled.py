@@ -1,10 +1,10 @@
-"""Compiles programs so that they compute what they say.
+"""Compiles programs, and refuses compiled programs that compute something else.
 
-XLA's rematerialization may have a program read what it has overwritten by then
+XLA's rematerialization may have a program read values that it has overwritten by then
 (:mod:`cfp.profiling.overwritten`). A program in which something was rematerialized is
-used only if its text proves that this did not happen. All that cannot be read counts
-against it: such a program is compiled again without rematerialization, which needs
-more memory, and is right by the way it was made.
+used only if its text proves that this did not happen. A text that cannot be read counts
+as no proof: the program is compiled again without rematerialization, which needs more
+memory, and is right by the way it was made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Coordination between the processes of a program, in a fixed order of messages.
+"""Coordination between the processes of a program, by messages in a fixed order.
 
-Each has a number and a name, so that processes which are not at the same point find
-out, and each is waited for with a deadline.
+Each message has a number and a name, so that processes at different points of the
+program find out, and each is waited for with a deadline.
 """
 
 from __future__ import annotations

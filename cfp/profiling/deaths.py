@@ -1,16 +1,16 @@
-"""Finds out what processes died of, and keeps that as records.
+"""Finds out why processes crashed, and records it.
 
-What was being run when a process died is a failure like any other: recorded with
-its reason, and not tried again. Three things must not be taken for it:
+A program that was running when its process crashed is a failure like any other: it is
+recorded with its reason, and not tried again. Three cases are no failure of it:
 
-- a process that was ended by hand: by Ctrl-C, `kill` or switching the machine off. A
-  fault of its own leaves a crash record or an exit status, and want of memory a count
-  in the kernel. What was ended without either is simply measured again; where no crash
+- The process was ended by hand: by Ctrl-C, `kill` or switching the machine off. A crash
+  of its own leaves a crash record or an exit status, and want of memory a count in the
+  kernel. A program whose process ended without either is measured again; if no crash
   record could be written, or it is not known whether this process alone was killed, it
   has two tries.
-- a build beside the guilty one. Where several were being built, all are suspects, and
-  the next time suspects are built one at a time.
-- something that was measured, and whose process died right after.
+- It was being built beside the guilty one. If several were being built, all are
+  suspects, and the next time suspects are built one at a time.
+- It had been measured already, and its process died right after.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Values of example arguments that a step may decide by: predicates and scalars.
+"""Values of example arguments that a step may branch on: predicates and scalars.
 
 A step that is planned with arrays is measured with their scalars, and with their masks
-unless these are large. What else there is of values is made up
-(:mod:`cfp.profiling.inputs`).
+unless these are large. All other values are random (:mod:`cfp.profiling.inputs`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from cfp.cost.choice import SegmentChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A choice for a kind of segment, and what it costs: measured, or expected.
+    """A choice for a kind of segment with its cost, measured or expected.
 
     Attributes:
         candidate: the choice.
@@ -28,7 +28,7 @@ class Option:
 
     @property
     def held_bytes(self) -> int:
-        """State, and what the forward pass keeps."""
+        """State and residuals together."""
         return self.state_bytes + self.residual_bytes
 
 

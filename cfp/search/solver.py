@@ -1,36 +1,30 @@
-"""The fastest choice that fits, found along the chain of segments, as in CFP.
+"""Finds the fastest choice that fits: dynamic programming along the chain of segments.
 
-Segments are decided from first to last. What later segments need to know of earlier
-ones is the last pick (for the resharding behind it), the cost so far, and under a
-budget the memory kept so far and the peak so far. Where something passes further than
-to the next segment, they need its class, too, as long as it is *open*: made, and not
-read for the last time. Nested skips, as in a U-net, have
-several open at once. Two partial choices can be compared if all that may follow costs
-the same after both. Of those, the ones stay that no other beats in cost, memory kept
-and peak (arXiv 2504.00598 keeps the cost alone, and has no budget).
+Segments are decided from first to last, as in CFP. A *partial choice* has decided the
+first segments. Later segments depend on it only by its last pick (for the resharding
+behind it), its cost, and under a budget its memory kept and its peak. If a value passes
+further than to the next segment, they also depend on its maker's *class*, as long as
+the value is *open*: made, and not read for the last time. Options of a maker that
+reshard alike are one class; most makers have a few. Nested skips, as in a U-net, have
+several open values at once.
 
-Those that stay would grow too many. So what cannot end below a cost is left out, by a
-bound on what is still to come. That cost is first little more than the bound for the
-whole program, and is raised until something ends below it. Without a budget, and where
-nothing passes further, the bound is what a choice costs, and leads to it.
+Two partial choices compare if all later costs are the same after both. Of those, the
+ones remain that no other beats in cost, memory kept and peak (arXiv 2504.00598 keeps
+the cost alone, and has no budget). To keep their number small, a partial choice is
+dropped if it cannot end below a cost limit, by a lower bound on the rest. The limit
+starts a little above the bound for the whole program, and is raised until something
+ends below it. The bounds:
 
-Exact, but for the rare program in which something passes further and more than
-`MOST_STATES` partial choices stay: then the most promising do, and if none of these
-fits, what passes further is left out of account.
+- The least cost of the segments behind a pick is a shortest path, computed from last to
+  first. Without a budget, and if no value passes further, this bound is exact.
+- Under a budget every byte of state and of residuals gets a price in ms, and the whole
+  budget is worth as much: a choice that fits costs no more at any price, so the
+  shortest path at a price is a bound, too (Lagrangian relaxation).
+- A value that passes further counts with the least that it may cost its reader.
 
-A problem's segments in a row, as arrays, and what a choice costs at least.
-
-*To go.* What the segments behind a pick cost at least is a shortest path, found from
-last to first at once.
-
-*A price of memory.* With a budget every byte of state and of residuals is given a price
-in ms, and the budget is worth as much: whatever fits costs no more at any price, so the
-shortest path at a price is a bound, too (Lagrangian relaxation).
-
-*What passes further than to the next segment.* What its maker chose has to be
-remembered until its last reader has chosen. A maker's options that hand over alike are
-one *class*; of most makers there are a few. Bounds count the least that such a value
-may cost its reader.
+The result is exact, except if values pass further and more than `MOST_STATES` partial
+choices remain: then the most promising are kept, and if none of these fits, values that
+pass further are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The schedule of a compiled program: its computation and collectives, in order.
 
 The compiler's text says when a collective starts, what is computed before it has to
-end, and the sizes of all of it. Loops are unrolled, so that a collective in the body of a
-loop is in the schedule as often as it runs.
+end, and the sizes of all of it. Loops are unrolled, so that a collective in the body of
+a loop is in the schedule as often as it runs.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _common(
         bool,
         typer.Option(
             "--traceback",
-            help="Print the whole traceback of an error, too. It may stand anywhere in "
+            help="Print the whole traceback of an error, too. May be given anywhere in "
             "the command.",
         ),
     ] = False,

@@ -56,7 +56,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="What to compare: handwritten,cost_model,preset; all, if not given.",
+            help="Ways to compare: handwritten,cost_model,preset; all, if not given.",
         ),
     ] = None,
     handwritten: Annotated[

@@ -209,8 +209,8 @@ Others = Annotated[
     int,
     typer.Option(
         metavar="COUNT",
-        help="How many strategies of each kind of segment to measure beside the "
-        "presets' parts, the best by estimate.",
+        help="Number of strategies of each kind of segment to measure beside those of "
+        "the presets, the best by estimate.",
         min=0,
         rich_help_panel=MEASURING,
     ),

@@ -59,12 +59,12 @@ def python_module(
     if sites is None and (described := plan.environment.get("described")):
         raise PlanMismatch(
             f"The plan was made for {described}, which is described and not here: "
-            "where in the step its constraints stand is found on those devices. Load "
-            "it there, and plan.bind(step, *args).export_python(FILE)."
+            "the places of its constraints in the step are found on those devices. "
+            "Load it there, and plan.bind(step, *args).export_python(FILE)."
         )
     if sites is None:
         raise PlanMismatch(
-            "The plan does not say where in the step its constraints stand: it was "
+            "The plan does not say where in the step its constraints are: it was "
             "saved by an older version of cfp, or without its step. Plan again, or "
             "plan.bind(step, *args) and save it."
         )

@@ -93,7 +93,7 @@ class Reader:
             raise Unread("an argument has a column for each word")
         op = self.program.ops[record.producer]
         if op.parent != self.parent and op.id not in self.program.leaf_ops:
-            raise Unread(f"{op.kind} stands in another loop", op.id)
+            raise Unread(f"{op.kind} is in another loop", op.id)
         self.ops.add(op.id)
         if op.kind in KINDS and all(self.is_wide(v) for v in op.operands):
             return elementwise(op, record.dtype, [self.express(v) for v in op.operands])

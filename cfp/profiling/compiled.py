@@ -89,7 +89,7 @@ def miscompile_reason(hlo_text: str) -> str | None:
             return f"a line that cannot be read: {module.unread[0].strip()[:100]}"
         absent = _called(module) - module.computations.keys()
         if absent:
-            return f"it runs what does not stand there: {min(absent)}"
+            return f"it calls a computation that it does not contain: {min(absent)}"
     if not modules:
         return "there is no program in its text"
     found, unreadable = _late(hlo_text)

@@ -138,8 +138,8 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     named = ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     return (
         f"The step {name!r} changes {named} in place, and does not return what it "
-        "changed. A planned step is a function, like under jax.jit: the changes would "
-        "be lost, and nothing would be learnt.\n"
+        "changed. nnx.jit copies such changes back; cfp, like jax.jit, does not: they "
+        "would be lost, and nothing would be trained.\n"
         "Return what is changed, and pass it in again:\n"
         f"    def {name}({given}, ...):\n"
         "        ...  # as before\n"

@@ -66,9 +66,10 @@ $(VENV)-gpu/.installed: pyproject.toml
 	$(create) $(VENV)-gpu; $(VENV)-gpu/bin/python -m pip install --quiet -e '.[cuda,dev]'
 	@touch $@
 
-# The page is named after the release of jaxlib in $(VENV), and the month.
+# The page is named after the release of jaxlib in $(VENV), and the month. With KEEP=...
+# a run that was ended goes on from what that folder has.
 prove: $(STAMP)
-	$(BIN)/python -m cfp_test.proving --jobs $(JOBS) --page
+	$(BIN)/python -m cfp_test.proving --jobs $(JOBS) --page $(if $(KEEP),--keep $(KEEP))
 	$(BIN)/python -m cfp_test.results
 
 lint: $(STAMP)

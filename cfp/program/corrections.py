@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from math import prod
+from typing import Literal
 
 from jax.extend.mlir import ir
 
@@ -21,7 +22,7 @@ from cfp.program.rules import Rule
 
 _SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
 # Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter
-# writes its padding to wherever (an embedding's gradient, jaxlib 0.10.2).
+# writes to where its indices' padding says (jaxlib 0.10.2 and 0.12, plain JAX too).
 _PADDED_WELL = frozenset(
     {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
 )
@@ -36,17 +37,20 @@ class Fault:
         name: of what goes wrong.
         correction: the function that keeps programs from it.
         seen: releases of jaxlib that have it, of those that were tried.
-        program: a small program that shows it, as the body of a module: a function
-            ``f``, shapes of its arguments and how they are sharded over the mesh.
-        mesh: sizes of the axes ``x`` and ``y``; empty where the program shows it only
-            with constraints inside, which only cfp inserts.
+        program: a small program that shows it in plain JAX, as the body of a module: a
+            function ``f``, shapes of its arguments and how they are sharded over the
+            mesh. In it, ``place(x, *spec)`` is a sharding constraint.
+        mesh: sizes of the axes ``x``, ``y`` and ``z``.
+        shows: what the program comes to: wrong numbers, an error, or the end of the
+            process.
     """
 
     name: str
     correction: str
     seen: tuple[str, ...]
     program: str
-    mesh: tuple[int, ...] = ()
+    mesh: tuple[int, ...]
+    shows: Literal["wrong", "error", "abort"] = "wrong"
 
     def is_in(self, release: str) -> bool:
         """True if a release of jaxlib has it, or may have: none before was without."""
@@ -90,18 +94,20 @@ specs = P("x"), P()
         mesh=(2, 2),
     ),
     Fault(
-        name="convolutions sharded along space or the minor part of groups end the "
-        "process",
+        name="gradients of convolutions' kernels are wrong, or end the process, where "
+        "some of several axes shard space",
         correction="cfp.program.corrections._convolution_rule",
-        seen=("0.10",),
+        seen=("0.10", "0.12"),
         program="""
 def f(x, dy):
     return lax.conv_general_dilated(
-        x, dy, (1, 1), "VALID", dimension_numbers=("CHWN", "IHWO", "HWNC"))
+        place(x, None, "x"), place(dy, None, "x"), (1, 1), ((1, 1), (1, 1)),
+        dimension_numbers=("CHWN", "IHWO", "HWNC"))
 
-shapes = (4, 8, 8, 8), (8, 8, 8, 4)
-specs = P(None, "x"), P(None, "x")
+shapes = (4, 8, 8, 8), (4, 8, 8, 8)
+specs = P(), P()
 """,
+        mesh=(2, 2),
     ),
     Fault(
         name="products over several dims, sharded along different ones of these by "
@@ -118,9 +124,24 @@ specs = P("y", "x"), P("y", None, "x")
         mesh=(2, 2),
     ),
     Fault(
+        name="sums that only some of their axes scatter to a batch dim that another "
+        "axis shards are wrong",
+        correction="cfp.analysis.strategies._scatters_wrongly",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x, y):
+    x, y = place(x, "x", None, ("y", "z")), place(y, "x", ("y", "z"))
+    return place(jnp.einsum("bmk,bkn->bmn", x, y), ("x", "z"))
+
+shapes = (8, 8, 8), (8, 8, 8)
+specs = P(), P()
+""",
+        mesh=(2, 2, 2),
+    ),
+    Fault(
         name="pads that cut off and spread a sharded dim end the process",
         correction="cfp.program.corrections._pad_rule",
-        seen=("0.10",),
+        seen=("0.10", "0.12"),
         program="""
 def f(x):
     return lax.pad(x, 0.0, ((-1, 0, 1),))
@@ -128,6 +149,8 @@ def f(x):
 shapes = ((8,),)
 specs = (P("x"),)
 """,
+        mesh=(4,),
+        shows="abort",
     ),
     Fault(
         name="a write of one place outside of a sharded dim is lost",
@@ -143,28 +166,63 @@ specs = P("x"), P()
         mesh=(4,),
     ),
     Fault(
+        name="slices of every n-th row read other rows where n is more than a device "
+        "has",
+        correction="cfp.program.corrections.correct_rule",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x):
+    return x[1::3]
+
+shapes = ((2,),)
+specs = (P("x"),)
+""",
+        mesh=(2,),
+    ),
+    Fault(
+        name="Fourier transforms whose result is sharded along a transformed dim end "
+        "the process",
+        correction="cfp.program.corrections.correct_rule",
+        seen=("0.10",),
+        program="""
+def f(x):
+    return place(jnp.fft.fft(x), None, None, "x").real
+
+shapes = ((1, 1, 8),)
+specs = (P(),)
+""",
+        mesh=(4,),
+        shows="abort",
+    ),
+    Fault(
         name="a scatter to a single place writes into shards that do not have it",
         correction="cfp.program.corrections._scatter_rule",
         seen=("0.10",),
         program="""
 def f(x, u):
-    return x.at[6].set(u)
+    i = 6 + (u[0] > 9).astype(int)
+    x = place(x, None, "x")
+    write = jax.vmap(lambda x, u, i: lax.dynamic_update_slice(x, u[None], (i, 0)))
+    return place(write(x[None], u[None], i[None])[0], "y")
 
 shapes = (8, 4), (4,)
-specs = P("x"), P()
+specs = P(), P()
 """,
+        mesh=(2, 2),
     ),
     Fault(
-        name="scatters and others write the padding of dims that do not divide",
+        name="scatters of indices that do not divide write to where their padding says",
         correction="cfp.program.corrections._unpadded",
-        seen=("0.10",),
+        seen=("0.10", "0.12"),
         program="""
-def f(x, u):
-    return x.at[jnp.arange(7)].add(u)
+def f(x):
+    i = 3 + (x > 9).astype(int)
+    return jnp.zeros((8, 2)).at[place(i, "y")].add(1.0)
 
-shapes = (8, 4), (7, 4)
-specs = P(), P("x")
+shapes = ((7,),)
+specs = (P(),)
 """,
+        mesh=(2, 2),
     ),
 )
 
@@ -205,8 +263,8 @@ def correct_rule(
         # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2).
         return replace(rule, held=True)
     if op.name == "stablehlo.slice":
-        # XLA takes other rows where it is every n-th one of a sharded dim, or does not
-        # compile (jaxlib 0.10.2; plain jax.jit with in_shardings fails as well).
+        # XLA may take other rows where it is every n-th one of a sharded dim (jaxlib
+        # 0.10.2 and 0.12, plain jax.jit with in_shardings too).
         strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
         return replace(rule, held=True) if max(strides, default=1) > 1 else rule
     if op.name == "stablehlo.pad":

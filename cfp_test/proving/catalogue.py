@@ -456,6 +456,7 @@ def movements() -> Variants:
             ((1, 0, 0), (a, b, c), (1, 1, 2)),
             ((2, 1, 0), (4, 3, c), (1, 1, 1)),
             ((0, 0, 0), (4, b, c), (1, 2, 1)),
+            ((1, 0, 0), (a, b, c), (a - 1, 1, 1)),
         ):
             yield (
                 f"slice {start} {stop} {step}",
@@ -609,6 +610,16 @@ def scatters() -> Variants:
             (draw(4, rows, width), places(4, count, below=rows), draw(4, count, width)),
         )
         yield (
+            "one number for all",
+            lambda x, i: x.at[i].add(1.0),
+            (x, places(count, below=rows)),
+        )
+        yield (
+            "a cache's row, of one sequence",
+            jax.vmap(lambda x, i, u: lax.dynamic_update_slice(x, u, (i, np.int32(0)))),
+            (draw(1, rows, width), places(1, below=rows), draw(1, 1, width)),
+        )
+        yield (
             "a cache's row",
             jax.vmap(lambda x, i, u: lax.dynamic_update_slice(x, u, (i, np.int32(0)))),
             (draw(4, rows, width), places(4, below=rows), draw(4, 1, width)),
@@ -703,6 +714,7 @@ def algebra() -> Variants:
         x = draw(batch, size, size)
         for name in ("fft", "ifft"):
             yield name, getattr(jnp.fft, name), (draw(batch, size, dtype=np.complex64),)
+        yield "fft of rows", jnp.fft.fft, (draw(batch, 3, size, dtype=np.complex64),)
         yield "rfft", jnp.fft.rfft, (draw(batch, size),)
         yield "irfft", jnp.fft.irfft, (draw(batch, size, dtype=np.complex64),)
         yield "fft2", jnp.fft.fft2, (draw(batch, 3, size, size, dtype=np.complex64),)

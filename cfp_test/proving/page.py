@@ -20,7 +20,7 @@ def summary(
 
     Args:
         found: outcomes, as the engine has them.
-        seconds: that finding them took.
+        seconds: of one processor that finding them took.
         whole: whether all of the catalogue was tried.
     """
     once = {
@@ -33,7 +33,7 @@ def summary(
     return {
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
-        "seconds": round(seconds),
+        "processor_seconds": round(seconds),
         "checks": len(once),
         "ops": [
             {

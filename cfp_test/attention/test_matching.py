@@ -9,7 +9,7 @@ import pytest
 from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import attentions, replacements, way_of
-from cfp.presets.presets import presets
+from cfp.presets.presets import plainest, presets
 from cfp.program.graft import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
@@ -110,7 +110,7 @@ def replaced(make, kernel):
     case = prepare("attention", make, SIZES)
     program, layout = (
         case.frame.program,
-        lay_out(case.frame, presets(case.frame)["data_parallel"]),
+        lay_out(case.frame, plainest(presets(case.frame))),
     )
     found = []
     for match in attentions(program).matches.values():

@@ -13,6 +13,7 @@ import jax
 
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
+from cfp.profiling.inputs import InputKind
 from cfp.profiling.marks import Limits
 from cfp.profiling.marks_folder import MarksFolder
 from cfp.profiling.record import ProfileRecord
@@ -29,8 +30,8 @@ FAULTS = {"kill": [], "memory": ["out_of_memory"], "hang": ["timeout"]}
 # The run that a fault meets. One is stored by then.
 _AT = 2
 _FAULT, _HANGS = "CFP_TEST_FAULT", "hangs"
-# More than any machine has.
-_HUGE = runner.InputKind((1 << 46,), "float32", ((),))
+# Numbers in float32, more than any GPU has memory for; and than any host promises.
+_HUGE_ON_GPU, _HUGE = 1 << 37, 1 << 46
 _LIMITS = Limits(run_seconds=1.0, run_expected=0.0)
 _GUARD_SECONDS = 200.0
 
@@ -42,9 +43,10 @@ def plan_with_a_fault(place: Place) -> None:
     """
     fault, count = os.environ[_FAULT], itertools.count(1)
     run, make_inputs = runner.run, runner.make_inputs
+    huge = InputKind((_HUGE_ON_GPU if place.is_gpu else _HUGE,), "float32", ((),))
 
     def make_too_much(_: Any, mesh: Any, *__: Any) -> Any:
-        return jax.block_until_ready(make_inputs([_HUGE], mesh))
+        return jax.block_until_ready(make_inputs([huge], mesh))
 
     def faulty_run(built: Built, *args: Any, **options: Any) -> ProfileRecord:
         meets = next(count) == _AT

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 import jax
 import pytest
 
+from cfp import context
+from cfp.devices.described import DescribedMesh
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.program import replace as replace_module
+from cfp.program.trace import planning_mesh
 from cfp_test.gpu import equal, plans, suite
 from cfp_test.gpu.equal import check_held, compile_choice, subject_of
 from cfp_test.gpu.page import page, versions
-from cfp_test.gpu.place import ON_CPUS, Failed, Place
+from cfp_test.gpu.place import ON_CPUS, Failed, NotRun, Place
 from cfp_test.gpu.planted import FAULTS
 from cfp_test.gpu.suite import (
     CHECKS,
@@ -25,6 +28,7 @@ from cfp_test.gpu.suite import (
     run_check,
     run_planted,
 )
+from cfp_test.scripts.soak import make_step
 
 BEST_PRESET = "best preset"
 
@@ -181,6 +185,31 @@ def test_records_of_another_device_have_other_keys(monkeypatch):
     FAULTS["store"].plant(monkeypatch.setattr)
     record = replace(record, key=ProfileKey(parts).digest)
     assert plans._of_another(record).key == record.key
+
+
+# What one GPU has in its environment that virtual devices lack.
+GPU_PARTS = (
+    *(("mocked", "1x2x1"), ("nccl", ""), ("allocator", ""), ("links", "")),
+    *(("power_limit", "700.00 W"), ("driver", "580.1"), ("host", "16 cores")),
+)
+
+
+def test_one_gpu_plays_two(place, monkeypatch):
+    def on_virtual_devices(described):
+        return replace(described, stand_in=planning_mesh(place.mesh), runs=True)
+
+    parts = context.environment_parts
+    monkeypatch.setattr(context, "environment_parts", lambda d: parts(d) + GPU_PARTS)
+    monkeypatch.setattr(DescribedMesh, "on_one_device", on_virtual_devices)
+    monkeypatch.setattr(plans, "build", lambda *_, **__: make_step("mlp", 1024))
+    monkeypatch.setattr(plans, "ask_driver", lambda *_: "NVIDIA H200\n")
+    # Its reserve is larger than this step.
+    monkeypatch.setattr(plans, "LESS", -1e4)
+    said = plans.one_plays_two(place)
+    assert said.startswith("h200: ") and "none measured again" in said
+    monkeypatch.setattr(plans, "ask_driver", lambda *_: "")
+    with pytest.raises(NotRun, match="of a kind that is described"):
+        plans.one_plays_two(place)
 
 
 def test_a_budget_is_taken_for_more(monkeypatch):

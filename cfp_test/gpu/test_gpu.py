@@ -8,6 +8,7 @@ import pytest
 
 from cfp import context
 from cfp.devices.described import DescribedMesh
+from cfp.presets.presets import presets
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.program import replace as replace_module
@@ -154,25 +155,25 @@ def test_presets_are_held_to_one_device_and_to_their_share(
     place, monkeypatch, unknown_stages
 ):
     subject = subject_of("gpt", ON_CPUS.models["gpt"], place)
-    ways = equal._ways(subject)
-    assert {"data_parallel in parts", "fully_sharded"} <= ways.keys()
-    with jax.default_matmul_precision("highest"):
-        allowed = subject.allowed()
+    named, parts = presets(subject.analysis.frame), equal.in_parts(subject)
+    allowed = subject.allowed()
 
-        def wrong(way):
-            compiled = compile_choice(subject, ways[way])
-            check_held("gpt", way, subject, compiled)
-            return subject.differs(compiled, allowed)
+    def check(way, choice):
+        compiled = compile_choice(subject, choice)
+        check_held("gpt", way, subject, compiled)
+        equal._compare("gpt", subject, compiled, allowed)
 
-        assert wrong("data_parallel in parts") == []
-        unknown_stages()
-        with monkeypatch.context() as patch:
-            FAULTS["reduction"].plant(patch.setattr)
-            assert wrong("data_parallel in parts")
-        assert wrong("fully_sharded") == []
-        FAULTS["spec"].plant(monkeypatch.setattr)
-        with pytest.raises(Failed, match="of the state"):
-            wrong("fully_sharded")
+    [(way, choice), *_] = parts.items()
+    check(way, choice)
+    unknown_stages()
+    with monkeypatch.context() as patch:
+        FAULTS["reduction"].plant(patch.setattr)
+        with pytest.raises(Failed, match="is off by"):
+            check(way, choice)
+    check("fully_sharded", named["fully_sharded"])
+    FAULTS["spec"].plant(monkeypatch.setattr)
+    with pytest.raises(Failed, match="of the state"):
+        check("fully_sharded", named["fully_sharded"])
 
 
 def test_records_of_another_device_have_other_keys(monkeypatch):

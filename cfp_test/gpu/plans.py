@@ -249,23 +249,28 @@ def one_plays_two(place: Place) -> str:
     if not names:
         raise NotRun(f"it takes a GPU of a kind that is described; here: {here[:1]}")
     mesh = cfp.described(f"2x{names[0]}").on_one_device()
-    with logged_puts() as keys:
-        first = _planned(place, mesh=mesh)
-    free = first.predicted_bytes
-    if first.rung != "one device" or not keys or free is None:
-        raise Failed(f"{first.rung}, {len(keys)} records: it was to be measured")
-    with logged_puts() as more:
-        _planned(place, mesh=mesh)
-    if again := {*keys} & {*more}:
-        raise Failed(f"{len(again)} of {len(keys)} records were measured again")
+    first = _planned(place, mesh=mesh)
+    free, made = first.predicted_bytes, _moments(place)
+    if first.rung != "one device" or not made or free is None:
+        raise Failed(f"{first.rung}, {len(made)} records: it was to be measured")
+    _planned(place, mesh=mesh)
+    after = _moments(place)
+    if again := [key for key in made if after[key] != made[key]]:
+        raise Failed(f"{len(again)} of {len(made)} records were measured again")
     found, most = _within(free, lambda budget: _planned(place, budget, mesh))
     used = found.predicted_bytes
     if used is None or used > most:
         raise Failed(f"{used} bytes, and {most} were allowed")
     return (
-        f"{names[0]}: {first.winner}, {len(keys)} records, none measured again; within "
+        f"{names[0]}: {first.winner}, {len(made)} records, none measured again; within "
         f"{format_bytes(most)}: {found.winner}, {format_bytes(used)}"
     )
+
+
+def _moments(place: Place) -> dict[str, str]:
+    """Returns when each record of the store was made, by key."""
+    with ProfileStore(store_path(place.store)) as store:
+        return {record.key: record.created for record in store.records()}
 
 
 # -- what was measured, and planned, is used again -------------------------------------

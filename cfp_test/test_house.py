@@ -81,7 +81,6 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ("program/partitioned.py", "jax._src.custom_partitioning_sharding_rule"),
     ("program/partitioned.py", "._sharding_callbacks"),
     ("program/partitioned.py", "._ShardingCallbackInfo"),
-    ("program/partitioned.py", "jax._src.sharding_impls.parse_flatten_op_sharding"),
     (
         "program/partitioned.py",
         "jax._src.dispatch.prim_requires_devices_during_lowering",

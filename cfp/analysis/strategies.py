@@ -63,7 +63,8 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
     of combinations that differ only by axes of equal size both stay, since the axes
     of a mesh may be linked differently.
     """
-    rule = program.ops[block.anchor].rule
+    anchor = program.ops[block.anchor]
+    rule = anchor.rule
     assert rule is not None
     sizes = dict(mesh)
     options = [axis_choices(rule, size) for _, size in mesh]
@@ -75,8 +76,11 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
                 if factor != NONE:
                     split[factor] = split.get(factor, 1) * sizes[name]
         splits = all(rule.splits(f, ways) for f, ways in split.items())
-        if splits and not _scatters_wrongly(rule, strategy):
-            found.append(strategy)
+        if not splits or _scatters_wrongly(rule, strategy):
+            continue
+        if anchor.kind == "gather" and _gathers_wrongly(rule, strategy):
+            continue
+        found.append(strategy)
     return found
 
 
@@ -93,6 +97,20 @@ def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
     exits = [choice.exit for choice in strategy if choice.inner in rule.reduction]
     split = {choice.inner for choice in strategy}
     return any(0 < exits.count(factor) < len(exits) for factor in batch & split)
+
+
+def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
+    """Finds gathers that XLA's partitioner does not compile, on three axes or more.
+
+    Where one axis shards the indices, another the dim that is indexed, and the sum over
+    that one scatters to the dim of the indices, it cuts slices of a third sharded dim
+    too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
+    """
+    table, indices = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    split = {choice.inner for choice in strategy}
+    exits = {choice.exit for choice in strategy if choice.inner in rule.reduction}
+    beside = split & table - indices - rule.reduction
+    return bool(beside and exits & split & indices)
 
 
 class BlockSharding:

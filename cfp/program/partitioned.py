@@ -16,6 +16,7 @@ refuses.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,6 @@ from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
 from jax._src.config import use_shardy_partitioner
 from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -392,11 +392,7 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
     callbacks = call.callbacks
 
     def named(sharding: Any, rank: int) -> NamedSharding:
-        spec: list[Any] = []
-        if sharding is not None:
-            spec = [*parse_flatten_op_sharding(sharding, mesh)[0]]
-        spec += [None] * (rank - len(spec))
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, PartitionSpec(*_axes_in(sharding, mesh, rank)))
 
     with _LOCK:
         if key in _BOUND:
@@ -414,6 +410,38 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
         )
         _BOUND[key] = info
         jax_partitioning._sharding_callbacks[key] = info
+
+
+def _axes_in(sharding: Any, mesh: Mesh, rank: int) -> list[tuple[str, ...]]:
+    """Returns the axes of each dim of a sharding of XLA's.
+
+    A dim that XLA shards by a part of an axis, as what reshapes make of a whole one,
+    gets none: no NamedSharding tells of it.
+    """
+    if sharding is None or not sharding.is_tiled():
+        return [()] * rank
+    ways = sharding.tile_assignment_dimensions()
+    tiles = np.unravel_index(np.argsort(sharding.tile_assignment_devices()), ways)
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    devices = np.unravel_index(np.arange(mesh.size), tuple(sizes.values()))
+    places = dict(zip(sizes, devices, strict=True))
+
+    def splits(names: tuple[str, ...], dim: int) -> bool:
+        shape = tuple(sizes[name] for name in names)
+        if not names or math.prod(shape) != ways[dim]:
+            return False
+        tile = np.ravel_multi_index(tuple(places[name] for name in names), shape)
+        return bool((tile == tiles[dim]).all())
+
+    orders = [
+        names
+        for count in range(len(sizes) + 1)
+        for names in itertools.permutations(sizes, count)
+    ]
+    return [
+        next((names for names in orders if splits(names, dim)), ())
+        for dim in range(rank)
+    ]
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:

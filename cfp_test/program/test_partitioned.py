@@ -18,10 +18,11 @@ from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.planner_settings import DetailedSettings
 from cfp.program import partitioned
+from cfp.program.graft import Constraints, constrain
 from cfp.program.parcel import WrongPlace, pack, unpack
 from cfp.program.signature import Signature
 from cfp.program.step import flatten_step
-from cfp.program.trace import trace
+from cfp.program.trace import lower_step, trace
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import environment
 from cfp_test.programs.kernels import (
@@ -111,6 +112,46 @@ def test_a_factor_that_is_summed_over():
     assert op.rule is not None
     assert [op.rule.sizes[f] for f in op.rule.reduction] == [4]
     assert program_flops(program) == 2 * 8 * 4 * 6
+
+
+@pytest.mark.parametrize("name", ["rule", "strict"])
+def test_an_axis_that_a_reshape_spreads_over_two_dims(name):
+    """XLA shards rows by a half of the axis and heads by the other one."""
+    op, mesh = kernel(name), make_mesh(MESHES["x4"])
+
+    def step(x):
+        x = x.reshape(TOKENS, 2, HEADS, DEPTH).transpose(1, 0, 2, 3)
+        return op(x, jnp.sin(x), jnp.cos(x))
+
+    x = jax.random.normal(jax.random.key(0), (TOKENS, 2 * HEADS, DEPTH))
+    flat = flatten_step(step, (x,))
+    program, _ = trace(flat, mesh)
+    spread = NamedSharding(mesh, PartitionSpec(None, "x"))
+    lowering = lower_step(flat, (spread,), [None])
+    constrain(lowering.module, program, mesh, Constraints({}, {}))
+    got = lowering.lowered.compile()(jax.device_put(x, spread))
+    assert distance(step, (x,), got) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (PartitionSpec("x", None, "z"), (4, 4, 4)),
+        (PartitionSpec(("y", "x"), None, "z"), (8, 4, 4)),
+        (PartitionSpec(("z", "x", "y")), (8, 4)),
+        (PartitionSpec(None, "y"), (4, 4, 4)),
+        (PartitionSpec(), (4, 4)),
+    ],
+)
+def test_axes_of_shardings_are_read_again(spec, shape):
+    """From XLA's notation, which has tiles of devices and no names."""
+    mesh = make_mesh((("x", 2), ("y", 2), ("z", 2)))
+    given = NamedSharding(mesh, spec)
+    axes = partitioned._axes_in(
+        given._to_xla_hlo_sharding(len(shape)), mesh, len(shape)
+    )
+    found = NamedSharding(mesh, PartitionSpec(*axes))
+    assert found.is_equivalent_to(given, len(shape))
 
 
 def test_names_are_the_same_in_every_trace_and_on_every_mesh():

@@ -59,6 +59,12 @@ def _change_lax(patch: pytest.MonkeyPatch, **changed: Any) -> None:
     patch.setattr(chunked, "lax", SimpleNamespace(**{**names, **changed}))
 
 
+def _plant_factor(patch: pytest.MonkeyPatch) -> None:
+    from cfp.attention.strategy import AttentionStrategy
+
+    patch.setattr(AttentionStrategy, "spread", property(lambda self: None))
+
+
 def _plant_key(patch: pytest.MonkeyPatch) -> None:
     from cfp.runtime.kept import Executables
 
@@ -80,6 +86,12 @@ FAULTS = {
         "a cross-entropy over a sharded vocabulary is not summed over the devices",
         _plant_reduction,
         kinds=("cross_entropy",),
+    ),
+    "factor": Fault(
+        "the factor of keys, which attention sums over, is taken for one that each "
+        "device may have its own part of",
+        _plant_factor,
+        kinds=("attention",),
     ),
     "key": Fault(
         "the key of a kept executable leaves out the program's text",

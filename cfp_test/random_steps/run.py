@@ -26,12 +26,14 @@ SLICE = 40
 # Of one program under all ways; what takes longer hangs.
 MOST_SECONDS = 900
 TWIN_SHARE, PLANNED_SHARE = 0.15, 0.12
+# Ways drawn for each that is wanted: of small programs most are alike.
+DRAWS = 6
 
 
 def ways_of(seed: int, strategies: int) -> list[Way]:
     """The ways in which a seed's program is sharded."""
     rng = random.Random(f"run {seed}")
-    ways = draw_ways(seed, 2 * strategies)  # Of small programs many are alike.
+    ways = draw_ways(seed, DRAWS * strategies)
     if rng.random() < PLANNED_SHARE:
         ways[1:2] = [Way(rng.choice((PLANNED, BUDGET)), rng.randrange(10**6))]
     return ways

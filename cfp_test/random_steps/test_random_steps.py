@@ -109,6 +109,18 @@ def test_transforms_are_constrained_at_every_level(level):
         assert all((op.id, 0) in constraints.uses for op in ops)
 
 
+@pytest.mark.parametrize("level", ConstraintLevel)
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_windows_that_overlap_at_every_level(level, seed):
+    """XLA, left to choose, loses what windows of two shards add to one place."""
+    blocks = (Block("einsum", 80113), Block("reduce_window", 219636))
+    subject = Subject.of(Spec((("x", 3), ("y", 2)), (4, 6, 8), blocks, "rmsprop"))
+    way = Way("preset, some blocks random", seed)
+    choice = sharding_of(subject.analysis, way).choice
+    decided = subject.decided(way, Sharding(choice, level))
+    assert subject.differs(subject.quickly_compiled(*decided), subject.allowed()) == []
+
+
 def test_products_over_several_dims_at_every_level():
     """XLA, left to choose, sums the wrong pairs in gradients of these weights."""
     blocks = (Block("tied", 512894), Block("dense", 547047))

@@ -58,7 +58,8 @@ def figures(data: Mapping[str, Any]) -> Figures:
         f"{counts['right']:,} right, {counts['wrong']} wrong, {counts['died']} in "
         f"which the process died, {counts['refused']} that a budget or the CPU backend "
         f"refused. {counts['again']:,} more were drawn whose constraints their program "
-        f"had before, and {useless} programs left out, on which rounding decides.",
+        f"had before, and {useless} programs left out, on which rounding decides or "
+        "which plain jax.jit does not run.",
         "",
         "What passes is measured for each program and leaf: 1e-5, or 10 times what the "
         "last bit of the arguments does on one device; a program of which a leaf "

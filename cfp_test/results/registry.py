@@ -283,7 +283,7 @@ PAGES: tuple[Page, ...] = (
     ),
     Page(
         name="soak_cpu_202611",
-        sources=("soak_cpu_202611.json", "soak_mended_cpu_202611.json"),
+        sources=("soak_cpu_202611.json", "soak_one_arena_cpu_202611.json"),
         figures=soak.figures,
     ),
     Page(

@@ -15,12 +15,13 @@ _ROWS = 12
 _COLUMNS = {
     "rss_mib": "resident, MiB",
     "trimmed_rss_mib": "after malloc_trim, MiB",
+    "heap_held_mib": "held by malloc, MiB",
     "heap_used_mib": "in use, MiB",
     "open_files": "files",
     "threads": "threads",
     "live_arrays": "arrays",
     "live_executables": "executables",
-    "python_objects": "Python objects",
+    "python_blocks": "Python blocks",
     "store_bytes": "store, bytes",
     "store_records": "records",
 }
@@ -66,15 +67,20 @@ def _run(data: Mapping[str, Any]) -> Figures:
                     f"{slope(samples, name):+.1f}",
                     f"{slope(plain, name):+.1f}",
                 ]
-                for name in ("rss_mib", "trimmed_rss_mib", "heap_used_mib")
+                for name in _COLUMNS
+                if name.endswith("_mib")
             ],
         ),
         "counts": table("what | times", counts),
     }
 
 
-def figures(hour: Mapping[str, Any], mended: Mapping[str, Any]) -> Figures:
-    """The figures of both runs."""
-    about = {name: str(mended[name]) for name in ("jax", "python", "date")}
-    before = {f"before_{name}": text for name, text in _run(hour).items()}
-    return about | before | dict(_run(mended))
+def figures(hour: Mapping[str, Any], arena: Mapping[str, Any]) -> Figures:
+    """The figures of the hour, and of the run with one arena."""
+    about = {name: str(hour[name]) for name in ("jax", "python", "date", "commit")}
+    other = {
+        f"arena_{name}": text
+        for name, text in _run(arena).items()
+        if name not in ("counts", "difference")
+    }
+    return about | other | dict(_run(hour))

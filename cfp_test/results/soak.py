@@ -77,7 +77,7 @@ def _run(data: Mapping[str, Any]) -> Figures:
 
 def figures(hour: Mapping[str, Any], arena: Mapping[str, Any]) -> Figures:
     """The figures of the hour, and of the run with one arena."""
-    about = {name: str(hour[name]) for name in ("jax", "python", "date", "commit")}
+    about = {name: str(hour[name]) for name in ("jax", "python", "date")}
     other = {
         f"arena_{name}": text
         for name, text in _run(arena).items()

@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     found = [one for outcomes, _ in entries for one in outcomes]
     seconds = sum(each for _, each in entries)
-    data = summary(found, seconds, whole=not options.only)
+    data = summary(found, seconds, names)
     file = options.json
     if options.page:
         release, month = data["jaxlib"].replace(".", "_"), time.strftime("%Y%m")

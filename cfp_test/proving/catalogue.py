@@ -761,6 +761,16 @@ _NOT_LOWERED = "JAX lowers nothing to it"
 _REGION = "its region is planned op by op"
 _MANUAL = "stands in what a user sharded by hand"
 _NO_DATA = "carries no data that could be split"
+# Ops of entries that a release of jaxlib may not have in programs for CPUs, or without
+# a rule.
+ABSENT: dict[str, str] = {
+    **dict.fromkeys(("logistic", "asin", "lgamma"), "JAX lowers it to other ops"),
+    **dict.fromkeys(
+        ("cholesky", "triangular_solve"), "on CPUs JAX calls LAPACK instead of it"
+    ),
+    "top_k": "Shardy has no rule for it, so it stays whole",
+    "iota": "it has no operands that could be sharded",
+}
 # Ops without an entry, with the reason.
 WITHOUT: dict[str, str] = {
     **dict.fromkeys(("stablehlo.case", "stablehlo.if", "stablehlo.while"), _REGION),

@@ -91,7 +91,9 @@ class Single:
     @cached_property
     def module(self) -> str:
         """A module that has this op alone."""
-        return str(_lower_on_one(self.program, self.part).compiler_ir("stablehlo"))
+        with jax.enable_x64(True):
+            lowered = _lower_on_one(self.program, self.part)
+        return str(lowered.compiler_ir("stablehlo"))
 
     @property
     def digest(self) -> str:
@@ -142,18 +144,8 @@ def shardings(op: Op, mesh: Mesh) -> list[FactorAxes]:
 
 
 def singles(program: Program, arguments: Sequence[Any]) -> list[Single]:
-    """The ops of a program that have rules, with what they take in a run of it.
-
-    Ops on 64-bit integers, of which random bits are made, are left out: JAX takes none
-    as arguments as it is set here.
-    """
-
-    def is_wide(op: Op) -> bool:
-        some = (*op.operands, *op.results)
-        return any(program.values[v].dtype in ("i64", "ui64") for v in some)
-
-    ruled = [o for o in program.ops if o.parent < 0 and o.rule and any(o.rule.sizes)]
-    ops = [o for o in ruled if not is_wide(o)]
+    """The ops of a program that have rules, with what they take in a run of it."""
+    ops = [o for o in program.ops if o.parent < 0 and o.rule and any(o.rule.sizes)]
     parts = [_alone(program, op) for op in ops]
     wanted = list(dict.fromkeys(v for part in parts for v in part.inputs))
     found = dict(zip(wanted, _run_whole(program, wanted, arguments), strict=True))
@@ -184,8 +176,9 @@ def _run_whole(
 ) -> list[np.ndarray]:
     top = tuple(op.id for op in program.ops if op.parent < 0)
     part = Part(top, program.args, tuple(wanted))
-    lowered = _lower_on_one(program, part)
-    return [np.asarray(x) for x in lowered.compile()(*arguments)]
+    with jax.enable_x64(True):  # random bits are made of 64-bit integers
+        lowered = _lower_on_one(program, part)
+        return [np.asarray(x) for x in lowered.compile()(*arguments)]
 
 
 def _lower_on_one(program: Program, part: Part) -> jax.stages.Lowered:
@@ -299,6 +292,16 @@ def _run(
     values: Mapping[int, Spec],
 ) -> tuple[list[list[Any]], dict[int, tuple[str, ...]]]:
     """Results of each copy, and the collectives of each."""
+    with jax.enable_x64(True):
+        return _run_wide(some, mesh, uses, values)
+
+
+def _run_wide(
+    some: Sequence[Job],
+    mesh: Mesh,
+    uses: Mapping[tuple[int, int], Spec],
+    values: Mapping[int, Spec],
+) -> tuple[list[list[Any]], dict[int, tuple[str, ...]]]:
     many, _ = copies(some, mesh)
     size = tuple(mesh.shape.items())
     taken = {
@@ -336,6 +339,11 @@ def _collectives(text: str) -> dict[int, tuple[str, ...]]:
 
 def copies(some: Sequence[Job], mesh: Mesh) -> tuple[Program, list[int]]:
     """A program of ops, each with inputs and outputs of its own; and the ops' ids."""
+    with jax.enable_x64(True):
+        return _copies(some, mesh)
+
+
+def _copies(some: Sequence[Job], mesh: Mesh) -> tuple[Program, list[int]]:
     types = Signature(
         tuple(aval(one.program, v) for one, _ in some for v in one.part.inputs),
         tuple(aval(one.program, v) for one, _ in some for v in one.part.outputs),

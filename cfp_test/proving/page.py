@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from cfp_test.proving.catalogue import ENTRIES, WITHOUT
+from cfp.program.corrections import faults
+from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
 from cfp_test.results.pages import Figures, table
 
 _PARTS = ("checks", "padded", "wrong", "moved")
+_OF_A_FAULT = ("name", "correction", "shows", "mesh", "program")
+_SHOWN = {
+    "wrong": "wrong numbers",
+    "error": "an error",
+    "abort": "the end of the process",
+}
 
 
 def summary(
-    found: Sequence[Mapping[str, Any]], seconds: float, *, whole: bool
+    found: Sequence[Mapping[str, Any]], seconds: float, names: Collection[str]
 ) -> dict[str, Any]:
     """Counts the outcomes by op, and names those that are wrong or move data.
 
     Args:
         found: outcomes, as the engine has them.
         seconds: of one processor that finding them took.
-        whole: whether all of the catalogue was tried.
+        names: of the entries that were tried.
     """
     once = {
         (one["op"], *map(str, (one["mesh"], one["axes"]))): one for one in found
@@ -29,7 +36,9 @@ def summary(
     by_kind: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for one in once:
         by_kind[one["kind"]].append(one)
-    wanted = {kind.split(".")[1] for e in ENTRIES.values() for kind in e.kinds}
+    tried = [ENTRIES[name] for name in names]
+    wanted = {kind.split(".")[1] for entry in tried for kind in entry.kinds}
+    absent = wanted - set(by_kind)
     return {
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
@@ -49,7 +58,12 @@ def summary(
         ],
         "wrong": [one for one in once if _is_wrong(one)],
         "moved": _each_moved(list(once)),
-        "missing": sorted(wanted - set(by_kind)) if whole else [],
+        "faults": [
+            {name: getattr(fault, name) for name in _OF_A_FAULT} for fault in faults()
+        ],
+        "missing": sorted(absent - set(ABSENT)),
+        "left": sorted(set(ENTRIES) - set(names)),
+        "absent": {kind: ABSENT[kind] for kind in sorted(absent & set(ABSENT))},
         "without": WITHOUT,
     }
 
@@ -79,8 +93,8 @@ def figures(*data: Mapping[str, Any]) -> Figures:
             "",
             f"{one['checks']} shardings of {len(one['ops'])} ops, "
             f"{total['padded']} of them with sizes that do not divide: "
-            f"**{total['wrong']} wrong**. Two processes took {one['seconds']} s "
-            "on two cores that other work used, too.",
+            f"**{total['wrong']} wrong**. That took {one['processor_seconds']} seconds "
+            f"of a processor: {one['processor_seconds'] // 2} s on two cores.",
             "",
             table(
                 "op | variants | factors | shardings | padded | wrong | moves data",
@@ -100,6 +114,12 @@ def figures(*data: Mapping[str, Any]) -> Figures:
                 f"{w['trouble'] or w['difference']}"
                 for w in one["wrong"]
             ]
+        if one["left"]:
+            left = ", ".join(f"`{name}`" for name in one["left"])
+            lines += ["", f"Entries of the catalogue that were not run: {left}."]
+        if one["absent"]:
+            lines += ["", "Not in programs of this release, or without a rule:", ""]
+            lines += [f"- `{op}`: {why}" for op, why in one["absent"].items()]
         if one["moved"]:
             lines += [
                 "",
@@ -112,6 +132,7 @@ def figures(*data: Mapping[str, Any]) -> Figures:
             ]
             if len(one["moved"]) > 40:
                 lines.append(f"- and {len(one['moved']) - 40} more, in the JSON")
+    lines += _faults(data)
     reasons: dict[str, list[str]] = defaultdict(list)
     for op, reason in data[0]["without"].items():
         reasons[reason].append(f"`{op}`")
@@ -120,11 +141,40 @@ def figures(*data: Mapping[str, Any]) -> Figures:
     return {"page": "\n".join(lines) + "\n"}
 
 
+def _faults(data: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every fault once, with the releases that have it and its program."""
+    each = {fault["name"]: fault for one in data for fault in one["faults"]}
+    lines = ["", "## Faults of XLA that cfp keeps programs from", "", *_OF_FAULTS]
+    for name, fault in each.items():
+        has = [f["jaxlib"] for f in data if name in {x["name"] for x in f["faults"]}]
+        sizes = " x ".join(map(str, fault["mesh"]))
+        lines += [
+            "",
+            f"### {name[0].upper()}{name[1:]}",
+            "",
+            f"jaxlib {' and '.join(has)}; corrected by `{fault['correction']}`. "
+            f"On a mesh of {sizes} this comes to {_SHOWN[fault['shows']]}:",
+            "",
+            "```python",
+            fault["program"].strip(),
+            "```",
+        ]
+    return lines
+
+
+_OF_FAULTS = (
+    "Plain JAX shows each of them, with the shardings that `specs` gives to arguments",
+    "of `shapes`; `place` is a sharding constraint, and the axes are x, y and z. Tests",
+    "run these programs: a release that has not a fault any more, or has one more,",
+    "fails them. `cfp doctor` names those of the jaxlib that is installed.",
+)
 _INTRODUCTION = (
     "Each op of StableHLO and CHLO that JAX lowers to runs by itself, sharded along",
     "each factor of its rule on virtual devices, on meshes of one axis of four and of",
     "two axes of two, and is compared with one device; so are ops of its gradients.",
     "Where a rule says that every device has what it needs, what is compiled must not",
     "communicate; what does is counted as moving data. `make prove` writes the JSON",
-    "of the installed jaxlib and this page.",
+    "of the installed jaxlib and this page. Tests of every commit run the first",
+    "variants of products, convolutions, movements and scatters, and all programs of",
+    "faults.",
 )

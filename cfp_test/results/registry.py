@@ -170,12 +170,16 @@ PAGES: tuple[Page, ...] = (
     _page("analysis_cpu_202611", checked.analysis),
     *(
         Page(
-            name=file.stem,
-            sources=(file.name,),
+            name=f"rules_cpu_{month}",
+            sources=tuple(
+                file.name for file in sorted(RESULTS.glob(f"rules_*_{month}.json"))
+            ),
             figures=proved.figures,
             has_text=False,
         )
-        for file in sorted(RESULTS.glob("rules_*.json"))
+        for month in sorted(
+            {file.stem.split("_")[-1] for file in RESULTS.glob("rules_*.json")}
+        )
     ),
     Page(
         name="attention_matrix_cpu_202611",

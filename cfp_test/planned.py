@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.checking.check import ROUNDING_MARGIN, nudge
 from cfp.find import find_plan
+from cfp.plan.text import Detail, roles_text
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
@@ -28,7 +28,6 @@ from cfp.program.trace import trace
 from cfp_test.checking import MeshSizes, make_mesh
 
 STEPS = 2
-_SIZES = re.compile(r" \([^)]*\)")
 # One strategy of each kind of segment is measured beside the presets; no race.
 QUICK = DetailedSettings(per_kind=1, in_context=False, race=False)
 RACED = DetailedSettings(per_kind=1, in_context=False)
@@ -58,7 +57,7 @@ class Sharded:
     @classmethod
     def of(cls, plan: cfp.Plan) -> Sharded:
         """What a plan shards."""
-        ways = Counter(_SIZES.sub("", row.sharded) for row in plan.rows)
+        ways = Counter(roles_text(row.strategy, Detail.ROLES) for row in plan.rows)
         whole = ways.pop("replicated", 0)
         return cls(
             arguments=sum(any(spec) for spec in plan.arg_specs),

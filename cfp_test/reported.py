@@ -12,7 +12,7 @@ from cfp.plan.figures import (
 )
 from cfp.plan.plan import Plan
 from cfp.printable import printable
-from cfp_test.report.plans import RACE, make_plan, row
+from cfp_test.report.plans import RACE, ROWS, make_plan, row
 
 KIB = 2**10
 HARMFUL = (
@@ -70,10 +70,7 @@ def option(name: str, step_ms: float, memory_kib: int, taken: int) -> OptionFigu
 def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
     """A plan whose segments are one block each, all of one kind and shardings."""
     count = len(names)
-    rows = [
-        row(i, 0, name, block=i, sharded="x: rows (dim 0 of 8)")
-        for i, name in enumerate(names)
-    ]
+    rows = [row(i, 0, name, block=i, strategy=(ROWS,)) for i, name in enumerate(names)]
     options = (
         option("zero1", 9.5, 600, count),
         option("#2", 10.5, 500, 0),

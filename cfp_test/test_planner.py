@@ -444,7 +444,7 @@ def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
         made, _ = decide(context, analysis, solution)
     made = made.bound_to(flat, lowering.out_tree)
     assert made.constraints.rematerialized
-    assert any("rematerialized" in row.storage for row in made.rows)
+    assert all(segment.rematerialized for segment in made.segments)
     made.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
     assert loaded.constraints.rematerialized == made.constraints.rematerialized

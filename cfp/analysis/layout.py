@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.flow import passes
@@ -26,8 +26,29 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
+from cfp.fields import Count, Name
 from cfp.program.graft import Constraints
 from cfp.program.graph import Op, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentKernels:
+    """Kernels that compute parts of a segment; false where there are none.
+
+    Attributes:
+        attention: name of the kernel of its attentions; "" as the program has them.
+        spread: role of the axes that shard queries, "ring" or "zigzag"; "" if keys and
+            values are gathered.
+        vocabulary_parts: number of parts of the vocabulary over which its
+            cross-entropies are computed; 0 as the program has them.
+    """
+
+    attention: Name = ""
+    spread: Literal["", "ring", "zigzag"] = ""
+    vocabulary_parts: Count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.attention or self.vocabulary_parts)
 
 
 @dataclass(frozen=True, slots=True)

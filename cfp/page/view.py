@@ -26,6 +26,7 @@ from cfp.plan.text import (
     merged_name,
     other_names,
     remarks,
+    roles_text,
     span_text,
     storage_text,
 )
@@ -174,7 +175,7 @@ def page_view(plan: Plan) -> PageView:
         plan=plan,
         axes=tuple((name, size, colours[name]) for name, size in plan.mesh_axes),
         segments=tuple(
-            view for r in collapse(plan.rows) for view in _segments(plan, r, draw)
+            view for r in collapse(plan) for view in _segments(plan, r, draw)
         ),
         moves=_all_moves(plan),
         memory=_memory(plan),
@@ -247,8 +248,7 @@ def _segment(
     found: Mapping[int, BlockFigures],
     draw: _Drawer,
 ) -> SegmentView:
-    row = twins[0][0]
-    figures = plan.figures
+    segment, figures = plan.segments[members[0]], plan.figures
     taken = figures.taken(members[0]) if figures else None
     runner, large, surprise = None, "", ""
     if figures and taken:
@@ -269,8 +269,8 @@ def _segment(
         title=f"Segment{'s' if len(members) > 1 else ''} {span_text(members)}",
         count=len(members),
         names=" to ".join(dict.fromkeys(ends)),
-        storage=storage_text(row.storage),
-        segment_ms=row.segment_ms,
+        storage=storage_text(segment),
+        segment_ms=segment.time_ms,
         blocks=tuple(_block(column, found, draw) for column in twins),
         moves_ms=_sum_ms(moves),
         moves_bytes=sum(move.total_bytes for move in moves),
@@ -291,7 +291,7 @@ def _block(
         name=merged_name([twin.name for twin in column]),
         source=figures.source if figures else "",
         op=row.op.partition(" ")[0],
-        sharded=row.sharded,
+        sharded=roles_text(row.strategy),
         collectives=row.collectives,
         tensors=tuple(map(draw, tensors)),
         moves=figures.moves if figures else (),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cfp.analysis.layout import Layout
+from cfp.analysis.layout import Layout, SegmentKernels
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
 from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
@@ -92,6 +92,21 @@ def split(kernel: str) -> tuple[str, str]:
     """
     first, _, last = kernel.rpartition("+")
     return (first, last) if is_chunked(last) else (kernel, "")
+
+
+def typed_kernels(kernel: str) -> SegmentKernels:
+    """Returns the kernels that a segment's text names."""
+    attention, parts = split(kernel)
+    name, _, spread = attention.partition(" ")
+    count = int(parts.removeprefix(PREFIX) or 0)
+    return SegmentKernels(attention=name, spread=spread, vocabulary_parts=count)
+
+
+def kernel_name(kernels: SegmentKernels) -> str:
+    """Returns the text that `typed_kernels` reads."""
+    attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
+    count = kernels.vocabulary_parts
+    return "+".join(filter(None, (attention, name_of(count) if count else "")))
 
 
 def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:

@@ -3,8 +3,7 @@
 The new program may have more layers, another batch, or a mesh with axes of the same
 names and other sizes. Each segment copies the choices of one that looks like it: the
 same blocks, in the same order, by name (numbers aside) and by op, with the same sizes
-or one size scaled. A plan file's words are looked up among the strategies of the new
-program's blocks. Arguments of both programs must be sharded as before. Nothing is
+or one size scaled. Arguments of both programs must be sharded as before. Nothing is
 compiled or measured: `cfp verify` does that.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import Any, Never
 
 from jax.sharding import Mesh
 
@@ -25,13 +24,15 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.errors import PlanMismatch, compose
+from cfp.patterns.build import kernel_name
 from cfp.plan.compose import compose_plan
-from cfp.plan.describe import op_text, read_kernel, strategy_text
+from cfp.plan.describe import axis_roles, op_text
 from cfp.plan.drawn import block_figures
 from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow, type_text
+from cfp.plan.parts import PlanRow, PlanSegment, type_text
 from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
+from cfp.plan.text import roles_text
 from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
 from cfp.program.calling import check_keywords
@@ -39,13 +40,10 @@ from cfp.program.graft import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceOutcome
-from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 
 _NUMBER = re.compile(r"\d+")
 _SHAPE = re.compile(r"\[([\d,]*)\]")
-_OF_SIZE = re.compile(r" ?\(?of \d+\)|(?<=\d) of \d+(?=\))")
-_REMATERIALIZED = (", rematerialized", ", recomputed")  # The second: older files.
 _TRY = "the segments that were planned, more of them or with another batch; or cfp plan"
 
 _Rows = tuple[PlanRow, ...]
@@ -175,12 +173,11 @@ def carry_over(
     if any(pair.scaled for pair in pairs):
         _check_state(plan, analysis)
     choice = _choice(plan, analysis, pairs)
-    is_bare = not plan.constraints.values and not plan.constraints.uses
     winner = Candidate(
         name=plan.winner,
         choice=choice,
         predicted_ms=_predicted_ms(plan, analysis, pairs),
-        level=ConstraintLevel.ARGUMENTS if is_bare else ConstraintLevel.EVERYTHING,
+        level=plan.level,
         options=plan.options,
     )
     outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
@@ -192,15 +189,17 @@ def carry_over(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A segment of the new program, and the rows of the one that it takes after.
+    """A segment of the new program, and the segment of a plan that it takes after.
 
     Attributes:
         segment: the segment.
-        rows: of the other, block by block.
+        old: the one that it takes after.
+        rows: blocks of that.
         scaled: whether sizes differ.
     """
 
     segment: Segment
+    old: PlanSegment
     rows: _Rows
     scaled: bool
 
@@ -239,7 +238,12 @@ def _paired(plan: Plan, analysis: Analysis) -> list[_Pair]:
                 for ratio in _ratios(row.op, op)
             }
             ratios.update({ratio: rows[0].name for ratio in here})
-            pairs[segment.index] = _Pair(segment=segment, rows=rows, scaled=bool(here))
+            pairs[segment.index] = _Pair(
+                segment=segment,
+                old=plan.segments[rows[0].segment],
+                rows=rows,
+                scaled=bool(here),
+            )
     if len(ratios) > 1:
         text = ", ".join(f"{ratio:g} times at {name}" for ratio, name in ratios.items())
         _refuse("More than one size differs from the plan.", "one, the batch", text)
@@ -326,55 +330,44 @@ def _refuse_segment(
 def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
     """The strategies and storage of all segments' models."""
     frame = analysis.frame
-    modes = [mode for row in plan.rows if (mode := _storage(row)) is not None]
-    common = max(set(modes), key=modes.count) if modes else Storage.USED
+    modes = [one.storage for old in plan.segments for one in old.parameters]
+    common = max(dict.fromkeys(modes), key=modes.count, default=Storage.USED)
     storage = [common] * len(frame.groups)
     strategies: dict[int, Strategy] = {}
     for pair in pairs:
         for b, row in zip(pair.segment.blocks, pair.rows, strict=True):
             strategies[b] = _strategy(analysis, b, row)
-        for group in pair.segment.groups:
-            storage[group] = _storage(pair.rows[0]) or common
-    remat = tuple(
-        p.segment.index for p in pairs if p.rows[0].storage.endswith(_REMATERIALIZED)
+        own, groups = [one.storage for one in pair.old.parameters], pair.segment.groups
+        if len(own) != len(groups):
+            own = [pair.old.storage or common] * len(groups)
+        for group, mode in zip(groups, own, strict=True):
+            storage[group] = mode
+    choice = Choice(
+        tuple(strategies[b] for b in range(len(frame.blocks))),
+        tuple(storage),
+        tuple(pair.segment.index for pair in pairs if pair.old.rematerialized),
+        tuple(
+            (pair.segment.index, kernel_name(pair.old.kernels))
+            for pair in pairs
+            if pair.old.kernels
+        ),
     )
-    blocks = tuple(strategies[b] for b in range(len(frame.blocks)))
-    kernels = tuple(
-        (p.segment.index, kernel) for p in pairs if (kernel := _kernel(p.rows[0]))
-    )
-    choice = Choice(blocks, tuple(storage), remat, kernels)
     return _as_planned(plan, analysis, choice)
 
 
-def _kernel(row: PlanRow) -> str:
-    """Returns the kernel of a row's attentions; "" as the step has it."""
-    return next(filter(None, map(read_kernel, row.storage.split(", "))), "")
-
-
-def _storage(row: PlanRow) -> Storage | None:
-    text = row.storage.partition(", ")[0]
-    return Storage(text) if text in tuple(Storage) else None
-
-
 def _strategy(analysis: Analysis, block: int, row: PlanRow) -> Strategy:
-    """The strategy of a block that a plan's row describes."""
+    """The strategy of a block that takes after a plan's: sizes may be others."""
     frame = analysis.frame
-    op = frame.program.ops[frame.blocks[block].anchor]
-    wanted = _OF_SIZE.sub("", row.sharded)
-    texts = {
-        strategy: strategy_text(frame, op, strategy)
-        for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh)
-    }
-    alike = [s for s, text in texts.items() if _OF_SIZE.sub("", text) == wanted]
-    exact = [s for s in alike if texts[s] == row.sharded]
-    found = exact if len(exact) == 1 else alike
-    if len(found) != 1:
-        _refuse(
-            f"The choice for {row.name} cannot be carried over.",
-            f"one strategy that shards {op_text(frame.program, op)} as {row.sharded}",
-            f"{len(found)} such strategies",
-        )
-    return found[0]
+    program, one = frame.program, frame.blocks[block]
+    op = program.ops[one.anchor]
+    for strategy in block_strategies(program, one, frame.mesh):
+        if axis_roles(frame, op, strategy) == row.strategy:
+            return strategy
+    _refuse(
+        f"The choice for {row.name} cannot be carried over.",
+        f"a block that can be sharded as {roles_text(row.strategy)}",
+        op_text(program, op),
+    )
 
 
 def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
@@ -425,11 +418,10 @@ def _predicted_ms(
     """
     if analysis.frame.mesh != plan.mesh_axes:
         return None
-    old = {row.segment: row.segment_ms for row in plan.rows}
     new = [_segment_ms(analysis, pair) for pair in pairs]
-    known = [ms for ms in old.values() if ms is not None]
+    known = [one.time_ms for one in plan.segments if one.time_ms is not None]
     found = [ms for ms in new if ms is not None]
-    if len(known) < len(old) or len(found) < len(new):
+    if len(known) < len(plan.segments) or len(found) < len(new):
         return None
     more = sum(found) - sum(known)
     if plan.measured_ms is None:
@@ -444,16 +436,15 @@ def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:
     """Estimates a segment's time from its old one's; None if unknown."""
     program, blocks = analysis.frame.program, analysis.frame.blocks
     ratios = {
-        program.ops[blocks[b].anchor].repeat / row.repeats if row.repeats else None
+        program.ops[blocks[b].anchor].repeat / row.repeats
         for b, row in zip(pair.segment.blocks, pair.rows, strict=True)
     }
-    took = pair.rows[0].segment_ms
+    took = pair.old.time_ms
     # Of a segment that is half in a loop no time is known for either half.
-    ratio = ratios.pop() if len(ratios) == 1 else None
-    if took is None or ratio is None or pair.scaled:
+    if took is None or len(ratios) != 1 or pair.scaled:
         return None
-    return took * ratio
+    return took * ratios.pop()
 
 
-def _refuse(summary: str, expected: str, got: str) -> None:
+def _refuse(summary: str, expected: str, got: str) -> Never:
     raise PlanMismatch(compose(summary, expected=expected, got=got, attempt=_TRY))

@@ -13,6 +13,7 @@ from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
 from cfp.plan.describe import (
     plan_rows,
+    plan_segments,
     undonated_bytes,
     uneven_arguments,
     whole_ops,
@@ -86,7 +87,9 @@ def compose_plan(
         measured_ms=won.time_ms if won is not None and timed else None,
         peak_bytes=peak_bytes,
         options=dict(winner.options),
-        rows=plan_rows(analysis, winner.choice, problem),
+        level=winner.level,
+        segments=plan_segments(analysis, winner.choice, problem),
+        rows=plan_rows(analysis, winner.choice),
         uneven=uneven_arguments(layout),
         whole=whole_ops(layout),
         race=tuple(outcome.rows),

@@ -1,21 +1,23 @@
-"""Says in words what a choice does to each block of a program."""
+"""Describes a choice for a program: segments, blocks, and what is not sharded."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.flops import program_flops
 from cfp.analysis.flow import passes
-from cfp.analysis.layout import Choice, Frame, Layout, lay_out
+from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.cost.choice import segment_candidate
 from cfp.cost.transitions import transition
-from cfp.patterns.build import PREFIX, joined, split
-from cfp.plan.parts import PlanRow
+from cfp.patterns.build import typed_kernels
+from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role, StoredParameter
 from cfp.presets.batch import data_arguments
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, Program
@@ -24,54 +26,35 @@ from cfp.search.problem import Problem
 from cfp.units import format_bytes
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
-ATTENTION = " attention"  # behind the name of a kernel, in a row's storage
-_IN_PARTS = ("cross-entropy in ", " parts of the vocabulary")
-_AND = " and "
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 
-def kernel_text(kernel: str) -> str:
-    """Says what computes the attentions and cross-entropies of a segment."""
-    attention, parts = split(kernel)
-    count = parts.removeprefix(PREFIX)
-    words = [f"{attention}{ATTENTION}"] if attention else []
-    words += [f"{_IN_PARTS[0]}{count}{_IN_PARTS[1]}"] if parts else []
-    return _AND.join(words)
-
-
-def read_kernel(text: str) -> str:
-    """A segment's kernel, from what `kernel_text` says; "" of other words."""
-    *_, last = words = text.split(_AND)
-    parts = ""
-    if last.startswith(_IN_PARTS[0]) and last.endswith(_IN_PARTS[1]):
-        parts = PREFIX + last[len(_IN_PARTS[0]) : -len(_IN_PARTS[1])]
-        words.pop()
-    first = words[0] if words else ""
-    attention = first.removesuffix(ATTENTION) if first.endswith(ATTENTION) else ""
-    return joined(attention, parts) if attention and parts else attention or parts
-
-
-def plan_rows(
+def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
-) -> tuple[PlanRow, ...]:
+) -> tuple[PlanSegment, ...]:
+    """Returns the choice for each segment, with its time as far as that is known."""
+    groups = analysis.frame.groups
+    return tuple(
+        PlanSegment(
+            kind=segment.kind,
+            parameters=tuple(
+                StoredParameter(argument=groups[g].args[0], storage=choice.storage[g])
+                for g in segment.groups
+            ),
+            rematerialized=segment.index in choice.remat,
+            kernels=typed_kernels(dict(choice.kernels).get(segment.index, "")),
+            time_ms=_segment_ms(analysis, problem, segment.index, choice),
+        )
+        for segment in analysis.segments
+    )
+
+
+def plan_rows(analysis: Analysis, choice: Choice) -> tuple[PlanRow, ...]:
     """One row for each block: what is sharded, and what must be communicated."""
     frame = analysis.frame
-    layout = lay_out(frame, choice)
-    moved = _moved(analysis, layout)
+    moved = _moved(analysis, lay_out(frame, choice))
     rows = []
     for segment in analysis.segments:
-        modes = [choice.storage[g] for g in segment.groups]
-        storage = str(max(set(modes), key=modes.count)) if modes else "-"
-        remat = segment.index in choice.remat
-        kernel = dict(choice.kernels).get(segment.index, "")
-        if kernel:
-            storage += f", {kernel_text(kernel)}"
-        if remat:
-            storage += ", rematerialized"
-        how = (remat, kernel)
-        time_ms = _segment_ms(
-            problem, segment.kind, choice, list(segment.blocks), modes, how
-        )
         for b in segment.blocks:
             block = frame.blocks[b]
             op = frame.program.ops[block.anchor]
@@ -79,13 +62,10 @@ def plan_rows(
                 PlanRow(
                     block=b,
                     segment=segment.index,
-                    kind=segment.kind,
                     name=block.name,
                     op=op_text(frame.program, op),
-                    sharded=strategy_text(frame, op, choice.blocks[b]),
-                    storage=storage,
+                    strategy=axis_roles(frame, op, choice.blocks[b]),
                     collectives=_collective_text(moved[b]),
-                    segment_ms=time_ms,
                     repeats=op.repeat,
                 )
             )
@@ -218,21 +198,16 @@ def _site(op: Op) -> str:
 
 
 def _segment_ms(
-    problem: Problem | None,
-    kind: int,
-    choice: Choice,
-    blocks: list[int],
-    modes: list,
-    how: tuple[bool, str],
+    analysis: Analysis, problem: Problem | None, index: int, choice: Choice
 ) -> float | None:
     if problem is None:
         return None
-    strategies = tuple(choice.blocks[b] for b in blocks)
-    for option in problem.options[kind]:
-        same_storage = not modes or option.candidate.storage in modes
-        candidate = option.candidate
-        same = candidate.strategies, (candidate.remat, candidate.kernel)
-        if same == (strategies, how) and same_storage:
+    segment = analysis.segments[index]
+    chosen = segment_candidate(analysis, index, choice)
+    modes = [choice.storage[g] for g in segment.groups] or [*Storage]
+    for option in problem.options[segment.kind]:
+        one = option.candidate
+        if one.storage in modes and replace(chosen, storage=one.storage) == one:
             return option.time_ms
     return None
 
@@ -243,33 +218,41 @@ def op_text(program: Program, op: Op) -> str:
     return f"{op.kind} {operands} -> {program.values[op.results[0]]}"
 
 
-def strategy_text(frame: Frame, op: Op, strategy: Strategy) -> str:
-    """A strategy in words: ``x: rows (dim 0 of 8)``."""
+def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]:
+    """Returns the role of each mesh axis that a strategy uses for an anchor."""
     rule = op.rule
     assert rule is not None
-    parts = []
+    roles = []
     for (axis, _), choice in zip(frame.mesh, strategy, strict=True):
-        if choice.inner == NONE:
+        factor, scattered_dim = choice.inner, None
+        if factor == NONE:
             continue
-        factor = choice.inner
+        dim = _result_dim(op, factor)
         holders = [
             i for i, dims in enumerate(rule.operands) if any(factor in d for d in dims)
         ]
-        size = rule.sizes[factor]
         if factor in rule.reduction:
-            text = f"contracted (of {size})"
+            role = Role.CONTRACTED
             if choice.exit != NONE:
-                text += f", scattered to dim {_result_dim(op, choice.exit)}"
+                scattered_dim = _result_dim(op, choice.exit)
+        elif len(op.operands) < 2 or len(holders) > 1:
+            role = Role.BATCH
+        # What a lookup gives has the dims of its indices as rows.
+        elif holders == [int(op.kind == "gather")] or dim == 0:
+            role = Role.ROWS
         else:
-            if len(op.operands) < 2 or len(holders) > 1:
-                role = "batch"
-            else:
-                # What a lookup gives has the dims of its indices as rows.
-                left = holders == [int(op.kind == "gather")]
-                role = "rows" if left or _result_dim(op, factor) == 0 else "columns"
-            text = f"{role} (dim {_result_dim(op, factor)} of {size})"
-        parts.append(f"{axis}: {text}")
-    return "; ".join(parts) or "replicated"
+            role = Role.COLUMNS
+        roles.append(
+            AxisRole(
+                axis=axis,
+                role=role,
+                factor=factor,
+                dim=dim,
+                scattered_dim=scattered_dim,
+                size=rule.sizes[factor],
+            )
+        )
+    return tuple(roles)
 
 
 def _result_dim(op: Op, factor: int) -> int:

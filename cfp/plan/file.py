@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from cfp.analysis.strategies import Spec
+from cfp.attention.kernels import KERNELS
 from cfp.errors import PlanFileError, compose
 from cfp.fields import (
     Count,
@@ -42,7 +43,7 @@ from cfp.fields import (
     shown,
 )
 from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow
+from cfp.plan.parts import PlanRow, PlanSegment
 from cfp.plan.sites import Sites
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
@@ -50,8 +51,9 @@ from cfp.program.outline import Outline, unpacked
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
+from cfp.settings import ConstraintLevel
 
-FORMAT = 4
+FORMAT = 5
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -192,7 +194,9 @@ class PlanFile(_Part):
         predicted_ms, measured_ms: step time by the profiles, and in the race.
         peak_bytes, predicted_bytes: memory as compiled, and as predicted.
         rung: the source of the predictions.
-        rows: blocks, for people.
+        level: how much the compiler is constrained.
+        segments: the choice for each segment.
+        rows: blocks, with the strategy of each.
         uneven: tensors that axes do not divide.
         whole: ops that every device runs in full.
         silenced: functions of the host that were not called while measuring.
@@ -208,7 +212,7 @@ class PlanFile(_Part):
             steps, by position.
     """
 
-    format: Literal[4]
+    format: Literal[5]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(min_length=1, max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]
@@ -222,6 +226,8 @@ class PlanFile(_Part):
     peak_bytes: Count | None
     rung: Rung
     predicted_bytes: Count | None
+    level: ConstraintLevel
+    segments: tuple[PlanSegment, ...]
     rows: tuple[PlanRow, ...]
     uneven: tuple[Words, ...]
     whole: tuple[Words, ...]
@@ -254,6 +260,32 @@ class PlanFile(_Part):
         _check_once((v for group in groups for v in group.values), "value")
         _check_once((use for group in groups for use in group.uses), "use")
         return groups
+
+    @field_validator("segments")
+    @classmethod
+    def _are_known(
+        cls, segments: tuple[PlanSegment, ...], info: ValidationInfo
+    ) -> tuple[PlanSegment, ...]:
+        count = len(info.data.get("arguments", ()))
+        stored = [one.argument for segment in segments for one in segment.parameters]
+        if len({*stored}) < len(stored) or not all(i < count for i in stored):
+            raise ValueError("every parameter once, of the arguments there are")
+        if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
+            raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
+        return segments
+
+    @field_validator("rows")
+    @classmethod
+    def _are_blocks(
+        cls, rows: tuple[PlanRow, ...], info: ValidationInfo
+    ) -> tuple[PlanRow, ...]:
+        _check_once((row.block for row in rows), "block")
+        count = len(info.data.get("segments", ()))
+        if not all(row.segment < count for row in rows):
+            raise ValueError(f"blocks of the {count} segments there are")
+        for row in rows:
+            _on_mesh((tuple(one.axis for one in row.strategy),), info)
+        return rows
 
     @field_validator("in_host")
     @classmethod

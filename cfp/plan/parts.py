@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from inspect import signature
 from typing import Annotated, Any
 
@@ -11,41 +12,112 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 from pydantic import Field
 
+from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
 from cfp.errors import OptionError, PlanMismatch, compose, nearest
-from cfp.fields import Count, Time, Words
+from cfp.fields import Count, Flag, Name, Time, Words
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
 
+class Role(StrEnum):
+    """Kinds of factors of a block's anchor that an axis may shard."""
+
+    BATCH = "batch"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    CONTRACTED = "contracted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRole:
+    """Part of a block's anchor that one mesh axis shards.
+
+    Two of them are equal where only sizes differ, as with another batch.
+
+    Attributes:
+        axis: name of the mesh axis.
+        role: kind of the factor that it shards.
+        factor: number of the factor in the anchor's sharding rule.
+        dim: dim of the anchor's result that has the factor; -1 if it has none.
+        scattered_dim: dim of the result to which a contraction's sum is scattered; None
+            if it is not.
+        size: size of the factor.
+    """
+
+    axis: Name
+    role: Role
+    factor: Count
+    dim: Annotated[int, Field(strict=True, ge=-1)]
+    scattered_dim: Count | None
+    size: Annotated[Count, Field(ge=1)] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredParameter:
+    """A parameter and how it is stored, with all that is stored like it.
+
+    Attributes:
+        argument: position of the parameter among the argument leaves.
+        storage: how it is stored.
+    """
+
+    argument: Count
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSegment:
+    """The choice for one segment of a plan, apart from its blocks' strategies.
+
+    Attributes:
+        kind: segments of one kind have the same options.
+        parameters: the parameters that belong to it.
+        rematerialized: whether its forward pass is rematerialized.
+        kernels: kernels that compute parts of it.
+        time_ms: measured time; None if not measured.
+    """
+
+    kind: Count
+    parameters: tuple[StoredParameter, ...]
+    rematerialized: Flag
+    kernels: SegmentKernels
+    time_ms: Time | None
+
+    @property
+    def storage(self) -> Storage | None:
+        """Storage of most of its parameters; None if it has none."""
+        modes = [one.storage for one in self.parameters]
+        return max(dict.fromkeys(modes), key=modes.count) if modes else None
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Everything that segments which are shown as one have in common."""
+        return self.kind, self.storage, self.rematerialized, self.kernels
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One block of a plan, for people.
+    """One block of a plan.
 
     Attributes:
         block: index of the block.
         segment: index of its segment.
-        kind: the segment's kind.
         name: the block's place in the user's model.
         op: its anchor, with its shape.
-        sharded: which dims of the anchor go to which axes, in words.
-        storage: how the parameters of its segment are kept.
+        strategy: for each mesh axis that shards the anchor its role.
         collectives: the collectives that follow in one step, in words.
-        segment_ms: measured time of the block's whole segment; None if not measured.
         repeats: how often the anchor runs in one step, which is more than once in a
-            loop; None if the plan does not say, since an older version saved it.
+            loop.
     """
 
     block: Count
     segment: Count
-    kind: Count
     name: Words
     op: Words
-    sharded: Words
-    storage: Words
+    strategy: tuple[AxisRole, ...]
     collectives: Words
-    segment_ms: Time | None
-    repeats: Annotated[int, Field(strict=True, ge=1)] | None = None
+    repeats: Annotated[int, Field(strict=True, ge=1)]
 
 
 def type_text(aval: Any) -> str:

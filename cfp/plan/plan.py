@@ -25,6 +25,7 @@ from cfp.plan.figures import Figures
 from cfp.plan.file import FORMAT, plan_fields, read_json
 from cfp.plan.parts import (
     PlanRow,
+    PlanSegment,
     arguments_to_json,
     check_arguments,
     check_binding,
@@ -51,6 +52,7 @@ from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
 from cfp.runtime.raced import Raced
+from cfp.settings import ConstraintLevel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,9 @@ class Plan:
         predicted_ms, predicted_bytes: step time and memory, or None.
         measured_ms: step time measured on the whole program, or None.
         peak_bytes: memory that the compiled program needs on each device, or None.
-        rows: the blocks.
+        level: how much the compiler is constrained.
+        segments: the choice for each segment.
+        rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
         whole: what every device runs in full: loops, and ops without a sharding rule.
         silenced: functions of the host that are not called while it is measured.
@@ -104,6 +108,8 @@ class Plan:
     predicted_ms: float | None
     measured_ms: float | None
     peak_bytes: int | None
+    level: ConstraintLevel = ConstraintLevel.EVERYTHING
+    segments: tuple[PlanSegment, ...] = ()
     rows: tuple[PlanRow, ...] = ()
     uneven: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
@@ -425,6 +431,8 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "rung": self.rung,
             "predicted_bytes": self.predicted_bytes,
+            "level": self.level,
+            "segments": [asdict(segment) for segment in self.segments],
             "rows": [asdict(row) for row in self.rows],
             "uneven": list(self.uneven),
             "whole": list(self.whole),

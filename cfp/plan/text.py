@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
+from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import VariantFigures, WorthFigures
-from cfp.plan.parts import PlanRow
+from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import (
     columns,
@@ -28,12 +29,12 @@ from cfp.units import format_bytes
 if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
-_SIZES = re.compile(r" \([^)]*\)")
+REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
-    "used": "as used",
-    "optimizer": "as used, optimizer state sharded",
-    "sharded": "sharded",
-    "largest": "sharded along their largest dims",
+    Storage.USED: "as used",
+    Storage.OPTIMIZER: "as used, optimizer state sharded",
+    Storage.SHARDED: "sharded",
+    Storage.LARGEST: "sharded along their largest dims",
 }
 
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
@@ -43,10 +44,53 @@ _MOST_REPEATS = 4
 _MOST_NAMES = 4
 
 
-def storage_text(storage: str) -> str:
-    """Says how a row's parameters are stored, and what else its segment does."""
-    mode, comma, more = storage.partition(", ")
-    return STORAGE_WORDS.get(mode, mode) + comma + more
+def storage_text(segment: PlanSegment) -> str:
+    """Says how a segment's parameters are stored, and what else it does."""
+    storage = segment.storage
+    return _with_more(segment, "-" if storage is None else STORAGE_WORDS[storage])
+
+
+def storage_name(segment: PlanSegment) -> str:
+    """Says the same as `storage_text` with the short name of the storage."""
+    return _with_more(segment, str(segment.storage or "-"))
+
+
+def _with_more(segment: PlanSegment, stored: str) -> str:
+    kernels = [kernels_text(segment.kernels)] if segment.kernels else []
+    again = [REMATERIALIZED] if segment.rematerialized else []
+    return ", ".join([stored, *kernels, *again])
+
+
+def kernels_text(kernels: SegmentKernels) -> str:
+    """Says what computes the attentions and cross-entropies of a segment."""
+    attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
+    count = kernels.vocabulary_parts
+    words = [f"{attention} attention"] if attention else []
+    words += [f"cross-entropy in {count} parts of the vocabulary"] if count else []
+    return " and ".join(words)
+
+
+class Detail(Enum):
+    """Detail in which a text says what axes shard."""
+
+    ROLES = "x: rows"
+    DIMS = "x: rows (dim 0)"
+    SIZES = "x: rows (dim 0 of 8)"
+
+
+def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
+    """Describes the roles of axes in a block: ``x: rows (dim 0 of 8)``."""
+    parts = []
+    for one in roles:
+        is_contracted = one.role is Role.CONTRACTED
+        where = [] if is_contracted else [f"dim {one.dim}"]
+        where += [f"of {one.size}"] if detail is Detail.SIZES else []
+        text = f"{one.axis}: {one.role}"
+        text += f" ({' '.join(where)})" if where and detail is not Detail.ROLES else ""
+        if one.scattered_dim is not None:
+            text += f", scattered to dim {one.scattered_dim}"
+        parts.append(text)
+    return "; ".join(parts) or "replicated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +110,20 @@ class Repeat:
     rows: tuple[tuple[PlanRow, ...], ...]
 
 
-def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
+def collapse(plan: Plan) -> list[Repeat]:
     """Finds segments that are alike and stand back to back.
 
     Alike are segments of one kind whose blocks are sharded and stored alike.
     """
-    segments = [tuple(found) for _, found in groupby(rows, key=lambda row: row.segment)]
-    marks = [tuple(_mark(row) for row in segment) for segment in segments]
+    found = groupby(plan.rows, key=lambda row: row.segment)
+    segments = [tuple(rows) for _, rows in found]
+    marks = [
+        (
+            plan.segments[rows[0].segment].alike,
+            *((row.op, row.strategy) for row in rows),
+        )
+        for rows in segments
+    ]
     repeats = []
     at = 0
     while at < len(segments):
@@ -84,10 +135,6 @@ def collapse(rows: Sequence[PlanRow]) -> list[Repeat]:
         repeats.append(Repeat(segments[at][0].segment, period, count, parts))
         at += period * count
     return repeats
-
-
-def _mark(row: PlanRow) -> tuple:
-    return row.kind, row.op, row.sharded, row.storage
 
 
 def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
@@ -405,9 +452,9 @@ def short_text(plan: Plan) -> str:
     lines = [_title(plan), f"  {figures}", f"  chosen: {_chosen_text(plan)}"]
     if (rates := throughput(plan)) is not None:
         lines.insert(2, f"  {throughput_text(rates)}")
-    repeats = collapse(plan.rows)
+    repeats = collapse(plan)
     prefix = common_prefix([row.name for row in plan.rows])
-    lines += [_repeat_text(repeat, prefix) for repeat in repeats[:_MOST_REPEATS]]
+    lines += [_repeat_text(plan, repeat, prefix) for repeat in repeats[:_MOST_REPEATS]]
     if len(repeats) > _MOST_REPEATS:
         lines.append(f"  and {len(repeats) - _MOST_REPEATS} more runs of segments")
     sharded = sum(any(spec) for spec in plan.arg_specs)
@@ -462,7 +509,7 @@ def _chosen_text(plan: Plan) -> str:
     return "by its name"
 
 
-def _repeat_text(repeat: Repeat, prefix: str) -> str:
+def _repeat_text(plan: Plan, repeat: Repeat, prefix: str) -> str:
     """Describes briefly how the blocks of some segments are sharded."""
     modules: list[str] = []
     ways: dict[str, list[str]] = {}
@@ -477,11 +524,11 @@ def _repeat_text(repeat: Repeat, prefix: str) -> str:
         if deeper and number[:1].isdigit():  # A list of modules: blocks/0-3.
             module = f"{module}/{number}"
         modules += [module] if inside else []
-        way = _SIZES.sub("", twins[0].sharded)
+        way = roles_text(twins[0].strategy, Detail.ROLES)
         ways.setdefault(way, []).append(end)
     where = f" ({_few(modules, ', ')})" if modules else ""
     sharded = _few([f"{_few(names, ', ')} {way}" for way, names in ways.items()], "; ")
-    stored = [storage_text(row.storage) for row in repeat.rows[0]]
+    stored = [storage_text(plan.segments[row.segment]) for row in repeat.rows[0]]
     numbers = span_text([row.segment for part in repeat.rows for row in part])
     return f"  segment {numbers}{where}: {sharded}; parameters {_few(stored, ' or ')}"
 

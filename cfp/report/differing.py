@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cfp.analysis.strategies import Spec
 from cfp.plan.plan import Plan
-from cfp.plan.text import storage_text
+from cfp.plan.text import Detail, roles_text, storage_text
 from cfp.plan.words import basis_text, elided
 from cfp.printable import merged_alike
 from cfp.report.explain_plan import wrapped
@@ -18,8 +17,6 @@ from cfp.units import format_bytes
 # Versions and devices are shown in full, drivers' details are not.
 _NOTHING = "-"
 _NAMES_SHOWN = 4
-# The size of a dim is none of how it is sharded: ``(dim 0 of 8)``, ``(of 64)``.
-_OF_SIZE = re.compile(r" \(of \d+\)|(?<=\d) of \d+(?=\))")
 
 
 def diff_data(first: Plan, second: Plan) -> dict[str, Any]:
@@ -152,8 +149,8 @@ def _blocks(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         seen[row.name] += 1
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
-        stored = storage_text(row.storage)
-        sharded = _OF_SIZE.sub("", row.sharded)
+        stored = storage_text(plan.segments[row.segment])
+        sharded = roles_text(row.strategy, Detail.DIMS)
         found[row.name + again] = f"{sharded}; parameters {stored}"
     return found
 

@@ -23,7 +23,9 @@ from cfp.plan.text import (
     headline,
     merged_name,
     other_names,
+    roles_text,
     span_text,
+    storage_name,
     storage_text,
     won_a_tie,
 )
@@ -55,7 +57,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     Raises:
         CfpError: no block has such a name.
     """
-    repeats = collapse(plan.rows)
+    repeats = collapse(plan)
     wanted = _wanted(plan, block)
     lines = list(_overall(plan)) if block is None else [headline(plan)]
     for repeat in repeats:
@@ -93,7 +95,7 @@ def _wanted(plan: Plan, block: str | None) -> set[int]:
     if not found:  # Perhaps as repeated ones are shown: layer_0-3.
         found = {
             twin.block
-            for repeat in collapse(plan.rows)
+            for repeat in collapse(plan)
             for twins in zip(*repeat.rows, strict=True)
             if is_it(merged_name([twin.name for twin in twins]))
             for twin in twins
@@ -190,26 +192,27 @@ def _repeat_lines(plan: Plan, repeat: Repeat, wanted: set[int]) -> Iterator[str]
         if not shown:
             continue
         members = [segment + i * repeat.period for i in range(repeat.count)]
-        yield _segment_title(plan, members, first[places[0]])
+        yield _segment_title(plan, members)
         for place in shown:
             yield from _block_lines(plan, [part[place] for part in repeat.rows])
         yield from _choice_lines(plan, segment)
 
 
-def _segment_title(plan: Plan, members: list[int], row: PlanRow) -> str:
+def _segment_title(plan: Plan, members: list[int]) -> str:
     word = f"Segment {members[0]}" if len(members) == 1 else ""
     title = word or f"Segments {span_text(members)} ({len(members)} alike)"
-    stored = f"parameters {storage_text(row.storage)}"
-    if row.segment_ms is None:
+    time_ms = plan.segments[members[0]].time_ms
+    stored = f"parameters {storage_text(plan.segments[members[0]])}"
+    if time_ms is None:
         return f"{title}: {stored}"
-    time = f"{title}: {stored}; {row.segment_ms:.3f} ms each, {known_how(plan)}"
+    time = f"{title}: {stored}; {time_ms:.3f} ms each, {known_how(plan)}"
     # The middle of a run stands for it, as for its blocks.
     shown = members[len(members) // 2]
     blocks = {found.block for found in plan.rows if found.segment == shown}
     drawn = plan.figures.blocks if plan.figures else ()
     moves = [move for one in drawn if one.block in blocks for move in one.moves]
     alone_ms = sum(move.time_ms or 0.0 for move in moves)
-    if alone_ms > row.segment_ms:
+    if alone_ms > time_ms:
         time += (
             f" (its collectives one after another {alone_ms:.3f} ms: some are combined "
             "or run beside others)"
@@ -222,10 +225,10 @@ def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
     row = twins[len(twins) // 2]
     figures = _figures_of(plan, row.block)
     where = f"  at {figures.source}" if figures and figures.source else ""
-    if row.repeats is not None and row.repeats > 1:
+    if row.repeats > 1:
         where += f", {row.repeats} times in one step"
     yield f"  {elided(merged_name([twin.name for twin in twins]))}{where}"
-    yield f"    sharded: {row.sharded}"
+    yield f"    sharded: {roles_text(row.strategy)}"
     if figures is None:
         yield f"    then: {row.collectives}"
         return
@@ -307,8 +310,8 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
                 "block": row.name,
                 "segment": row.segment,
                 "source": drawn.source if drawn else "",
-                "sharded": row.sharded,
-                "storage": row.storage,
+                "sharded": roles_text(row.strategy),
+                "storage": storage_name(plan.segments[row.segment]),
                 "repeats": row.repeats,
                 "collectives": [
                     {

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cfp.plan.parts import PlanRow
+from cfp.plan.parts import PlanRow, PlanSegment
 from cfp.plan.plan import Plan
 from cfp.plan.text import (
     Repeat,
@@ -25,6 +25,7 @@ from cfp.plan.text import (
     merged_name,
     other_names,
     remarks,
+    roles_text,
     slower_variants,
     span_text,
     storage_text,
@@ -54,17 +55,18 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
     table.add_column("collectives that follow")
     table.add_column("segment ms", justify="right", no_wrap=True)
     prefix = common_prefix([row.name for row in plan.rows])
-    for repeat in collapse(plan.rows):
+    for repeat in collapse(plan):
         for place, row in enumerate(repeat.rows[0]):
             new_segment = place == 0 or row.segment != repeat.rows[0][place - 1].segment
             twins = [part[place] for part in repeat.rows]
+            segment = plan.segments[row.segment]
             table.add_row(
                 _segment_text(repeat, row.segment) if new_segment else "",
                 merged_name([twin.name.removeprefix(prefix) for twin in twins]),
-                row.sharded,
-                storage_text(row.storage) if new_segment else "",
+                roles_text(row.strategy),
+                storage_text(segment) if new_segment else "",
                 _collectives(twins),
-                _segment_time(row, repeat.count) if new_segment else "",
+                _segment_time(segment, repeat.count) if new_segment else "",
             )
         table.add_section()
     return Fitted(table)
@@ -95,11 +97,11 @@ def _segment_text(repeat: Repeat, segment: int) -> str:
     return f"{span_text(members)} ({repeat.count} x)"
 
 
-def _segment_time(row: PlanRow, count: int) -> str:
-    if row.segment_ms is None:
+def _segment_time(segment: PlanSegment, count: int) -> str:
+    if segment.time_ms is None:
         return "-"
     times = f"{count} x " if count > 1 else ""
-    return f"{times}{row.segment_ms:.3g}"
+    return f"{times}{segment.time_ms:.3g}"
 
 
 _UNMEASURED = {"estimated": "Estimates", "one device": "Predicted on one device"}

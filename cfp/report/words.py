@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.plan.describe import kernel_text, strategy_text
-from cfp.plan.text import STORAGE_WORDS, merged_name
+from cfp.patterns.build import typed_kernels
+from cfp.plan.describe import axis_roles
+from cfp.plan.text import (
+    REMATERIALIZED,
+    STORAGE_WORDS,
+    kernels_text,
+    merged_name,
+    roles_text,
+)
 from cfp.presets.propagated import named_choices
 from cfp.printable import distinct_ends
 from cfp.search.problem import Option
-
-_REMATERIALIZED = "rematerialized"
 
 
 def option_names(
@@ -35,8 +40,9 @@ def option_names(
             candidate = option.candidate
             alike = candidate.strategies, candidate.storage
             name = names.setdefault(alike, f"#{number}")
-            also = [kernel_text(candidate.kernel)] if candidate.kernel else []
-            also += [_REMATERIALIZED] if candidate.remat else []
+            kernels = typed_kernels(candidate.kernel)
+            also = [kernels_text(kernels)] if kernels else []
+            also += [REMATERIALIZED] if candidate.remat else []
             texts.append(f"{name} ({', '.join(also)})" if also else name)
         found.append(texts)
     return found
@@ -81,17 +87,17 @@ def candidate_words(
         strategy = candidate.strategies[place]
         if base is None or base.strategies[place] != strategy:
             op = frame.program.ops[frame.blocks[b].anchor]
-            text = strategy_text(frame, op, strategy)
+            text = roles_text(axis_roles(frame, op, strategy))
             blocks.setdefault(text, []).append(names[place])
     parts = [f"{', '.join(alike)} {text}" for text, alike in blocks.items()]
     if segment.groups and (base is None or base.storage != candidate.storage):
         parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
     if candidate.kernel and (base is None or base.kernel != candidate.kernel):
-        parts.append(kernel_text(candidate.kernel))
+        parts.append(kernels_text(typed_kernels(candidate.kernel)))
     elif base is not None and base.kernel and not candidate.kernel:
         parts.append("computed as it is written")
     if candidate.remat:
-        parts.append(_REMATERIALIZED)
+        parts.append(REMATERIALIZED)
     elif base is not None and base.remat:
         parts.append("not rematerialized")
     return "; ".join(parts) or "the same"

@@ -25,7 +25,8 @@ from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.passes.profile import profile
 from cfp.passes.search import search
-from cfp.plan.describe import plan_rows
+from cfp.plan.describe import plan_rows, plan_segments
+from cfp.plan.text import roles_text, storage_name
 from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
@@ -300,13 +301,25 @@ def _without_peers() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
 
 
+def _block_texts(analysis: Analysis, choice: Choice) -> list[tuple[str, str]]:
+    """Each block's name, with how it is sharded, and its parameters stored."""
+    segments = plan_segments(analysis, choice, None)
+    return [
+        (
+            row.name,
+            f"{roles_text(row.strategy)}; {storage_name(segments[row.segment])}",
+        )
+        for row in plan_rows(analysis, choice)
+    ]
+
+
 def _side_by_side(
     done: _Planned, name: str, modelled: Modelled, predicted_ms: float | None
 ) -> dict[str, Any]:
     """Where the plan and the model's choice differ, and what each believed of both."""
     analysis = done.session.analysis
-    ours = plan_rows(analysis, done.winner.choice, done.solution.problem)
-    theirs = plan_rows(analysis, modelled.choice, None)
+    ours = _block_texts(analysis, done.winner.choice)
+    theirs = _block_texts(analysis, modelled.choice)
     believed = modelled.formulation.believed_ms(done.winner.choice)
     return {
         "name": name,
@@ -317,13 +330,9 @@ def _side_by_side(
         "profiles_predict_of_the_model_ms": predicted_ms,
         "profiles_predict_of_the_plan_ms": done.winner.predicted_ms,
         "differences": [
-            {
-                "block": mine.name,
-                "planned": f"{mine.sharded}; {mine.storage}",
-                "cost_model": f"{other.sharded}; {other.storage}",
-            }
-            for mine, other in zip(ours, theirs, strict=True)
-            if (mine.sharded, mine.storage) != (other.sharded, other.storage)
+            {"block": name, "planned": mine, "cost_model": other}
+            for (name, mine), (_, other) in zip(ours, theirs, strict=True)
+            if mine != other
         ],
         "blocks": len(ours),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ import jax
 
 from cfp import described
 from cfp.passes.pipeline import analyze_step
-from cfp.plan.describe import plan_rows
+from cfp.plan.describe import plan_rows, plan_segments
+from cfp.plan.parts import PlanRow, PlanSegment
+from cfp.plan.plan import Plan
+from cfp.plan.text import roles_text, storage_name
 from cfp.presets.presets import presets
 from cfp.targets import resolve
 from cfp_test.bench.one_as_n_data import FILE as RECORDED
@@ -31,9 +34,17 @@ FILE = RESULTS / "planned_on_one_h200_202611.json"
 Blocks = list[tuple[str, str, str]]
 
 
-def blocks_of(rows: Iterable[dict[str, Any]]) -> Blocks:
-    """How each block is sharded, and its parameters stored."""
+def recorded_blocks(rows: Iterable[dict[str, Any]]) -> Blocks:
+    """How each block is sharded, and its parameters stored, by a recorded plan."""
     return [(one["op"], one["sharded"], one["storage"]) for one in rows]
+
+
+def blocks_of(rows: Sequence[PlanRow], segments: Sequence[PlanSegment]) -> Blocks:
+    """How each block is sharded, and its parameters stored."""
+    return [
+        (row.op, roles_text(row.strategy), storage_name(segments[row.segment]))
+        for row in rows
+    ]
 
 
 def preset_blocks(target: str) -> dict[str, Blocks]:
@@ -44,8 +55,7 @@ def preset_blocks(target: str) -> dict[str, Blocks]:
     analysis = analyze_step(step, described("4xh200")).analysis
     return {
         name: blocks_of(
-            {"op": row.op, "sharded": row.sharded, "storage": row.storage}
-            for row in plan_rows(analysis, choice, None)
+            plan_rows(analysis, choice), plan_segments(analysis, choice, None)
         )
         for name, choice in presets(analysis.frame).items()
     }
@@ -54,7 +64,8 @@ def preset_blocks(target: str) -> dict[str, Blocks]:
 def nearest(row: dict[str, Any], known: dict[str, Blocks]) -> dict[str, Any]:
     """The recorded program that is nearest to a plan, and what it takes."""
     links = "P2P off" if row["cluster"] == "P2P off" else "NVLink"
-    own = blocks_of(row["plan"]["rows"])
+    plan = Plan.from_json(row["plan"], allowed_options=[*row["plan"]["options"]])
+    own = blocks_of(plan.rows, plan.segments)
     found = []
     for one in json.loads(RECORDED.read_text())["programs"]:
         times = one["recorded_ms"].get(links)
@@ -63,7 +74,7 @@ def nearest(row: dict[str, Any], known: dict[str, Blocks]) -> dict[str, Any]:
             continue
         if preset not in known:
             kept = json.loads((RESULTS / preset).read_text())
-            known[preset] = blocks_of(kept["rows"])
+            known[preset] = recorded_blocks(kept["rows"])
         theirs = known[preset]
         assert len(theirs) == len(own)
         unlike = sum(a != b for a, b in zip(own, theirs, strict=True))

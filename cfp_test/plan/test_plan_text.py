@@ -10,12 +10,12 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.plan.figures import Figures, WorthFigures
-from cfp.plan.parts import PlanRow
+from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.tables import plan_text
-from cfp_test.report.plans import RACE, layers, make_plan, row
+from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 
 
 @pytest.mark.smoke
@@ -48,10 +48,12 @@ def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
     ) in words
 
 
-def wide_row(segment: int, place: int) -> PlanRow:
+def wide_row(segment: int, place: int) -> Block:
     """Of segments that are all different, with many blocks and ways to shard them."""
-    sharded = f"x: rows (dim {place} of 8), y: contracted (of 64), scattered to {place}"
-    return row(segment, segment, f"Net/layer/part_{place}/up", sharded=sharded)
+    first = axis_role(Role.ROWS, place, 8)
+    second = axis_role(Role.CONTRACTED, -1, 64, axis="y", scattered_dim=place)
+    name = f"Net/layer/part_{place}/up"
+    return row(segment, segment, name, strategy=(first, second))
 
 
 def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():

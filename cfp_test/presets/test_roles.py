@@ -11,7 +11,8 @@ import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import AxisChoice, describe
-from cfp.plan.describe import strategy_text
+from cfp.plan.describe import axis_roles
+from cfp.plan.text import roles_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.batch import data_arguments
 from cfp.presets.roles import axis_walk
@@ -414,9 +415,9 @@ def test_a_lookups_rows_are_the_dims_of_its_indices():
     [lookup, *_] = frame.blocks
     [choice, *_] = axis_walk(frame, "data", 4)
     op = frame.program.ops[lookup.anchor]
-    assert strategy_text(frame, op, (choice,)) == "x: rows (dim 0 of 8)"
+    assert roles_text(axis_roles(frame, op, (choice,))) == "x: rows (dim 0 of 8)"
     columns = next(f for (f,) in op.rule.results[0] if op.rule.sizes[f] == 32)
-    text = strategy_text(frame, op, (AxisChoice(columns),))
+    text = roles_text(axis_roles(frame, op, (AxisChoice(columns),)))
     assert text == "x: columns (dim 2 of 32)"
 
 

@@ -1,48 +1,67 @@
 """Plans of made-up figures."""
 
+from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.plan.parts import AxisRole, PlanSegment, Role, StoredParameter
 from cfp.plan.plan import Plan, PlanRow, RaceRow
 from cfp.program.graft import Constraints
 
-SHARDED = {"attention": "x: rows (dim 0 of 8)", "mlp": "x: columns (dim 1 of 64)"}
+Block = tuple[PlanSegment, PlanRow]
 
 
-def row(segment: int, kind: int, name: str, **changes) -> PlanRow:
+def axis_role(role: Role, dim: int, size: int, **changes) -> AxisRole:
+    values = {"axis": "x", "factor": max(dim, 0), "scattered_dim": None}
+    return AxisRole(role=role, dim=dim, size=size, **{**values, **changes})
+
+
+ROWS, COLUMNS = axis_role(Role.ROWS, 0, 8), axis_role(Role.COLUMNS, 1, 64)
+STRATEGIES = {"attention": (ROWS,), "mlp": (COLUMNS,)}
+
+
+def row(segment: int, kind: int, name: str, **changes) -> Block:
+    """A block with its segment."""
     values = {
         "block": segment,
         "segment": segment,
-        "kind": kind,
         "name": name,
         "op": "dot_general",
-        "sharded": SHARDED.get(name.rpartition("/")[2], "replicated"),
-        "storage": "sharded",
+        "strategy": STRATEGIES.get(name.rpartition("/")[2], ()),
         "collectives": f"all-reduce x {16 + segment}.25 KiB",
-        "segment_ms": 1.5 * (kind + 1),
+        "repeats": 1,
     }
-    return PlanRow(**{**values, **changes})
+    chosen = PlanSegment(
+        kind=kind,
+        parameters=(StoredParameter(argument=segment, storage=Storage.SHARDED),),
+        rematerialized=False,
+        kernels=SegmentKernels(),
+        time_ms=1.5 * (kind + 1),
+    )
+    return chosen, PlanRow(**{**values, **changes})
 
 
-def layers(kinds: list[int]) -> list[PlanRow]:
+def layers(kinds: list[int]) -> list[Block]:
     """One block per segment; the first and the last stand alone."""
     inner = [row(i + 1, k, f"Net/layer_{i}/mlp") for i, k in enumerate(kinds)]
     last = len(kinds) + 1
     return [row(0, 8, "Net/embedding"), *inner, row(last, 9, "Net/head")]
 
 
-def make_plan(rows: list[PlanRow], race: list[RaceRow]) -> Plan:
+def make_plan(blocks: list[Block], race: list[RaceRow]) -> Plan:
+    segments = {one.segment: segment for segment, one in blocks}
     return Plan(
         fingerprint="0" * 64,
         mesh_axes=(("x", 4),),
-        arg_names=(),
-        arg_types=(),
-        arg_specs=(),
+        arg_names=tuple(f"params/{i}" for i in segments),
+        arg_types=("float32[4]",) * len(segments),
+        arg_specs=(((),),) * len(segments),
         output_specs=(),
         constraints=Constraints({}, {}),
-        donated=(),
+        donated=(True,) * len(segments),
         winner="planned",
         predicted_ms=9.5,
         measured_ms=10.25,
         peak_bytes=3 * 2**20,
-        rows=tuple(rows),
+        segments=tuple(segments.values()),
+        rows=tuple(one for _, one in blocks),
         race=tuple(race),
         environment={"device_kind": "abacus"},
         search={

@@ -9,7 +9,7 @@ from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.tables import plan_text
-from cfp_test.report.plans import RACE, layers, make_plan, row
+from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
 
@@ -80,8 +80,7 @@ def test_differences_are_shown_once_for_repeated_layers():
         DEEP,
         measured_ms=8.5,
         arg_specs=((("x",), ()),) * 96,
-        rows=tuple(replace(r, sharded="replicated") for r in DEEP.rows[:-1])
-        + DEEP.rows[-1:],
+        rows=tuple(replace(r, strategy=()) for r in DEEP.rows[:-1]) + DEEP.rows[-1:],
         options={"xla_flag": "true"},
         environment={"device_kind": "slide rule"},
     )
@@ -121,7 +120,7 @@ def test_another_batch_is_another_size_and_shards_nothing_otherwise():
         DEEP,
         arg_types=("float32[64,32]", *DEEP.arg_types[1:]),
         rows=(
-            replace(first, sharded=first.sharded.replace("of 8", "of 32")),
+            replace(first, strategy=(replace(ROWS, size=32),)),
             *DEEP.rows[1:],
         ),
     )
@@ -159,7 +158,8 @@ def test_times_are_compared_with_times_of_their_kind():
 
 
 def test_a_segment_faster_than_its_collectives_one_by_one_says_why():
-    quick = replace(DEEP, rows=tuple(replace(r, segment_ms=0.25) for r in DEEP.rows))
+    segments = tuple(replace(one, time_ms=0.25) for one in DEEP.segments)
+    quick = replace(DEEP, segments=segments)
     said = " ".join(explain_text(quick).split())
     assert "0.250 ms each, measured (its collectives one after another 0.375 ms" in said
     assert "one after another" not in explain_text(DEEP)
@@ -230,7 +230,7 @@ def test_ends_of_names_tell_blocks_apart(names, ends):
 def test_a_short_text_names_each_block():
     names = [f"layers/{i}/{name}/kernel" for i in range(2) for name in ("q", "k", "v")]
     rows = [
-        row(place // 3, 0, name, block=place, sharded="x: rows (dim 0 of 8)")
+        row(place // 3, 0, name, block=place, strategy=(ROWS,))
         for place, name in enumerate(names)
     ]
     assert "q/kernel, k/kernel, v/kernel x: rows" in repr(make_plan(rows, RACE))

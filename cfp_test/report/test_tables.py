@@ -53,14 +53,14 @@ def test_the_table_of_a_known_plan():
     ],
 )
 def test_repeats_are_found(kinds, found):
-    repeats = collapse(layers(kinds))
+    repeats = collapse(make_plan(layers(kinds), []))
     assert [(r.first, r.period, r.count) for r in repeats] == found
 
 
 def test_segments_that_are_sharded_otherwise_stand_apart():
     rows = layers([0, 0, 0])
-    rows[2] = row(2, 0, "Net/layer_1/mlp", sharded="replicated")
-    assert [r.count for r in collapse(rows)] == [1, 1, 1, 1, 1]
+    rows[2] = row(2, 0, "Net/layer_1/mlp", strategy=())
+    assert [r.count for r in collapse(make_plan(rows, []))] == [1, 1, 1, 1, 1]
 
 
 def test_what_only_some_of_the_segments_send_is_said():

@@ -62,7 +62,7 @@ def test_only_what_is_chosen_among_differs_between_options(analyzed, tmp_path, c
         assert len({one.strategies for one in candidates}) > len(shared)
     modes = {one.storage for one in candidates}
     assert (modes == {Storage.USED}) == ("storage" not in choose)
-    assert not any(one.kernel for one in candidates)
+    assert not any(one.kernels for one in candidates)
     if "remat" not in choose:
         assert not any(one.remat for one in candidates)
     assert found.candidates[0].predicted_ms >= least * (1 - 1e-9)

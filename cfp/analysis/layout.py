@@ -30,6 +30,8 @@ from cfp.fields import Count, Name
 from cfp.program.graft import Constraints
 from cfp.program.graph import Op, Program
 
+QuerySpread = Literal["", "ring", "zigzag"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentKernels:
@@ -44,11 +46,14 @@ class SegmentKernels:
     """
 
     attention: Name = ""
-    spread: Literal["", "ring", "zigzag"] = ""
+    spread: QuerySpread = ""
     vocabulary_parts: Count = 0
 
     def __bool__(self) -> bool:
         return bool(self.attention or self.vocabulary_parts)
+
+
+AS_WRITTEN = SegmentKernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +65,18 @@ class Choice:
         storage: the storage modes.
         remat: indices of the segments whose forward pass is rematerialized in the
             backward pass, so that nothing but their inputs is kept for it.
-        kernels: what computes the attentions of a segment, by its index, where that is
-            not what the program has; see `cfp.attention.matching`.
+        kernels: kernels of segments, by their index, where there are any; see
+            `cfp.attention.matching` and `cfp.patterns`.
     """
 
     blocks: tuple[Strategy, ...]
     storage: tuple[Storage, ...]
     remat: tuple[int, ...] = ()
-    kernels: tuple[tuple[int, str], ...] = ()
+    kernels: tuple[tuple[int, SegmentKernels], ...] = ()
+
+    def kernels_of(self, segment: int) -> SegmentKernels:
+        """The kernels of a segment, by its index."""
+        return dict(self.kernels).get(segment, AS_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -432,7 +432,7 @@ def treatments(analysis: Analysis, choice: Choice) -> tuple[int, ...]:
             tuple(choice.blocks[b] for b in segment.blocks),
             tuple(choice.storage[g] for g in segment.groups),
             segment.index in again,
-            dict(choice.kernels).get(segment.index, ""),
+            choice.kernels_of(segment.index),
             tuple(pinned(segment.ops)),
         )
         found.append(numbers.setdefault(how, len(numbers)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, Storage
+from cfp.analysis.layout import AS_WRITTEN, Choice, Layout, SegmentKernels, Storage
 from cfp.analysis.strategies import Strategy
 
 
@@ -19,14 +19,14 @@ class SegmentChoice:
         storage: of all its parameters.
         estimate_ms: what it is estimated to take; choices that differ in it are equal.
         remat: whether its forward pass is rematerialized in the backward pass.
-        kernel: what computes its attentions; "" as the program has it.
+        kernels: kernels that compute parts of it.
     """
 
     strategies: tuple[Strategy, ...]
     storage: Storage
     estimate_ms: float = field(default=0.0, compare=False)
     remat: bool = False
-    kernel: str = ""
+    kernels: SegmentKernels = AS_WRITTEN
 
     @property
     def plain(self) -> SegmentChoice:
@@ -40,9 +40,9 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
     strategies = tuple(choice.blocks[b] for b in segment.blocks)
-    kernel = dict(choice.kernels).get(index, "")
+    kernels = choice.kernels_of(index)
     remat = index in choice.remat
-    return SegmentChoice(strategies, storage, remat=remat, kernel=kernel)
+    return SegmentChoice(strategies, storage, remat=remat, kernels=kernels)
 
 
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:

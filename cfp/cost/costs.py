@@ -112,7 +112,7 @@ class Costs:
         if copied := [place for place, p in self._copied if p in state]:
             outputs, specs = layout.frame.program.outputs, layout.output_specs()
             new += sum(value_bytes(layout, outputs[i], specs[i]) for i in copied)
-        held = residuals_under(layout, segment, candidate.remat, candidate.kernel)
+        held = residuals_under(layout, segment, candidate.remat, candidate.kernels)
         residual = sum(value_bytes(layout, v) for v in held - self._results.keys())
         return SegmentBytes(
             state_bytes=sum(state.values()) + new + added,
@@ -140,9 +140,9 @@ class Costs:
         """Estimates a running segment's memory, besides the values it keeps."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         # Of what a kernel changes, the part that is in memory while it computes.
-        shares = dict.fromkeys(unmade(layout, ops, candidate.kernel), 0.0)
+        shares = dict.fromkeys(unmade(layout, ops, candidate.kernels), 0.0)
         sizes = dict(layout.frame.mesh)
-        sites = kernel_sites(layout, ops, candidate.kernel)[0]
+        sites = kernel_sites(layout, ops, candidate.kernels)[0]
         for match, way in sites:
             share = share_at_once(way, sizes)
             shares |= dict.fromkeys(match.found.between, share)
@@ -190,11 +190,11 @@ class Costs:
 
         Over parts of the vocabulary a cross-entropy makes its logits twice.
         """
-        if not candidate.kernel:
+        if not candidate.kernels:
             return 0.0
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
         layout, terms = self._layout(kind, candidate), self._terms
-        attentions, losses = kernel_sites(layout, ops, candidate.kernel)
+        attentions, losses = kernel_sites(layout, ops, candidate.kernels)
         saved = 0.0
         for one in losses:
             saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Frame, Layout, Storage, lay_out
+from cfp.analysis.layout import Frame, Layout, SegmentKernels, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
-from cfp.patterns.build import split
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import preset
 from cfp.program.graph import Program
@@ -47,11 +46,11 @@ def can_rematerialize(frame: Frame, segment: Segment) -> bool:
 
 
 def residuals_under(
-    layout: Layout, segment: Segment, remat: bool, kernel: str
+    layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
 ) -> set[int]:
     """Values that a segment keeps for the backward pass under a choice."""
     return residuals(layout.frame, segment.ops, remat) - unmade(
-        layout, segment.ops, kernel
+        layout, segment.ops, kernels
     )
 
 
@@ -101,30 +100,29 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 
 
 def kernel_sites(
-    layout: Layout, ops: Sequence[int], kernel: str
+    layout: Layout, ops: Sequence[int], kernels: SegmentKernels
 ) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
-    """Returns the values that a kernel computes in place of some ops.
+    """Returns what kernels compute in place of some ops.
 
     Args:
         layout: how they are spread.
         ops: top-level ops, such as those of a segment.
-        kernel: of a segment's choice; "" computes nothing.
+        kernels: of a segment's choice.
 
     Returns:
         Attentions, each with the way in which it is computed, and what takes the place
         of cross-entropies.
     """
     program = layout.frame.program
-    attention, parts = split(kernel)
-    matches = among(program, ops) if attention else []
-    ways = [(one, way_of(program, one, attention, layout.axes)) for one in matches]
+    matches = among(program, ops) if kernels.attention else []
+    ways = [(one, way_of(program, one, kernels, layout.axes)) for one in matches]
     found = [(one, way) for one, way in ways if isinstance(way, Way)]
-    return found, in_parts(layout, ops, parts)
+    return found, in_parts(layout, ops, kernels.vocabulary_parts)
 
 
-def unmade(layout: Layout, ops: Sequence[int], kernel: str) -> set[int]:
-    """Values that are not in memory any more where a kernel computes some ops."""
-    attentions, losses = kernel_sites(layout, ops, kernel)
+def unmade(layout: Layout, ops: Sequence[int], kernels: SegmentKernels) -> set[int]:
+    """Values that are not in memory any more where kernels compute some ops."""
+    attentions, losses = kernel_sites(layout, ops, kernels)
     found = no_longer_made(layout.frame.program, losses)
     less = (match for match, way in attentions if not keeps_scores(way))
     return found.union(*(match.found.between for match in less))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cfp.analysis.layout import Layout, SegmentKernels
+from cfp.analysis.layout import Layout
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
 from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
@@ -70,43 +70,14 @@ def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
 
 
 def name_of(chunks: int) -> str:
-    """Returns a kernel's name for so many parts."""
+    """Returns the name under which plans record a number of parts."""
     return f"{PREFIX}{chunks}"
 
 
 def is_chunked(name: str) -> bool:
-    """True if a kernel's name stands for a number of parts."""
+    """True if a recorded name stands for a number of parts."""
     number = name.removeprefix(PREFIX)
     return name.startswith(PREFIX) and number.isdecimal() and 1 < int(number) < 10_000
-
-
-def joined(attention: str, parts: str) -> str:
-    """Joins the kernels of a segment's attentions and cross-entropies."""
-    return f"{attention}+{parts}"
-
-
-def split(kernel: str) -> tuple[str, str]:
-    """Splits a segment's kernel into those of attentions and cross-entropies.
-
-    Each is empty where they are left as they are written.
-    """
-    first, _, last = kernel.rpartition("+")
-    return (first, last) if is_chunked(last) else (kernel, "")
-
-
-def typed_kernels(kernel: str) -> SegmentKernels:
-    """Returns the kernels that a segment's text names."""
-    attention, parts = split(kernel)
-    name, _, spread = attention.partition(" ")
-    count = int(parts.removeprefix(PREFIX) or 0)
-    return SegmentKernels(attention=name, spread=spread, vocabulary_parts=count)
-
-
-def kernel_name(kernels: SegmentKernels) -> str:
-    """Returns the text that `typed_kernels` reads."""
-    attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
-    count = kernels.vocabulary_parts
-    return "+".join(filter(None, (attention, name_of(count) if count else "")))
 
 
 def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:

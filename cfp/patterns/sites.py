@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.build import PREFIX, build, is_chunked, spread_of
+from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
 from cfp.patterns.expression import VOCABULARY
@@ -262,19 +262,18 @@ def among(program: Program, ops: Collection[int]) -> list[CrossEntropy]:
 
 
 def in_parts(
-    layout: Layout, ops: Collection[int], kernel: str
+    layout: Layout, ops: Collection[int], chunks: int
 ) -> tuple[Replacement, ...]:
     """Returns the replacements of some ops' cross-entropies.
 
     Args:
         layout: how they are spread.
         ops: top-level ops.
-        kernel: what `name_of` calls a number of parts; anything else replaces none.
+        chunks: number of parts of the vocabulary; 0 replaces none.
     """
-    if not is_chunked(kernel):
+    if not chunks:
         return ()
-    chunks, program = int(kernel.removeprefix(PREFIX)), layout.frame.program
-    made = []
+    program, made = layout.frame.program, []
     for one in among(program, ops):
         spread = spread_of(layout, one)
         if spread is not None:

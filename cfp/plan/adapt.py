@@ -24,7 +24,6 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.errors import PlanMismatch, compose
-from cfp.patterns.build import kernel_name
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
 from cfp.plan.drawn import block_figures
@@ -347,9 +346,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
         tuple(storage),
         tuple(pair.segment.index for pair in pairs if pair.old.rematerialized),
         tuple(
-            (pair.segment.index, kernel_name(pair.old.kernels))
-            for pair in pairs
-            if pair.old.kernels
+            (pair.segment.index, pair.old.kernels) for pair in pairs if pair.old.kernels
         ),
     )
     return _as_planned(plan, analysis, choice)

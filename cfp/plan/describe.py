@@ -16,7 +16,6 @@ from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.choice import segment_candidate
 from cfp.cost.transitions import transition
-from cfp.patterns.build import typed_kernels
 from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role, StoredParameter
 from cfp.presets.batch import data_arguments
 from cfp.program.flops import call_flops
@@ -42,7 +41,7 @@ def plan_segments(
                 for g in segment.groups
             ),
             rematerialized=segment.index in choice.remat,
-            kernels=typed_kernels(dict(choice.kernels).get(segment.index, "")),
+            kernels=choice.kernels_of(segment.index),
             time_ms=_segment_ms(analysis, problem, segment.index, choice),
         )
         for segment in analysis.segments

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
+from cfp.analysis.layout import AS_WRITTEN, Choice
 from cfp.presets.propagated import BY_HAND, FROM_ARGUMENTS
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
@@ -155,11 +155,11 @@ def with_kernels(
         named: choices by name.
     """
     every = (option for options in problem.options for option in options)
-    if not any(option.candidate.kernel for option in every):
+    if not any(option.candidate.kernels for option in every):
         return dict(named)
 
     def alike(_: int, option: Option, own: Option) -> bool:
-        return replace(option.candidate, kernel="") == own.candidate
+        return replace(option.candidate, kernels=AS_WRITTEN) == own.candidate
 
     free = replace(problem, budget_bytes=None)
     return {**named, **dict(_best_around(analysis, [free], named, alike))}

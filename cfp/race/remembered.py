@@ -17,12 +17,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import TypeAdapter
+
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.layout import Choice, SegmentKernels, Storage
 from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
-from cfp.attention.matching.matches import is_kernel
+from cfp.attention.kernels import KERNELS
 from cfp.context import PlanContext
-from cfp.patterns.build import name_of, split
 from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.key import ProfileKey
@@ -32,6 +33,8 @@ from cfp.race.programs import RaceProgram, programs_of, was_refused
 from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, prediction_of
+
+_KERNELS = TypeAdapter(SegmentKernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,10 @@ def _read(
         level = ConstraintLevel(data["extent"])
         remat = tuple(data["remat"])
         chosen = dict(data["options"])
-        kernels = tuple((int(place), str(name)) for place, name in data["kernels"])
+        kernels = tuple(
+            (int(place), _KERNELS.validate_python(one))
+            for place, one in data["kernels"]
+        )
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     # Records may come from elsewhere.
@@ -258,7 +264,7 @@ def _read(
         and all(type(place) is int for place in remat)
         and all(place in range(len(analysis.segments)) for place in remat)
         and all(place in range(len(analysis.segments)) for place, _ in kernels)
-        and all(_is_known(name) for _, name in kernels)
+        and all(one and one.attention in ("", *KERNELS) for _, one in kernels)
         and refused_option(chosen) is None
     ):
         choice = Choice(blocks, storage, remat, kernels)
@@ -266,19 +272,13 @@ def _read(
     return None
 
 
-def _is_known(kernel: str) -> bool:
-    attention, parts = split(kernel)
-    return is_kernel(attention) if attention else bool(parts)
-
-
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """True if all that a choice replaces may be replaced now."""
-    named = [split(kernel) for _, kernel in choice.kernels]
     allowed = context.rules.replacing_for_memory
     return all(
-        own in ("", name_of(allowed.cross_entropy))
-        and (not attention or attention.partition(" ")[0] in allowed.attention)
-        for attention, own in named
+        one.vocabulary_parts in (0, allowed.cross_entropy)
+        and one.attention in ("", *allowed.attention)
+        for _, one in choice.kernels
     )
 
 

@@ -149,7 +149,7 @@ def _error(
 def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str]:
     """Describes what the largest parts consist of, as far as that is known."""
     frame, program = analysis.frame, analysis.frame.program
-    layout, kernels = lay_out(frame, choice), dict(choice.kernels)
+    layout = lay_out(frame, choice)
     if ARGUMENTS in large:
         sizes = [argument_bytes(layout, place) for place in range(len(program.args))]
         named = largest_text(zip(program.arg_names, sizes, strict=True))
@@ -165,7 +165,7 @@ def _inside(analysis: Analysis, choice: Choice, large: set[str]) -> Iterator[str
                 layout,
                 segment,
                 segment.index in choice.remat,
-                kernels.get(segment.index, ""),
+                choice.kernels_of(segment.index),
             )
         )
     ]

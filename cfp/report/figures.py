@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, lay_out
+from cfp.analysis.layout import Choice, Layout, SegmentKernels, lay_out
 from cfp.attention.matching.graft import refused as refused_by
 from cfp.attention.matching.matches import (
     Match,
@@ -18,7 +18,6 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
-from cfp.patterns.build import split
 from cfp.patterns.sites import cross_entropies
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
@@ -48,7 +47,7 @@ def with_figures(
     problem: Problem | None,
     rates: Rates | None,
     kernels: Kernels,
-    failed: Mapping[str, str] = MappingProxyType({}),
+    failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
 ) -> Plan:
@@ -82,7 +81,7 @@ def _kernels(
     layout: Layout,
     choice: Choice,
     kernels: Kernels,
-    failed: Mapping[str, str],
+    failed: Mapping[SegmentKernels, str],
 ) -> tuple[tuple[LeftFigures, ...], tuple[RefusedFigures, ...]]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
@@ -95,7 +94,7 @@ def _kernels(
     if not was_searched(program) or not (kernels.names or choice.kernels):
         return (), ()
 
-    def refusal(match: Match, kernel: str) -> str | None:
+    def refusal(match: Match, kernel: SegmentKernels) -> str | None:
         where = (dict(analysis.frame.mesh), kernels.platform)
         reason = ruled_out(program, match, kernel, layout.axes, *where)
         way = way_of(program, match, kernel, layout.axes)
@@ -108,18 +107,17 @@ def _kernels(
     for one in attentions(program).left_alone:
         left[short_source(one.source), one.reason] += 1
     for segment in analysis.segments:
-        taken = split(dict(choice.kernels).get(segment.index, ""))[0]
-        chosen, _, spread = taken.partition(" ")
-        names = [*kernels.names]
-        preferred = names[: names.index(chosen)] if chosen in names else names
+        own = choice.kernels_of(segment.index)
+        taken, names = own.attention, [*kernels.names]
+        preferred = names[: names.index(taken)] if taken in names else names
         for match in among(program, segment.ops):
             source = short_source(match.found.source)
-            way = way_of(program, match, taken, layout.axes) if taken else ""
+            way = way_of(program, match, own, layout.axes) if taken else ""
             if taken and isinstance(way, str):
                 left[source, way] += 1
                 continue
             reasons = {
-                name: refusal(match, f"{name} {spread}".strip()) for name in preferred
+                name: refusal(match, replace(own, attention=name)) for name in preferred
             }
             for name, reason in reasons.items():
                 if reason is not None:
@@ -155,13 +153,13 @@ def _losses(analysis: Analysis, kernels: Kernels) -> tuple[LeftFigures, ...]:
     )
 
 
-def _unused(able: Sequence[str], failed: Mapping[str, str]) -> str:
+def _unused(able: Sequence[str], failed: Mapping[SegmentKernels, str]) -> str:
     """Says why an attention is as it is written that some kernels can compute."""
     if not able:
         return _NONE_CAN
     for name in able:
-        if name in failed:
-            return f"{name} failed: {failed[name].partition(chr(10))[0]}"
+        if why := failed.get(SegmentKernels(attention=name)):
+            return f"{name} failed: {why.partition(chr(10))[0]}"
     return f"{' or '.join(able)} might compute it, and the plan has no kernel there"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.patterns.build import typed_kernels
 from cfp.plan.describe import axis_roles
 from cfp.plan.text import (
     REMATERIALIZED,
@@ -40,7 +39,7 @@ def option_names(
             candidate = option.candidate
             alike = candidate.strategies, candidate.storage
             name = names.setdefault(alike, f"#{number}")
-            kernels = typed_kernels(candidate.kernel)
+            kernels = candidate.kernels
             also = [kernels_text(kernels)] if kernels else []
             also += [REMATERIALIZED] if candidate.remat else []
             texts.append(f"{name} ({', '.join(also)})" if also else name)
@@ -92,9 +91,9 @@ def candidate_words(
     parts = [f"{', '.join(alike)} {text}" for text, alike in blocks.items()]
     if segment.groups and (base is None or base.storage != candidate.storage):
         parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
-    if candidate.kernel and (base is None or base.kernel != candidate.kernel):
-        parts.append(kernels_text(typed_kernels(candidate.kernel)))
-    elif base is not None and base.kernel and not candidate.kernel:
+    if candidate.kernels and (base is None or base.kernels != candidate.kernels):
+        parts.append(kernels_text(candidate.kernels))
+    elif base is not None and base.kernels and not candidate.kernels:
         parts.append("computed as it is written")
     if candidate.remat:
         parts.append(REMATERIALIZED)

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.patterns.build import split
 from cfp.plan.figures import WorthFigures
 from cfp.presets.presets import plainest, presets
 from cfp.search.problem import Problem
@@ -28,8 +27,8 @@ _OF_SEGMENTS: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
     {
         "storage": lambda one: one.storage is Storage.USED,
         "rematerialization": lambda one: not one.remat,
-        "attention kernels": lambda one: not split(one.kernel)[0],
-        "cross-entropy in parts": lambda one: not split(one.kernel)[1],
+        "attention kernels": lambda one: not one.kernels.attention,
+        "cross-entropy in parts": lambda one: not one.kernels.vocabulary_parts,
     }
 )
 

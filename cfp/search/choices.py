@@ -45,8 +45,8 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
             storage[group] = candidate.storage
         if candidate.remat:
             remat.append(segment.index)
-        if candidate.kernel:
-            kernels.append((segment.index, candidate.kernel))
+        if candidate.kernels:
+            kernels.append((segment.index, candidate.kernels))
     return Choice(
         tuple(strategies[block.index] for block in frame.blocks),
         tuple(storage),

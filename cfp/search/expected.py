@@ -44,7 +44,7 @@ def expect(
     plain = {o.candidate: o for o in measured if not o.candidate.remat}
     again = [o for o in measured if o.candidate.remat]
     both = [(o, plain[o.candidate.plain]) for o in again if o.candidate.plain in plain]
-    as_is = [o for o in plain.values() if not o.candidate.kernel]
+    as_is = [o for o in plain.values() if not o.candidate.kernels]
 
     def least(candidate: SegmentChoice) -> int:
         return costs.least_bytes(kind, candidate).residual_bytes

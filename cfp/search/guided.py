@@ -216,7 +216,7 @@ class _Round:
         if candidate in asked:
             return False
         # What has kernels does not take the place of another strategy.
-        plain = sum(not (one.remat or one.kernel) for one in asked)
+        plain = sum(not (one.remat or one.kernels) for one in asked)
         again = sum(one.remat for one in asked)
         if candidate.remat and again >= self._per_kind:
             return False

@@ -11,6 +11,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import (
     Choice,
     Layout,
+    SegmentKernels,
     constraints,
     lay_out,
 )
@@ -51,7 +52,7 @@ def _constrain(
     layout: Layout,
     part: Part,
     remat: Iterable[int],
-    kernels: Iterable[tuple[int, str]],
+    kernels: Iterable[tuple[int, SegmentKernels]],
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
 ) -> Constraints:
     """The constraints of a part of a program, reduced to a level.
@@ -63,9 +64,9 @@ def _constrain(
     """
     frame, program = layout.frame, layout.frame.program
     replaced: list[Replacement] = []
-    for index, kernel in kernels:
+    for index, one in kernels:
         ops = analysis.segments[index].ops
-        attentions, losses = kernel_sites(layout, ops, kernel)
+        attentions, losses = kernel_sites(layout, ops, one)
         for match, way in attentions:
             replaced += replacements(program, match, way)
         replaced += losses
@@ -165,7 +166,7 @@ def part_job(
     ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
-    kernels = [(index, candidate.kernel) for index, candidate in candidates.items()]
+    kernels = [(index, candidate.kernels) for index, candidate in candidates.items()]
     constrained = _constrain(analysis, layout, part, again, kernels)
     job = _job(layout, part, constrained, environment, label)
     return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
@@ -204,7 +205,7 @@ def whole_job(
     if truncated:
         part, left = truncated.part, set(truncated.segments)
         again = [index for index in again if index in left]
-        kernels = [(index, kernel) for index, kernel in kernels if index in left]
+        kernels = [(index, one) for index, one in kernels if index in left]
     else:
         part = whole(frame.program)
         kept = {

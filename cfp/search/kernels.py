@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import AS_WRITTEN, QuerySpread, SegmentKernels
 from cfp.attention.matching.graft import Way, refused
 from cfp.attention.matching.matches import among, way_of
 from cfp.cost.choice import SegmentChoice, layout_of
-from cfp.patterns.build import joined, name_of
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
+
+_SPREADS: tuple[QuerySpread, ...] = ("", "ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class Kernels:
         self, analysis: Analysis, kind: int, candidate: SegmentChoice
     ) -> list[SegmentChoice]:
         """A candidate with kernels in place, in each way that is worth a look."""
-        if candidate.kernel:
+        if candidate.kernels:
             return []
         index = analysis.representatives[kind]
         frame, ops = analysis.frame, analysis.segments[index].ops
@@ -48,22 +51,24 @@ class Kernels:
             return []
         layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
-        def can(kernel: str) -> bool:
-            """True if it can compute all attentions that it applies to."""
-            ways = [(m, way_of(frame.program, m, kernel, layout.axes)) for m in matches]
+        def can(kernels: SegmentKernels) -> bool:
+            """True if they can compute all attentions that they apply to."""
+            ways = [
+                (m, way_of(frame.program, m, kernels, layout.axes)) for m in matches
+            ]
             able = [(match, way) for match, way in ways if isinstance(way, Way)]
             return bool(able) and not any(
                 refused(match.problem, way, sizes, self.platform) for match, way in able
             )
 
-        part = name_of(self.parts)
-        parts = [part] if losses and in_parts(layout, ops, part) else []
         kernels = []
-        for spread in ("", " ring"):
-            for kernel in (name + spread for name in self.names):
-                if can(kernel):
-                    kernels.append(kernel)
-                    break
-        both = [joined(kernel, part) for kernel in kernels for part in parts]
-        every = (*parts, *kernels, *both)
-        return [replace(candidate, kernel=kernel) for kernel in every]
+        for spread in _SPREADS:
+            every = [SegmentKernels(attention=n, spread=spread) for n in self.names]
+            kernels += [*islice(filter(can, every), 1)]
+        if losses and in_parts(layout, ops, self.parts):
+            alone, *both = (
+                replace(one, vocabulary_parts=self.parts)
+                for one in (AS_WRITTEN, *kernels)
+            )
+            kernels = [alone, *kernels, *both]
+        return [replace(candidate, kernels=one) for one in kernels]

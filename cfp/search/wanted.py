@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
+from cfp.analysis.layout import Choice, SegmentKernels
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
@@ -182,20 +182,20 @@ class Explored:
         return [item for asked in self.rounds for item in asked]
 
     @property
-    def failed_kernels(self) -> dict[str, str]:
+    def failed_kernels(self) -> dict[SegmentKernels, str]:
         """Kernels that ran in no candidate, each with the first reason."""
-        failed: dict[str, str] = {}
-        ran: set[str] = set()
+        failed: dict[SegmentKernels, str] = {}
+        ran: set[SegmentKernels] = set()
         for item in self.wanted:
             record = self.records.get(item.own_job.key.digest)
-            kernel = item.candidate.kernel
-            if not kernel or record is None:
+            kernels = item.candidate.kernels
+            if not kernels or record is None:
                 continue
             if record.ok:
-                ran.add(kernel)
+                ran.add(kernels)
             else:
-                failed.setdefault(kernel, f"{record.status}: {record.reason}")
-        return {name: why for name, why in failed.items() if name not in ran}
+                failed.setdefault(kernels, f"{record.status}: {record.reason}")
+        return {one: why for one, why in failed.items() if one not in ran}
 
 
 @dataclass(frozen=True)

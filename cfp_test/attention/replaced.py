@@ -26,6 +26,7 @@ from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp.runtime.execute import CompiledStep, compile_step
+from cfp_test.named_kernels import kernels_named
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Step:
         layout = lay_out(frame, presets(frame)[preset])
         found = []
         for match in self.attentions.matches.values():
-            way = way_of(frame.program, match, kernel, layout.axes)
+            way = way_of(frame.program, match, kernels_named(kernel), layout.axes)
             assert isinstance(way, Way), way
             found += replacements(frame.program, match, way)
         constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))

@@ -23,6 +23,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.solution import Candidate, Solution
 from cfp_test.checking import make_mesh
+from cfp_test.named_kernels import kernels_named
 from cfp_test.programs.common import normal
 
 # No two dims are of one size.
@@ -80,7 +81,7 @@ def planned(ranks, kernel, folder, in_attention=TOKENS):
         ]
         strategies.append((AxisChoice(factor),))
     choice = Choice(tuple(strategies), (Storage.USED,) * len(frame.groups))
-    kernels = tuple((s.index, kernel) for s in analysis.segments)
+    kernels = tuple((s.index, kernels_named(kernel)) for s in analysis.segments)
     solution = Solution([Candidate("by hand", replace(choice, kernels=kernels))])
     settings = cfp.PlannerSettings(race=False)
     with open_context(mesh, folder, None, settings) as context:

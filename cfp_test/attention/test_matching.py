@@ -15,6 +15,7 @@ from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
 from cfp_test.checking import differences, prepare, shardings
+from cfp_test.named_kernels import kernels_named
 from cfp_test.programs import attentive
 from cfp_test.programs.registry import PROGRAMS
 
@@ -114,7 +115,7 @@ def replaced(make, kernel):
     )
     found = []
     for match in attentions(program).matches.values():
-        way = way_of(program, match, kernel, layout.axes)
+        way = way_of(program, match, kernels_named(kernel), layout.axes)
         assert isinstance(way, Way)
         found += replacements(program, match, way)
     ins, outs = shardings(case, layout)

@@ -377,7 +377,7 @@ def test_no_kernel_is_offered_that_one_of_two_attentions_refuses(mesh, biased):
     [index] = analysis.representatives
     candidate = segment_candidate(analysis, index, choice)
     found = kernels.variants(analysis, 0, candidate)
-    assert [one.kernel for one in found] == ([] if biased else ["chunked"])
+    assert [one.kernels.attention for one in found] == ([] if biased else ["chunked"])
 
 
 def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):

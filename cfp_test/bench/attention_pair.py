@@ -191,7 +191,7 @@ class Pair:
 
     def _kernels(
         self, analysis: Any, choice: Any, kernel: str
-    ) -> tuple[tuple[int, str], ...]:
+    ) -> tuple[tuple[int, Any], ...]:
         """The kernel in each segment that can have it under a choice."""
         from cfp.cost.choice import segment_candidate
         from cfp.search.kernels import Kernels
@@ -202,7 +202,7 @@ class Pair:
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
             variants = known.variants(analysis, segment.kind, candidate)
-            found += [(segment.index, one.kernel) for one in variants[:1]]
+            found += [(segment.index, one.kernels) for one in variants[:1]]
         return tuple(found)
 
     def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -334,7 +334,7 @@ class Maker:
 
     def _kernels(
         self, analysis: Any, choice: Any, is_ring: bool
-    ) -> tuple[tuple[int, str], ...]:
+    ) -> tuple[tuple[int, Any], ...]:
         """The first kernel that each segment can have under a choice, or its ring."""
         from cfp.cost.choice import segment_candidate
         from cfp.search.kernels import Kernels
@@ -346,9 +346,9 @@ class Maker:
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
             variants = known.variants(analysis, segment.kind, candidate)
-            rings = [one for one in variants if is_ring and "ring" in one.kernel]
+            rings = [one for one in variants if is_ring and one.kernels.spread]
             best = rings or variants
-            found += [(segment.index, one.kernel) for one in best[:1]]
+            found += [(segment.index, one.kernels) for one in best[:1]]
         return tuple(found)
 
     def _compiled(

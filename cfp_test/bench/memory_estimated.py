@@ -126,11 +126,11 @@ def choice_of(analysis: Analysis, one: Recorded) -> Choice | None:
     for segment in analysis.segments:
         candidate = segment_candidate(analysis, segment.index, choice)
         variants = kernels.variants(analysis, segment.kind, candidate)
-        names = [c.kernel for c in variants]
+        every = [c.kernels for c in variants]
         # With both the last has both; of kernels alone the second is a ring.
-        both = [name for name in names if "+" in name]
-        plain = both or [n for n in names if not is_ring or "ring" in n] or names
-        found += [(segment.index, name) for name in plain[:1]]
+        both = [one for one in every if one.attention and one.vocabulary_parts]
+        plain = both or [n for n in every if not is_ring or n.spread] or every
+        found += [(segment.index, one) for one in plain[:1]]
     return replace(choice, kernels=tuple(found))
 
 

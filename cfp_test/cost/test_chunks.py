@@ -70,11 +70,11 @@ def estimated_and_compiled(tokens, name, spread=""):
     [one] = [
         one
         for one in kernels.variants(analysis, segment.kind, plain)
-        if one.kernel == f"chunked {spread}".strip()
+        if one.kernels.spread == spread
     ]
     estimated = costs.temp_bytes(segment.kind, one)
     estimated += costs.least_bytes(segment.kind, one).residual_bytes
-    choice = replace(choice, kernels=((segment.index, one.kernel),))
+    choice = replace(choice, kernels=((segment.index, one.kernels),))
     job = whole_job(analysis, choice, (), name)
     built = build(frame.program, mesh, job, BuildEnvironment())
     assert isinstance(built, Built)

@@ -116,7 +116,7 @@ def in_parts(subject: Subject) -> dict[str, Choice]:
                 continue
             own = segment_candidate(analysis, index, choice)
             chosen += [
-                (index, one.kernel) for one in kernels.variants(analysis, kind, own)
+                (index, one.kernels) for one in kernels.variants(analysis, kind, own)
             ]
         if not chosen:
             raise Failed(f"{name}: no cross-entropy can be computed in parts")

@@ -21,6 +21,7 @@ from cfp.profiling.rates import Rates
 from cfp.search.kernels import Kernels
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
+from cfp_test.named_kernels import name_of
 
 WORDS = 2048
 
@@ -99,7 +100,7 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
         own = {
-            one.kernel: costs.least_bytes(kind, one).residual_bytes
+            name_of(one.kernels): costs.least_bytes(kind, one).residual_bytes
             for one in (plain, *kernels.variants(analysis, kind, plain))
         }
         if "chunked+vocabulary/4" in own:

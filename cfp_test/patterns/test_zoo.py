@@ -19,6 +19,7 @@ from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.checking import differences, prepare, shardings
 from cfp_test.models.tiny import TINY
+from cfp_test.named_kernels import kernels_named
 
 MESH = (("x", 2), ("y", 2))
 
@@ -40,7 +41,7 @@ def planned(case, kernel):
     """Constraints of a data parallel plan with a kernel in all of its segments."""
     analysis = analyze(case.frame.program, tuple(case.mesh.shape.items()))
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = tuple((segment.index, kernel) for segment in analysis.segments)
+    kernels = tuple((s.index, kernels_named(kernel)) for s in analysis.segments)
     choice = dataclasses.replace(choice, kernels=kernels)
     everything = ConstraintLevel.EVERYTHING
     inside = constraints_of(analysis, choice, everything)

@@ -1,6 +1,7 @@
 """Plans carried over to more layers, or to another batch size."""
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,11 +11,22 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.analysis.layout import Choice, SegmentKernels, Storage
+from cfp.analysis.strategies import block_strategies
+from cfp.models import build
+from cfp.passes.pipeline import analyze_step
+from cfp.plan.compose import compose_plan
+from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
+from cfp.program.step import flatten_step
+from cfp.race.programs import RaceOutcome
 from cfp.report.differing import diff_data
 from cfp.report.explain_plan import explain_text
+from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
+from cfp_test.models.tiny import TINY
 
 STEP = """
 import jax
@@ -325,6 +337,92 @@ def test_an_argument_that_was_pinned_is_not_forgotten(saved):
     specs[down] = ((), ("x",))  # Neither the first dim nor the largest.
     with pytest.raises(cfp.PlanMismatch, match="0/down would be sharded other"):
         adapted(replace(plan, arg_specs=tuple(specs)), *arguments(5))
+
+
+def drawn_choice(analysis, rng, blocks=None):
+    """A choice in which blocks, parameters and segments differ from each other."""
+    frame, count = analysis.frame, len(analysis.segments)
+    kernels = [
+        SegmentKernels(
+            attention=rng.choice(["chunked", "xla"]) if i % 2 else "",
+            spread=rng.choice(["", "ring"]) if blocks is None else "",
+            vocabulary_parts=rng.choice([0, 4]),
+        )
+        for i in range(count)
+    ]
+    return Choice(
+        blocks
+        or tuple(
+            rng.choice(block_strategies(frame.program, block, frame.mesh))
+            for block in frame.blocks
+        ),
+        tuple(rng.choice([*Storage]) for _ in frame.groups),
+        tuple(sorted(rng.sample(range(count), count // 2))),
+        tuple((i, one) for i, one in enumerate(kernels) if one),
+    )
+
+
+@pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))], ids=str)
+def modelled(request):
+    """A tiny GPT's step, its arguments, and its analysis on a mesh."""
+    step, args = build("gpt", **TINY["gpt"])
+    mesh = make_mesh(request.param)
+    return step, args, mesh, analyze_step(flatten_step(step, args), mesh).analysis
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_part_of_a_choice_is_carried_over(modelled, seed):
+    """A saved plan for the very same step comes out as it was."""
+    step, args, mesh, analysis = modelled
+    rng = random.Random(seed)
+    level = rng.choice([*ConstraintLevel])
+    options = {"xla_cpu_enable_fast_min_max": "true"}
+    # Kernels compute attentions where strategies are not drawn, too.
+    by_name = presets(analysis.frame)["data_parallel"].blocks
+    choice = drawn_choice(analysis, rng, by_name if seed == 0 else None)
+    winner = Candidate("drawn", choice, level=level, options=options)
+    plan = compose_plan(analysis, mesh, {}, RaceOutcome(winner=winner))
+    loaded = cfp.Plan.from_json(
+        json.loads(plan.to_json()), mesh=mesh, allowed_options=[*options]
+    )
+    assert loaded.segments == plan.segments and loaded.rows == plan.rows
+    again = cfp.adapt(loaded, step, *args)
+    modes = [one.storage for s in again.segments for one in s.parameters]
+    assert len({*modes}) > 1
+    assert again.segments == plan.segments
+    assert [row.strategy for row in again.rows] == [row.strategy for row in plan.rows]
+    assert again.constraints == plan.constraints
+    if seed == 0:
+        assert again.constraints.replaced and again.constraints.rematerialized
+    assert (again.level, again.options) == (level, options)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("rows", 0, "segment"), 99),
+        (("rows", 0, "block"), 1),
+        (("rows", 0, "strategy", 0, "axis"), "y"),
+        (("rows", 0, "strategy", 0, "role"), "diagonal"),
+        (("segments", 0, "parameters", 0, "argument"), 99),
+        (("segments", 0, "parameters", 0, "storage"), "elsewhere"),
+        (("segments", 0, "kernels", "attention"), "abacus"),
+        (("segments", 0, "kernels", "spread"), "star"),
+        (("segments", 0, "rematerialized"), "yes"),
+        (("level",), "nothing"),
+    ],
+    ids=str,
+)
+def test_a_file_with_another_choice_than_there_is_is_refused(saved, path, value):
+    data = json.loads(saved["data_parallel"].to_json())
+    *inner, last = path
+    part = data
+    for key in inner:
+        part = part[key]
+    assert part[last] != value
+    part[last] = value
+    with pytest.raises(cfp.PlanFileError, match=f"damaged plan, in {path[0]}"):
+        cfp.Plan.from_json(data)
 
 
 def test_the_command_line(saved, how, tmp_path):

@@ -91,7 +91,7 @@ def _with_kernels(analysis: Analysis, choice: Choice, rng: random.Random) -> Cho
         own = segment_candidate(analysis, segment.index, choice)
         known = kernels.variants(analysis, segment.kind, own)
         if known and rng.random() < 0.7:
-            found.append((segment.index, rng.choice(known).kernel))
+            found.append((segment.index, rng.choice(known).kernels))
     return replace(choice, kernels=tuple(found))
 
 

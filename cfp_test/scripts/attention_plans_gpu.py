@@ -36,6 +36,7 @@ from cfp.profiling.runner import TimingOptions, run
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
+from cfp_test.named_kernels import kernels_named
 
 _TIMING = TimingOptions(
     warmup_seconds=0.4, min_samples=4, max_samples=8, budget_seconds=1.2
@@ -165,7 +166,7 @@ def _measured(
     found = attentions(program)
     choice = presets(analysis.frame)[preset]
     if kernel:
-        every = tuple((s.index, kernel) for s in analysis.segments)
+        every = tuple((s.index, kernels_named(kernel)) for s in analysis.segments)
         choice = replace(choice, kernels=every)
     job = whole_job(analysis, choice, (), target, options=common)
     started = time.perf_counter()

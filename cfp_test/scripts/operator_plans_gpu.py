@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from cfp.planner_settings import DetailedSettings
+from cfp_test.named_kernels import kernels_named, name_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -157,7 +158,8 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     frame, segments = analysis.frame, analysis.segments
     choice = presets(frame)["fully_sharded"]
     if row["kernel"]:
-        every = tuple((segment.index, row["kernel"]) for segment in segments)
+        kernels = kernels_named(row["kernel"])
+        every = tuple((segment.index, kernels) for segment in segments)
         choice = replace(choice, kernels=every)
     job = whole_job(analysis, choice, (), target, options=common)
     built = build(frame.program, session.mesh, job, BuildEnvironment())
@@ -202,7 +204,8 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
     frame, segments = analyzed.analysis.frame, analyzed.analysis.segments
     choice = presets(frame)["fully_sharded"]
     if row["kernel"]:
-        every = tuple((segment.index, row["kernel"]) for segment in segments)
+        kernels = kernels_named(row["kernel"])
+        every = tuple((segment.index, kernels) for segment in segments)
         choice = replace(choice, kernels=every)
     store = options.out.parent / "operator_plans"
     with open_context(analyzed.mesh, store, None, PlannerSettings()) as context:
@@ -277,7 +280,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
         "target": target,
         "winner": plan.winner,
         "level": outcome.winner.level,
-        "kernels": sorted({name for _, name in replaced}),
+        "kernels": sorted({name_of(kernels) for _, kernels in replaced}),
         "predicted_ms": plan.predicted_ms,
         "predicted_bytes": plan.predicted_bytes,
         "told": repr(plan),

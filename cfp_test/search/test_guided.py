@@ -419,12 +419,12 @@ def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(m
     records = devices.look([job for item in wanted for job in item.jobs])
     options = measured_options(maker.costs, wanted, records)
     problem = build_problem(maker.costs, options, None)
-    by_kernel = [item for item in wanted if item.candidate.kernel]
+    by_kernel = [item for item in wanted if item.candidate.kernels]
     able = [i for i in by_kernel if maker.costs.can_rematerialize(i.kind)]
     assert able
     for item in able:
         asked = [i.candidate for i in wanted if i.kind == item.kind]
-        count = sum(not one.kernel for one in asked)
+        count = sum(not one.kernels for one in asked)
         again = replace(item.candidate, remat=True)
         full = _Round(maker, count, wanted, records, problem)
         assert full._may_add(item.kind, again)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from cfp.analysis.layout import SegmentKernels
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
@@ -26,7 +27,6 @@ from cfp.program.graph import Program
 from cfp.program.replace import Replacement
 
 _KEY = "attention"
-SPREADS = ("", "ring", "zigzag")
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
 GATHERED = frozenset({"all_gather"})
 _QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
@@ -111,18 +111,17 @@ def among(program: Program, ops: Collection[int]) -> list[Match]:
 def way_of(
     program: Program,
     match: Match,
-    kernel: str,
+    kernels: SegmentKernels,
     axes: Mapping[int, Sequence[Sequence[str]]],
 ) -> Way | str:
     """Returns the way a kernel computes an attention under a layout, or why it cannot.
 
     Args:
         program, match: the attention.
-        kernel: an implementation, perhaps with a role for axes that shard queries, such
-            as "cudnn" or "chunked ring".
+        kernels: of a segment: the kernel of its attentions, and how queries are spread.
         axes: for ops their factors' axes, of the layout.
     """
-    implementation, _, spread = kernel.partition(" ")
+    implementation, spread = kernels.attention, kernels.spread
     if implementation not in KERNELS:
         return "it is no kernel of attention"
     own = axes.get(match.found.op)
@@ -140,7 +139,7 @@ def way_of(
 def ruled_out(
     program: Program,
     match: Match,
-    kernel: str,
+    kernels: SegmentKernels,
     axes: Mapping[int, Sequence[Sequence[str]]],
     mesh: Mapping[str, int],
     platform: str,
@@ -148,11 +147,11 @@ def ruled_out(
     """Returns the reason why a kernel cannot compute an attention under a layout.
 
     Args:
-        program, match, kernel, axes: as of `way_of`.
+        program, match, kernels, axes: as of `way_of`.
         mesh: sizes of its axes.
         platform: of its devices, such as "cpu" or "gpu".
     """
-    way = way_of(program, match, kernel, axes)
+    way = way_of(program, match, kernels, axes)
     if isinstance(way, str):
         return way
     return refused(match.problem, way, mesh, platform)
@@ -177,12 +176,6 @@ def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
     if KERNELS[way.implementation].scores is not ScoreMemory.ALL:
         return 0.0  # Of chunks see `cfp.cost`.
     return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)
-
-
-def is_kernel(name: str) -> bool:
-    """True if `way_of` knows the kernel's name."""
-    implementation, _, spread = name.partition(" ")
-    return implementation in KERNELS and spread in SPREADS
 
 
 def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:

@@ -182,7 +182,7 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     assert len(raced) + len(late) >= 2
     # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)
-    assert not any(row.note.startswith("timeout") for row in full.race)
+    assert not any("time for planning was over" in row.note for row in full.race)
     assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
 
 

@@ -511,7 +511,7 @@ def test_the_winner_is_a_leader(plan, monkeypatch):
         called.append([one.name for one in candidates])
         if len(called) == 2:
             return [
-                replace(r, record=replace(r.record, samples_ms=(1e6,))) for r in field
+                replace(r, outcome=replace(r.record, samples_ms=(1e6,))) for r in field
             ]
         return field
 

@@ -18,6 +18,7 @@ from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.programs import TOO_LATE, Skipped
 from cfp.report.tables import plan_text
 from cfp.settings import ConstraintLevel
 
@@ -188,11 +189,7 @@ def test_only_what_ran_counts_as_timed(verified):
     """Programs that were not compiled in time were not timed either."""
     ran = [row for row in verified[0].rows if row.ran]
     own = next(row for row in ran if row.name == verified[0].plan.winner)
-    late = [
-        replace(row, record=replace(row.record, status="timeout", samples_ms=()))
-        for row in ran
-        if row is not own
-    ]
+    late = [replace(row, outcome=Skipped(TOO_LATE)) for row in ran if row is not own]
     alone = replace(verified[0], best=verified[0].plan, rows=(own, *late))
     assert verified_text(alone)[-1].startswith("Nothing else ran,")
     [other, *_] = (row for row in ran if row is not own)

@@ -158,7 +158,7 @@ def verify(
         results = race_programs(builder, [mine, *others], _ROUNDS)
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in results)
+        reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
         raise DeviceError(
             compose(
                 "Nothing of what was to be timed runs on these devices.",
@@ -296,7 +296,7 @@ def _row(row: RaceResult) -> dict[str, Any]:
         "predicted_ms": row.candidate.predicted_ms,
         "samples_ms": list(row.samples_ms),
         "peak_bytes": row.peak_bytes,
-        "note": "" if row.ran else f"{row.record.status}: {row.record.reason}",
+        "note": row.note,
     }
 
 

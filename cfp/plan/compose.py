@@ -53,7 +53,7 @@ def compose_plan(
     frame, winner, won = analysis.frame, outcome.winner, outcome.result
     program = frame.program
     layout = lay_out(frame, winner.choice)
-    timed = won is not None and won.record.ok
+    timed = won is not None and won.is_timed
     search: dict[str, Any] = dict(outcome.counts)
     if program.erased_constraints:
         search["constraints_left_out"] = program.erased_constraints

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -214,11 +214,7 @@ class Built(CompiledBytes):
             status=status,
             reason=reason,
             samples_ms=tuple(samples_ms),
-            argument_bytes=self.argument_bytes,
-            output_bytes=self.output_bytes,
-            alias_bytes=self.alias_bytes,
-            temp_bytes=self.temp_bytes,
-            code_bytes=self.code_bytes,
+            **asdict(self.size),
             build_seconds=self.build_seconds,
             run_seconds=run_seconds,
             collectives=self.collectives,

@@ -68,6 +68,12 @@ class CompiledBytes:
     code_bytes: Count = 0
 
     @property
+    def size(self) -> CompiledBytes:
+        """The memory alone, of a class that adds to it."""
+        names = (one.name for one in dataclasses.fields(CompiledBytes))
+        return CompiledBytes(**{name: getattr(self, name) for name in names})
+
+    @property
     def peak_bytes(self) -> int:
         """Everything together: arguments, results, temporaries, code."""
         return (

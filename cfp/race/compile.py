@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from cfp.profiling.builder import BuildEnvironment, Built, Job, build
+from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
@@ -19,7 +19,14 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
-from cfp.race.programs import TOO_LATE, RaceProgram, RaceResult, was_refused
+from cfp.race.programs import (
+    TOO_LATE,
+    Compiled,
+    RaceProgram,
+    RaceResult,
+    Skipped,
+    was_refused,
+)
 from cfp.settings import MOST_REFUSED
 from cfp.units import left_text
 
@@ -162,16 +169,15 @@ def results_of(
     found = []
     for one in programs:
         digest = one.job.key.digest
-        record = outcomes.get(digest) or _too_late(one.job)
-        if is_built := isinstance(record, Built):
-            record = record.record("timeout", reason="not timed yet")
+        outcome = outcomes.get(digest, Skipped(TOO_LATE))
+        if isinstance(outcome, Built):
+            outcome = Compiled(outcome.size)
         found.append(
             RaceResult(
                 program=one,
-                record=record,
-                fits=fits(record, budget_bytes),
+                outcome=outcome,
+                fits=fits(outcome.size, budget_bytes),
                 cached=digest in cached,
-                is_built=is_built,
             )
         )
     return found
@@ -206,11 +212,3 @@ def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
     measured = {digest for digest, record in known.items() if record.ok}
     news = [record for record in records if record.key not in measured]
     store.put_all(news, replace=True)
-
-
-def _too_late(job: Job) -> ProfileRecord:
-    """Returns the record of a program that there was no time for; it is not stored."""
-    key = job.key
-    return ProfileRecord(
-        key=key.digest, parts=key.parts, status="timeout", reason=TOO_LATE
-    )

@@ -224,9 +224,9 @@ def enough_that_fit(
                 memory is not None
                 and not (compiled.fits or one.choice in limited)
                 and MEMORY_SHARE not in one.options
-                and may_fit(memory, compiled.record)
+                and may_fit(memory, compiled.size)
             ):
-                ways = with_options([one], limit_options(memory, compiled.record))
+                ways = with_options([one], limit_options(memory, compiled.size))
             if ways:
                 queue.append(ways)
                 limited.add(one.choice)

@@ -12,7 +12,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.fields import Count, Rung, Time, Words
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
 from cfp.race.truncated import WHOLE, Ratios, Truncated
 from cfp.search.jobs import whole_job
@@ -59,23 +59,45 @@ class RaceProgram:
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Outcome of a program that was compiled, and was not timed yet.
+
+    Attributes:
+        size: memory that it needs.
+    """
+
+    size: CompiledBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Outcome of a program that was not compiled.
+
+    Attributes:
+        reason: why not.
+        size: memory that it needs, which is not known.
+    """
+
+    reason: str
+    size: CompiledBytes = field(default_factory=CompiledBytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        program: which.
-        record: what was measured; a failure is a record, too.
+        program: the program.
+        outcome: the record of what ran or failed; else what became of it.
         fits: whether what was compiled is within the budget.
-        is_built: whether it was just compiled, and is not timed yet.
         cached: whether it was answered from the store.
     """
 
     program: RaceProgram
-    record: ProfileRecord
+    outcome: ProfileRecord | Compiled | Skipped
     fits: bool
     cached: bool = False
-    is_built: bool = False
 
     @property
     def candidate(self) -> Candidate:
@@ -90,17 +112,45 @@ class RaceResult:
     @property
     def peak_bytes(self) -> int:
         """Memory that the whole program needs on each device; 0 if not compiled."""
-        return round(self.program.ratios.memory * self.record.peak_bytes)
+        return round(self.program.ratios.memory * self.size.peak_bytes)
+
+    @property
+    def record(self) -> ProfileRecord | None:
+        """The record of what ran or failed."""
+        return self.outcome if isinstance(self.outcome, ProfileRecord) else None
+
+    @property
+    def size(self) -> CompiledBytes:
+        """Memory that the program needs, as compiled; nothing if it was not."""
+        return self.outcome.size
+
+    @property
+    def reason(self) -> str:
+        """The reason why it has no time; "" if it has one, or may have."""
+        return "" if isinstance(self.outcome, Compiled) else self.outcome.reason
+
+    @property
+    def note(self) -> str:
+        """The reason with the kind of a failure, as a plan's table has it."""
+        record = self.record
+        if record is None or record.ok:
+            return self.reason
+        return f"{record.status}: {record.reason}"
+
+    @property
+    def is_timed(self) -> bool:
+        """True if it ran, within the budget or not."""
+        return self.record is not None and self.record.ok
 
     @property
     def may_race(self) -> bool:
         """True if it fits, and nothing failed yet."""
-        return self.fits and (self.is_built or self.record.ok)
+        return self.fits and (isinstance(self.outcome, Compiled) or self.is_timed)
 
     @property
     def ran(self) -> bool:
         """True if it fits and ran."""
-        return self.fits and self.record.ok
+        return self.fits and self.is_timed
 
     @property
     def time_ms(self) -> float:
@@ -110,7 +160,8 @@ class RaceResult:
     @property
     def samples_ms(self) -> tuple[float, ...]:
         """Step times of the whole program."""
-        return tuple(self.program.ratios.time * ms for ms in self.record.samples_ms)
+        samples_ms = self.record.samples_ms if self.record is not None else ()
+        return tuple(self.program.ratios.time * ms for ms in samples_ms)
 
 
 def time_ms(result: RaceResult) -> float:
@@ -193,16 +244,15 @@ def was_refused(record: ProfileRecord) -> bool:
 
 def race_row(result: RaceResult) -> RaceRow:
     """Returns a result as a plan's table row."""
-    record = result.record
-    note = "" if record.ok else f"{record.status}: {record.reason}"
-    if (record.ok or was_refused(record)) and not result.fits:
+    record, note = result.record, result.note
+    if record and (record.ok or was_refused(record)) and not result.fits:
         # What a record says of a budget may be of an earlier one.
         note = "over the memory budget"
     return RaceRow(
         name=result.name,
         predicted_ms=result.candidate.predicted_ms,
         samples_ms=result.samples_ms,
-        time_ms=median(result.samples_ms) if record.ok else None,
+        time_ms=median(result.samples_ms) if result.is_timed else None,
         peak_bytes=result.peak_bytes,
         note=note,
     )

@@ -287,7 +287,7 @@ class Run:
         if memory is None or not large:
             return []
         smallest = min(large, key=lambda one: one.peak_bytes)
-        options = limit_options(memory, smallest.record)
+        options = limit_options(memory, smallest.size)
         tried = {one.candidate.key for one in refused}
         variants = with_options([smallest.candidate], options)
         return [one for one in variants if one.key not in tried]

@@ -78,12 +78,12 @@ def no_winner(
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled if r.fits] if compiled else results
     if failed or not compiled:
-        reasons = "; ".join(f"{r.name}: {r.record.reason}" for r in failed)
+        reasons = "; ".join(f"{r.name}: {r.reason}" for r in failed)
         reasons = reasons or "None was compiled."
         return DeviceError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
-    programs = len({r.record.key for r in compiled})
+    programs = len({r.record.key for r in compiled if r.record is not None})
     which = f"Of {programs} compiled plans the smallest, {best.name},"
     first = (
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
@@ -93,20 +93,21 @@ def no_winner(
     # A truncated program does not say what the whole one's memory is for.
     use = {}
     if best.program.ratios == WHOLE:
-        use = {**compiled_use(best.record), RESERVE: reserve_bytes}
-    error = _error(analysis, first, needed, use, choice_of(analysis, best.record))
+        use = {**compiled_use(best.size), RESERVE: reserve_bytes}
+    choice = choice_of(analysis, best.record) if best.record is not None else None
+    error = _error(analysis, first, needed, use, choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
     error.fastest_ms = min(known, default=None)
     return error
 
 
-def compiled_use(record: CompiledBytes) -> dict[str, int]:
+def compiled_use(size: CompiledBytes) -> dict[str, int]:
     """Splits a compiled program's memory by use, in bytes on each device."""
     return {
-        ARGUMENTS: record.argument_bytes,
-        RESULTS: record.output_bytes - record.alias_bytes,
-        TEMPORARIES: record.temp_bytes,
-        CODE: record.code_bytes,
+        ARGUMENTS: size.argument_bytes,
+        RESULTS: size.output_bytes - size.alias_bytes,
+        TEMPORARIES: size.temp_bytes,
+        CODE: size.code_bytes,
     }
 
 

@@ -13,4 +13,4 @@ def result_of(
     """How a candidate did, by a record of it."""
     job: Any = None
     program = RaceProgram(candidate=candidate, job=job)
-    return RaceResult(program=program, record=record, fits=fits)
+    return RaceResult(program=program, outcome=record, fits=fits)

@@ -57,7 +57,7 @@ class Compiler:
         return SimpleNamespace(
             candidate=candidate,
             peak_bytes=peak,
-            record=size,
+            size=size,
             fits=peak <= BUDGET,
             may_race=0 < peak <= BUDGET and not is_late,
         )

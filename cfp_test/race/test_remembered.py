@@ -193,5 +193,5 @@ def test_a_row_names_no_earlier_budget():
     row = race_row(refused)
     assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
     ran_out = replace(record, run_seconds=1.0)
-    remark = race_row(replace(refused, record=ran_out)).note
+    remark = race_row(replace(refused, outcome=ran_out)).note
     assert remark == "out_of_memory: needs 9 bytes of 5"

@@ -134,7 +134,7 @@ def test_what_a_record_does_not_tell_is_left_out(analysis):
     one = result(
         analysis, preset(analysis.frame, ("data",), Storage.USED), temp_bytes=9
     )
-    one = replace(one, record=replace(one.record, choice=""))
+    one = replace(one, outcome=replace(one.record, choice=""))
     error = no_winner(analysis, [one], 5, reserve_bytes=2)
     assert isinstance(error, cfp.MemoryBudgetError)
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
@@ -180,7 +180,7 @@ def test_what_could_not_be_compiled_is_told_however_small_the_budget(
     """Of a budget the reserve may leave nothing, in which not even a failure fits."""
     choice = preset(analysis.frame, ("data",), Storage.USED)
     one = result(analysis, choice, reason="no such op")
-    one = replace(one, fits=fits(one.record, budget_bytes))
+    one = replace(one, fits=fits(one.size, budget_bytes))
     assert one.fits == (budget_bytes >= 0)
     error = no_winner(analysis, [one], budget_bytes, reserve_bytes=2)
     assert isinstance(error, cfp.DeviceError)

@@ -237,10 +237,10 @@ def _race_all(found: Mapping[str, Found], workdir: Path) -> list[Row]:
             "plan": result.name,
             "winner": found[result.name].winner.name,
             "time_ms": result.time_ms,
-            "samples_ms": list(result.record.samples_ms),
+            "samples_ms": list(result.samples_ms),
         }
         for result in results
-        if result.record.ok
+        if result.is_timed
     ]
 
 

@@ -113,7 +113,7 @@ def main() -> None:
         for result in results:
             rows[result.name] |= {
                 "median_ms": result.time_ms,
-                "samples_ms": result.record.samples_ms,
+                "samples_ms": result.samples_ms,
             }
         row = {
             "target": [options.target, *rest],

@@ -134,7 +134,7 @@ def comparison_row(results: Sequence[RaceResult]) -> dict[str, Any]:
                 "samples_ms": list(result.samples_ms),
                 "peak_bytes": result.peak_bytes,
                 "fits": result.fits,
-                "note": result.record.reason,
+                "note": result.reason,
             }
             for result in results
         ],

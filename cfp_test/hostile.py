@@ -117,13 +117,8 @@ def sound(cache: Path) -> Sound:
             ),
         ),
     )
-    choice = {
-        "blocks": [],
-        "storage": [],
-        "remat": [],
-        "extent": "",
-        "options": {},
-    }
+    nothing = {"blocks": [], "storage": [], "remat": [], "kernels": []}
+    choice = {"choice": nothing, "level": "everything", "options": {}}
     parts = (("segment", "s"), ("mesh", "x=2,y=2"))
     record = ProfileRecord(
         key=ProfileKey(parts).digest,

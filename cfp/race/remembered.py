@@ -17,11 +17,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, SegmentKernels, Storage
-from cfp.analysis.strategies import AxisChoice, Strategy, block_strategies
+from cfp.analysis.layout import Choice
+from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.attention.kernels import KERNELS
 from cfp.context import PlanContext
 from cfp.profiling.builder import Job
@@ -34,7 +34,15 @@ from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, prediction_of
 
-_KERNELS = TypeAdapter(SegmentKernels)
+
+class _Kept(BaseModel):
+    """A choice for a whole program, as its record has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    choice: Choice
+    level: ConstraintLevel
+    options: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,34 +249,22 @@ def _read(
         record: what has it.
     """
     try:
-        data = json.loads(record.choice)
-        blocks = tuple(
-            tuple(AxisChoice(**axis) for axis in strategy)
-            for strategy in data["blocks"]
-        )
-        storage = tuple(map(Storage, data["storage"]))
-        level = ConstraintLevel(data["extent"])
-        remat = tuple(data["remat"])
-        chosen = dict(data["options"])
-        kernels = tuple(
-            (int(place), _KERNELS.validate_python(one))
-            for place, one in data["kernels"]
-        )
-    except (KeyError, TypeError, ValueError, RecursionError):
+        kept = _Kept.model_validate_json(record.choice)
+    except ValidationError:
         return None
+    choice, segments = kept.choice, range(len(analysis.segments))
     # Records may come from elsewhere.
     if (
-        len(blocks) == len(options)
-        and len(storage) == len(analysis.frame.groups)
-        and all(block in those for block, those in zip(blocks, options, strict=True))
-        and all(type(place) is int for place in remat)
-        and all(place in range(len(analysis.segments)) for place in remat)
-        and all(place in range(len(analysis.segments)) for place, _ in kernels)
-        and all(one and one.attention in ("", *KERNELS) for _, one in kernels)
-        and refused_option(chosen) is None
+        len(choice.blocks) == len(options)
+        and len(choice.storage) == len(analysis.frame.groups)
+        and all(one in those for one, those in zip(choice.blocks, options, strict=True))
+        and all(index in segments for index in choice.remat)
+        and all(index in segments for index, _ in choice.kernels)
+        and all(one and one.attention in ("", *KERNELS) for _, one in choice.kernels)
+        and refused_option(kept.options) is None
     ):
-        choice = Choice(blocks, storage, remat, kernels)
-        return Candidate("planned before", choice, level=level, options=chosen)
+        name = "planned before"
+        return Candidate(name, choice, level=kept.level, options=kept.options)
     return None
 
 

@@ -208,12 +208,8 @@ def whole_job(
         kernels = [(index, one) for index, one in kernels if index in left]
     else:
         part = whole(frame.program)
-        kept = {
-            **asdict(choice),
-            "extent": level,
-            "options": dict(options or {}),
-        }
-        chosen = json.dumps(kept)
+        how = {"level": level, "options": dict(options or {})}
+        chosen = json.dumps({"choice": asdict(choice), **how})
     layout = lay_out(frame, choice)
     constrained = _constrain(analysis, layout, part, again, kernels, level)
     job = _job(layout, part, constrained, environment, label)

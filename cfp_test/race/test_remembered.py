@@ -113,15 +113,23 @@ def test_sizes_of_other_donated_arguments_are_left_out(analysis, known, mesh, ho
     assert len(found()) == (not how)
 
 
+def changed(data, change):
+    """A record's text with another level, other options, or another choice."""
+    outside = {name: change[name] for name in change.keys() & data.keys()}
+    inside = {name: change[name] for name in change.keys() - data.keys()}
+    return json.dumps({**data, **outside, "choice": data["choice"] | inside})
+
+
 def test_choices_of_another_version_are_left_out(known):
     keep, job, found = known
     data = json.loads(job("data_parallel").choice)
+    whole = data["choice"]
     for name, change in (
-        ("fully_sharded", {"blocks": data["blocks"][1:]}),
-        ("zero1", {"storage": [*data["storage"], "used"]}),
+        ("fully_sharded", {"blocks": whole["blocks"][1:]}),
+        ("zero1", {"storage": [*whole["storage"], "used"]}),
         ("tensor_parallel", {"blocks": [[{"inner": 99, "exit": -1}]] * 99}),
     ):
-        keep(job(name), 10, 1.0, choice=json.dumps(data | change))
+        keep(job(name), 10, 1.0, choice=changed(data, change))
     assert found() == []
 
 
@@ -131,7 +139,11 @@ def test_choices_of_another_version_are_left_out(known):
         {"remat": [99]},
         {"remat": 1},
         {"remat": [[1]]},
-        {"extent": "half of it"},
+        {"level": "half of it"},
+        {"kernels": [[0, "chunked"]]},
+        {"kernels": [[99, {"attention": "chunked"}]]},
+        {"kernels": [[0, {"attention": "abacus"}]]},
+        {"kernels": [[0, {}]]},
         {"options": ["some"]},
         {"storage": ["somewhere else"]},
         {"blocks": [[{"inner": 0, "exit": -1, "another": 1}]]},
@@ -145,7 +157,7 @@ def test_what_cannot_be_read_is_left_out(known, change):
     keep(job("zero1"), 10, 1.0)
     one = job("data_parallel")
     whole = json.loads(one.choice)
-    keep(one, 10, 1.0, choice=json.dumps(whole | change) if change else "{}")
+    keep(one, 10, 1.0, choice=changed(whole, change) if change else "{}")
     assert [r.key for _, r in found()] == [job("zero1").key.digest]
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 
+from cfp.analysis.classes import DimClasses
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.program.graph import Program, Value
 
@@ -28,7 +32,9 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     the weights. Where weights are no state and nothing else is data, state is of which
     all leaves agree in their first dim, as the beams of a search do. What a step hands
     back as it is may be either: data if all leaves agree in their first dim, and with
-    that of other data.
+    that of other data. Where all of this finds nothing, state is data that is not
+    trained and has the dim of the batch first, as environments that a policy acts in
+    (:func:`_rows_of_state`).
 
     Returns:
         For each position the rank of its first dim: 0 for the size that most leaves of
@@ -65,7 +71,68 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     rows = [program.args[p] for p, rank in found.items() if rank == 0]
     sizes = {program.values[v].shape[0] for v in rows}
     found |= {p: 0 for p, size in same.items() if not sizes or size in sizes}
-    return found or (carried if others else {})
+    return found or (carried if others else {}) or _rows_of_state(frame)
+
+
+def _rows_of_state(frame: Frame) -> dict[int, int]:
+    """Positions of state that has rows: what is no parameter, nor kept for one.
+
+    Parameters and an optimizer's moments are made new of gradients. Of the other state
+    those leaves are rows whose first dim is a dim of the program's products, the most
+    of them, and none of a parameter's dims, nor a later dim of anything: the number of
+    environments, say, and not that of features of which means are kept.
+    """
+    program = frame.program
+    trained = {
+        position
+        for group in frame.groups
+        if any(_is_gradient(program, v) for v in group.gradients)
+        for position in group.args
+    }
+    if not trained:
+        return {}
+    classes = DimClasses(
+        program, range(len(program.ops)), (), frame.canonical, axis_size=2
+    )
+    first: dict[Hashable, list[int]] = {}
+    others: set[Hashable] = set()
+    for position, value in enumerate(program.args):
+        record = program.values[value]
+        is_row = position in frame.group_of_arg and not _is_key(record)
+        for dim in range(len(record.shape)):
+            found = classes.of_dim(value, dim)
+            if dim or not is_row or position in trained:
+                others.add(found)
+            else:
+                first.setdefault(found, []).append(position)
+    flops = Counter[Hashable]()
+    for op in filter(is_contraction, program.ops):
+        factors = range(len(op.rule.sizes)) if op.rule is not None else ()
+        for one in {classes.of_factor(op.id, factor) for factor in factors}:
+            flops[one] += op_flops(program, op)
+    rows = [one for one in first if one not in others and flops[one]]
+    best = max(rows, key=lambda one: flops[one], default=None)
+    return dict.fromkeys(first[best], 0) if best is not None else {}
+
+
+def _is_gradient(program: Program, value: int) -> bool:
+    """Returns True if a value is made by a backward pass, without products between."""
+    stack, seen = [value], set[int]()
+    while stack:
+        v = stack.pop()
+        producer = program.values[v].producer
+        if v in seen or producer < 0 or producer in program.leaf_ops:
+            continue
+        seen.add(v)
+        op = program.ops[producer]
+        if "transpose(" in op.scope:
+            return True
+        if op.has_regions:
+            place, count = op.results.index(v), len(op.results)
+            stack += op.yields[place::count]
+        elif not is_contraction(op) and op.kind not in ("gather", "scatter"):
+            stack += op.operands
+    return False
 
 
 def _handed_back(frame: Frame) -> set[int]:

@@ -104,7 +104,7 @@ def in_parts(subject: Subject) -> dict[str, Choice]:
     """Finds presets with the cross-entropy computed in parts.
 
     Raises:
-        Failed: it cannot be.
+        Failed: it can be under none.
     """
     analysis, found = subject.analysis, {}
     named, kernels = presets(analysis.frame), Kernels(parts=_PARTS)
@@ -118,9 +118,10 @@ def in_parts(subject: Subject) -> dict[str, Choice]:
             chosen += [
                 (index, one.kernels) for one in kernels.variants(analysis, kind, own)
             ]
-        if not chosen:
-            raise Failed(f"{name}: no cross-entropy can be computed in parts")
-        found[f"{name} in parts"] = replace(choice, kernels=tuple(chosen))
+        if chosen:
+            found[f"{name} in parts"] = replace(choice, kernels=tuple(chosen))
+    if not found:
+        raise Failed("no cross-entropy can be computed in parts under any preset")
     return found
 
 

@@ -26,6 +26,11 @@ _SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
 _PADDED_WELL = frozenset(
     {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
 )
+# What an all-reduce may compute; the latter of truth values only.
+_SUMS = frozenset(
+    f"stablehlo.{name}" for name in "add maximum minimum multiply".split()
+)
+_LOGIC = frozenset({"stablehlo.and", "stablehlo.or"})
 _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
 
 
@@ -137,6 +142,22 @@ shapes = (8, 8, 8), (8, 8, 8)
 specs = P(), P()
 """,
         mesh=(2, 2, 2),
+    ),
+    Fault(
+        name="reductions of a sharded dim by logic on integers, or by several ops, do "
+        "not compile",
+        correction="cfp.program.corrections._reduce_rule",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x):
+    bits = (x * 100).astype(int)
+    return lax.reduce(bits, 0, lax.bitwise_xor, (0,)).astype(float)
+
+shapes = ((8,),)
+specs = (P("x"),)
+""",
+        mesh=(2,),
+        shows="error",
     ),
     Fault(
         name="pads that cut off and spread a sharded dim end the process",
@@ -286,6 +307,8 @@ def correct_rule(
         # 0.10.2 and 0.12, plain jax.jit with in_shardings too).
         strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
         return replace(rule, held=True) if max(strides, default=1) > 1 else rule
+    if op.name == "stablehlo.reduce":
+        return _reduce_rule(rule, op)
     if op.name == "stablehlo.pad":
         return _pad_rule(rule, op)
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
@@ -339,6 +362,24 @@ def _product_rule(rule: Rule) -> Rule:
     """
     summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
     return replace(rule, held=True) if summed > 1 else rule
+
+
+def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """A reduction's rule; one by what no collective computes keeps its dims whole.
+
+    Where such a dim is sharded, XLA makes an all-reduce of it that its CPU backend does
+    not compile (bits of integers, jaxlib 0.10.2 and 0.12, plain jax.jit too). Several
+    tensors together it gathers.
+    """
+    if len(rule.results) > 1:
+        return rule
+    *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
+    is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
+    if len(ops) == 1 and ops[0] in (_SUMS | _LOGIC if is_logic else _SUMS):
+        return rule
+    return replace(
+        rule, fixed=rule.fixed | rule.reduction, reduction=frozenset(), held=True
+    )
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:

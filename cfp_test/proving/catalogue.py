@@ -362,11 +362,12 @@ def reductions() -> Variants:
             )
         yield "argmax", partial(jnp.argmax, axis=1), (draw(*shape),)
         yield "argmin, first dim", partial(jnp.argmin, axis=0), (draw(*shape),)
-        yield (
-            "xor",
-            lambda x: lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,)),
-            (draw(*shape, dtype=np.int32),),
-        )
+        for how in (lax.bitwise_xor, lax.bitwise_and, lax.bitwise_or):
+            yield (
+                "bits",
+                lambda x, h=how: lax.reduce(x, np.int32(0), h, (1,)),
+                (draw(*shape, dtype=np.int32),),
+            )
         yield (
             "two at once",
             lambda x, y: lax.reduce(

@@ -139,6 +139,16 @@ def test_a_run_that_was_ended_goes_on(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("how", [lax.bitwise_xor, lax.bitwise_and])
+def test_reductions_that_no_collective_computes_stay_whole(how):
+    def reduce(x):
+        return lax.reduce(x, np.int32(0), how, (0,))
+
+    bits = np.arange(32, dtype=np.int32).reshape(8, 4)
+    found = outcomes(reduce, bits, kind="reduce")
+    assert found and not any(one.is_wrong or one.axes[0] for one in found)
+
+
 def test_every_correction_is_in_the_table():
     text = Path(corrections.__file__).read_text()
     made = {

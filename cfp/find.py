@@ -244,6 +244,7 @@ def _find_plan(
                 rates, kernels, failed = None, Kernels(), {}
                 if isinstance(analyzed.mesh, Mesh):
                     rates = known_rates(analyzed.mesh, context.store)
+                    solution = replace(solution, rates=rates)
             else:
                 profiles = profile(context, analysis)
                 interrupted, rates = profiles.interrupted, profiles.rates

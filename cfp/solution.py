@@ -89,6 +89,7 @@ class Solution:
         problem: what was searched; None for a preset that was taken by name.
         counts: counts and seconds of the passes until now.
         interrupted: whether the user ended the measuring, so that there is no race.
+        rates: the devices' rates; None where they are not known.
     """
 
     candidates: Sequence[Candidate]
@@ -96,6 +97,7 @@ class Solution:
     problem: Problem | None = field(default=None, repr=False)
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    rates: Rates | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,5 +89,6 @@ def decide(
         outcome,
         solution.problem,
         BuildEnvironment.beside(context.store.build_path),
+        solution.rates,
     )
     return common_plan(context.agreement, plan), outcome

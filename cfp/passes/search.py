@@ -122,6 +122,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
         interrupted=profiles.interrupted,
+        rates=profiles.rates,
     )
 
 

@@ -23,6 +23,7 @@ from cfp.plan.plan import Plan
 from cfp.presets.batch import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
+from cfp.profiling.rates import Rates
 from cfp.program.graft import aval
 from cfp.program.outline import outline_of
 from cfp.race.programs import RaceOutcome, programs_of
@@ -39,6 +40,7 @@ def compose_plan(
     outcome: RaceOutcome,
     problem: Problem | None = None,
     tuned: BuildEnvironment | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """The plan of what won.
 
@@ -49,6 +51,7 @@ def compose_plan(
         outcome: of the race.
         problem: what was searched, or None.
         tuned: where what was tuned is kept.
+        rates: of the devices, where they are known.
     """
     frame, winner, won = analysis.frame, outcome.winner, outcome.result
     program = frame.program
@@ -91,7 +94,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=plan_rows(analysis, winner.choice),
         uneven=uneven_arguments(layout),
-        whole=whole_ops(layout),
+        whole=whole_ops(layout, rates),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment},
         outline=outline_of(program),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.flops import program_flops
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flops import op_flops, program_flops
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
@@ -18,6 +20,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.cost.transitions import transition
 from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role, StoredParameter
 from cfp.presets.batch import data_arguments
+from cfp.profiling.rates import Rates
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, Program
 from cfp.program.partitioned import call_of
@@ -132,32 +135,47 @@ def undonated_bytes(layout: Layout) -> int:
     )
 
 
-def whole_ops(layout: Layout) -> tuple[str, ...]:
+def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     Loops in which nothing is sharded, and ops without a sharding rule, from one percent
-    of the bytes that the program's ops make, or of its FLOPs. Blocks have rows that
-    tell.
+    of the bytes that the program's ops make, or of its FLOPs; of ops without a rule
+    what they read counts, too. Blocks have rows that tell.
+
+    Args:
+        layout: of the plan.
+        rates: of the devices, to say what that costs, by estimate; None if they are
+            not known.
     """
     program = layout.frame.program
     made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
     every, products = sum(made), program_flops(program)
     whole: set[int] = set()
     found = Counter()
+    touched = Counter()
     computed = Counter()
+    lost_ms: dict[str, float] = defaultdict(float)
     for op in reversed(program.ops):  # a loop stands behind its body
         if op.id in whole or op.id in program.leaf_ops:
             continue
+        site = _site(op)
         if op.kind == "while" and _is_whole(layout, op):
             whole.update(op.body)
-            found[_site(op)] += sum(made[i] for i in op.body)
+            found[site] += sum(made[i] for i in op.body)
+            inside = [program.ops[i] for i in op.body]
         elif op.rule is None and not (passes(op) or op.shardings):
-            found[_site(op)] += made[op.id]
-            computed[_site(op)] += call_flops(op) * op.repeat
+            found[site] += made[op.id]
+            touched[site] += _read_bytes(program, op)
+            computed[site] += call_flops(op) * op.repeat
+            inside = [op]
+        else:
+            continue
+        if rates is not None:
+            lost_ms[site] += _lost_ms(layout, op, inside, rates)
     texts = []
     for site, size in found.most_common():
         flops = computed[site]
-        if size >= _WORTH_NAMING * every > 0:
+        if size + touched[site] >= _WORTH_NAMING * every > 0:
             kinds = [f"{size / every:.0%}"]
         elif flops >= _WORTH_NAMING * products > 0:
             kinds = []
@@ -165,8 +183,53 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
             continue
         if flops:
             kinds.append(f"{flops / products:.0%} of all FLOPs")
+        if lost_ms[site]:
+            least = "" if flops or not touched[site] else "at least "
+            cost = lost_ms[site]
+            time = f"{cost:.2f}" if cost >= 0.1 else f"{cost:.1g}"
+            kinds.append(f"costs {least}{time} ms by estimate")
         texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
+
+
+def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
+    """Estimates the time that an op costs since every device runs it in full.
+
+    That is what it takes longer than in equal parts, and gathering what it reads. Of
+    foreign code that says nothing of its FLOPs only memory traffic is known.
+
+    Args:
+        layout: of the plan.
+        op: the op.
+        inside: its own work: the op, or the ops of a loop's body.
+        rates: of the devices.
+    """
+    program, mesh = layout.frame.program, layout.frame.mesh
+    total = 0.0
+    for one in inside:
+        if one.has_regions or one.id in program.leaf_ops:
+            continue
+        foreign = one.rule is None
+        moved = _made_bytes(program, one)
+        moved += _read_bytes(program, one) if foreign else 0
+        flops = call_flops(one) if foreign else 0
+        if is_contraction(one):
+            moved, flops = 0, op_flops(program, one) // one.repeat
+        dtype = program.values[one.operands[0]].dtype if one.operands else "f32"
+        computing = rates.matmul_ms(flops * one.repeat, dtype)
+        total += max(computing, rates.memory_ms(moved))
+    gathered = 0.0
+    for v in dict.fromkeys(op.operands):
+        spec = layout.spec(v)
+        if spec and any(spec):
+            whole = ((),) * len(spec)
+            steps = transition(program.values[v].size_bytes, spec, (), whole, mesh)
+            gathered += op.repeat * sum(rates.collective_ms(*step) for step in steps)
+    return total * (1 - 1 / prod(size for _, size in mesh)) + gathered
+
+
+def _read_bytes(program: Program, op: Op) -> int:
+    return op.repeat * sum(program.values[v].size_bytes for v in op.operands)
 
 
 def _made_bytes(program: Program, op: Op) -> int:

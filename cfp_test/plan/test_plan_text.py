@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.analysis.analyze import analyze
+from cfp.analysis.analyze import analyze, build_frame
+from cfp.analysis.layout import lay_out
+from cfp.plan.describe import whole_ops
 from cfp.plan.figures import Figures, WorthFigures
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
+from cfp.presets.presets import presets
+from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.tables import plan_text
+from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 
 
@@ -158,6 +163,7 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
 
     settings = cfp.PlannerSettings(race=False)
     how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
+    how["cache_dir"] = tmp_path  # Without the devices' rates.
     plan = cfp.plan(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
     sites = [re.sub(r"\d+", "#", one) for one in plan.whole]
     assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
@@ -170,6 +176,29 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
 
     assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).whole
+
+
+def test_what_is_run_in_full_has_its_cost():
+    def step(w, x):
+        return jax.lax.top_k(x @ w, 2)
+
+    shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
+    mesh = make_mesh((("x", 2),))
+    program, _ = trace(flatten_step(step, shapes), mesh)
+    frame = build_frame(program, (("x", 2),))
+    layout = lay_out(frame, presets(frame)["data_parallel"])
+    rates = Rates(
+        mesh=frame.mesh,
+        curves={("all-gather", ("x",)): ((1, 1.0), (1 << 20, 1.0))},
+        matmul_flops_per_ms={"float32": 1e6, "bfloat16": 1e6},
+        memory_bytes_per_ms=128.0,
+    )
+    (text,) = whole_ops(layout, rates)
+    # It reads 8 x 8 numbers, gathered in 1 ms, and makes two times 8 x 2: 384 bytes,
+    # of which each of two devices would do half.
+    assert text.endswith("%, costs at least 2.50 ms by estimate)")
+    (text,) = whole_ops(layout)
+    assert text.endswith("%)")
 
 
 def test_plans_are_still_equal_by_what_they_hold():

@@ -251,6 +251,7 @@ def test_a_refusing_op_is_named():
     (named,) = (text for text in plan.whole if "custom_partitioning" in text)
     assert "own_attention at kernels.py" in named
     assert "% of all FLOPs" in named
+    assert re.search(r", costs [\d.e-]+ ms by estimate\)$", named)
     assert "this op is not to be partitioned" in named
     assert "custom_partitioning with sharding_rule=" in str(plan)
 

@@ -74,7 +74,8 @@ def main(folder: Path, fault: str) -> None:
     )
     break_planning(fault)
     seconds = int(os.environ.get("TEST_JOIN_SECONDS", "600"))
-    cfp.join(join_seconds=seconds, lost_seconds=10)
+    lost = int(os.environ.get("TEST_LOST_SECONDS", "30"))
+    cfp.join(join_seconds=seconds, lost_seconds=lost)
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("x",))
     if fault == "other-mesh":

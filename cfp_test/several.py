@@ -1,6 +1,8 @@
 """Programs of several processes on this machine: started together, and their ends."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,10 +31,15 @@ class Ended(NamedTuple):
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    """A port of this machine that nothing listens at.
+
+    It is below those that the kernel gives to whoever asks for any.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def variables(number: int, count: int, port: int, devices: int) -> dict[str, str]:

@@ -417,7 +417,7 @@ def test_an_error_in_a_step_points_home_and_a_traceback_is_had_for_the_asking(tm
         "def tiny():\n"
         "    return step, (jnp.zeros(4),)\n"
     )
-    plan = ["plan", "mine.py:tiny", *ON_CPU]
+    plan = ["plan", "mine.py:tiny", *ON_CPU, "--quiet"]
     plain, *asked = run_batch(
         [plan, [*plan, "--traceback"], ["--traceback", *plan]], tmp_path
     )

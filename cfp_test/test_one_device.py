@@ -20,6 +20,7 @@ from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import mock
 from cfp.errors import DeviceError, TargetError
 from cfp.profiling.processes import TOPOLOGY_SETTING
+from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
@@ -186,7 +187,8 @@ def test_when_time_is_over_the_whole_program_is_not_compiled(
     how = {"cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(step, *args, mesh=playing("4xh200"), **how)
     assert plan.rung == "one device" and plan.predicted_ms > 0
-    assert len(ran) == 1, "one program of some repeats, which all follows from"
+    # One program of some repeats, from which all follows, and what threads had begun.
+    assert 1 <= len(ran) <= default_threads("cpu")
     assert "winner_seconds" not in plan.search
 
 

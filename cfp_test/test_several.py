@@ -36,7 +36,9 @@ def linear():
 
 
 def test_processes_with_unequal_devices_plan_and_run_alike(tmp_path):
-    found = run_all([*PROGRAM, str(tmp_path)], tmp_path, (2, 1))
+    found = run_all(
+        [*PROGRAM, str(tmp_path)], tmp_path, (2, 1), TEST_LOST_SECONDS="600"
+    )
     assert [one.code for one in found] == [0, 0], described(found)
     said = [re.findall("(?:LOSS|PLAN) .*", one.out) for one in found]
     assert said[0] == said[1]
@@ -194,6 +196,7 @@ def run_words(folder, *words: str) -> list[str]:
 
 def test_commands_in_several_processes(tmp_path):
     more = {"CFP_CACHE_DIR": str(tmp_path / "cache"), "CFP_JOIN_SECONDS": "600"}
+    more["CFP_LOST_SECONDS"] = "600"
     preset = ("--preset", "data_parallel", "--devices", "3", "--donate", "0")
     words = run_words(tmp_path, "plan", *preset, "--no-race", "-o", "plan.json")
     found = run_all(words, tmp_path, (1, 1), **more)

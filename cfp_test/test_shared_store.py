@@ -23,12 +23,14 @@ import json, sys
 import jax
 import cfp
 from cfp.planner_settings import DetailedSettings
+from cfp.profiling.marks import Limits
 from cfp_test.toy_targets import toy
 
 # Leaders race again with other options, as they do on GPUs.
 options = {"again": {"xla_llvm_disable_expensive_passes": "True"}}
 settings = DetailedSettings(
-    per_kind=1, in_context=False, measure=True, compiler_options=options
+    per_kind=1, in_context=False, measure=True, compiler_options=options,
+    limits=Limits(run_seconds=100_000.0),
 )
 step, args = toy()
 mesh = jax.make_mesh((2,), ("x",))

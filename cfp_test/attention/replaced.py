@@ -21,7 +21,7 @@ from cfp.attention.matching.matches import (
 )
 from cfp.checking.check import Check, compile_alone
 from cfp.checking.difference import Difference
-from cfp.presets.presets import presets
+from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
@@ -79,7 +79,9 @@ class Step:
             AssertionError: one that was found cannot be replaced.
         """
         frame = self.frame
-        layout = lay_out(frame, presets(frame)[preset])
+        named = presets(frame)
+        choice = plainest(named) if preset == DATA_PARALLEL else named[preset]
+        layout = lay_out(frame, choice)
         found = []
         for match in self.attentions.matches.values():
             way = way_of(frame.program, match, kernels_named(kernel), layout.axes)

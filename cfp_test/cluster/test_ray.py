@@ -16,12 +16,14 @@ import json, os, signal, sys
 import jax, pytest
 import cfp
 from jax.sharding import AbstractMesh
+from cfp.cluster.ray import planning
 from cfp.cluster.ray.planning import connected
 from cfp.cluster.ray.planning import plan_step
 from cfp.planner_settings import DetailedSettings
 from cfp_test.injected import hold_times
 from cfp_test.toy_targets import toy
 
+planning._NODE_SECONDS = 1200.0  # However busy the machine is.
 settings = DetailedSettings(measure=True, per_kind=1, in_context=False)
 on_ray = DetailedSettings(measure=True, per_kind=1, in_context=False, ray="local")
 died = os.path.abspath("died")
@@ -64,6 +66,10 @@ def test_a_plan_is_made_on_a_cluster_as_it_is_made_here(tmp_path):
         CFP_CACHE_DIR=str(tmp_path / "cache"),
         JAX_PLATFORMS="cpu",
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_gcs_server_port_wait_time_s="1200",
+        RAY_worker_register_timeout_seconds="1200",
+        RAY_health_check_failure_threshold="400",
+        RAY_memory_monitor_refresh_ms="0",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """Batches of the host's, where a plan wants them."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec
 import cfp
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT
+from cfp_test.several import free_port
 from cfp_test.waiting import GUARD_SECONDS
 
 
@@ -98,9 +98,7 @@ print(batch.shape, mine, w.shape, float(jax.jit(lambda b: (b * b).sum())(batch))
 
 
 def test_each_process_passes_its_part():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     flags = "--xla_force_host_platform_device_count=2"
     where = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     where["PYTHONPATH"] = str(ROOT)

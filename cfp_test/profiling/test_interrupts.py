@@ -46,6 +46,7 @@ def folder(tmp_path):
 @pytest.fixture
 def dropped(monkeypatch):
     """What Python itself had to drop."""
+    gc.collect()
     found = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
     return found

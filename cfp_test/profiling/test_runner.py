@@ -194,7 +194,7 @@ def test_the_second_time_nothing_is_measured(case, store, quick):
         "compile_error",
     ]
     assert list(first.records) == [job.key.digest for job in jobs]
-    assert 0 < first.build_seconds < 60
+    assert 0 < first.build_seconds
     again = profile(case.program, case.mesh, jobs, store, timing=quick)
     assert (again.measured, again.cached, again.failed) == (0, 3, 0)
     assert again.records == first.records

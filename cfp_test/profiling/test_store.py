@@ -264,7 +264,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_put(path, caplog):
     sender.close()
     assert process.pid is not None
     for _ in range(100):
-        assert receiver.poll(60)
+        assert receiver.poll(GUARD_SECONDS)
         last = int(receiver.recv_bytes())
     os.kill(process.pid, signal.SIGKILL)
     process.join(GUARD_SECONDS)

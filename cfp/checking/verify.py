@@ -296,7 +296,7 @@ def _row(row: RaceResult) -> dict[str, Any]:
         "predicted_ms": row.candidate.predicted_ms,
         "samples_ms": list(row.samples_ms),
         "peak_bytes": row.peak_bytes,
-        "note": row.note,
+        "note": race_row(row).note,
     }
 
 

@@ -288,6 +288,11 @@ def _form(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
+def _numbered(name: str) -> tuple[str, list[int]]:
+    """Sort key: names of one form by their numbers, ``layer_9`` before ``layer_10``."""
+    return _form(name), [int(number) for number in _NUMBER.findall(name)]
+
+
 def _form_of_op(op: str) -> str:
     """An op with its types, without sizes: ``dot f32[,] x f32[,] -> f32[,]``."""
     return _SHAPE.sub(lambda found: f"[{',' * found[1].count(',')}]", op)
@@ -328,7 +333,7 @@ def _refuse_segment(
 
 def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
     """The strategies and storage of all segments' models."""
-    frame = analysis.frame
+    frame, names = analysis.frame, analysis.frame.program.arg_names
     modes = [one.storage for old in plan.segments for one in old.parameters]
     common = max(dict.fromkeys(modes), key=modes.count, default=Storage.USED)
     storage = [common] * len(frame.groups)
@@ -336,7 +341,10 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
     for pair in pairs:
         for b, row in zip(pair.segment.blocks, pair.rows, strict=True):
             strategies[b] = _strategy(analysis, b, row)
-        own, groups = [one.storage for one in pair.old.parameters], pair.segment.groups
+        stored = [(plan.arg_names[p.argument], p.storage) for p in pair.old.parameters]
+        own = [mode for _, mode in sorted(stored, key=lambda one: _numbered(one[0]))]
+        groups = [(names[frame.groups[g].args[0]], g) for g in pair.segment.groups]
+        groups = [g for _, g in sorted(groups, key=lambda one: _numbered(one[0]))]
         if len(own) != len(groups):
             own = [pair.old.storage or common] * len(groups)
         for group, mode in zip(groups, own, strict=True):

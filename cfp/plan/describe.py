@@ -165,7 +165,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             inside = [program.ops[i] for i in op.body]
         elif op.rule is None and not (passes(op) or op.shardings):
             found[site] += made[op.id]
-            touched[site] += _read_bytes(program, op)
+            touched[site] += _read_bytes(program, op) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
             inside = [op]
         else:

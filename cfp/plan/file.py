@@ -272,6 +272,9 @@ class PlanFile(_Part):
             raise ValueError("every parameter once, of the arguments there are")
         if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
             raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
+        parts = {segment.kernels.vocabulary_parts for segment in segments}
+        if not all(count == 0 or 1 < count < 10_000 for count in parts):
+            raise ValueError("cross-entropies in 0, or 2 to 9,999, parts")
         return segments
 
     @field_validator("rows")

@@ -94,11 +94,14 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
     classes = DimClasses(
         program, range(len(program.ops)), (), frame.canonical, axis_size=2
     )
+    constant = _handed_back(frame)
     first: dict[Hashable, list[int]] = {}
     others: set[Hashable] = set()
     for position, value in enumerate(program.args):
         record = program.values[value]
-        is_row = position in frame.group_of_arg and not _is_key(record)
+        if _is_key(record):
+            continue
+        is_row = position in frame.group_of_arg and position not in constant
         for dim in range(len(record.shape)):
             found = classes.of_dim(value, dim)
             if dim or not is_row or position in trained:
@@ -117,7 +120,7 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
 
 def _is_gradient(program: Program, value: int) -> bool:
     """Returns True if a value is made by a backward pass, without products between."""
-    stack, seen = [value], set[int]()
+    stack, seen = [value], {*program.outputs} - {value}
     while stack:
         v = stack.pop()
         producer = program.values[v].producer

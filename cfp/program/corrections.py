@@ -58,13 +58,12 @@ class Fault:
     shows: Literal["wrong", "error", "abort"] = "wrong"
 
     def is_in(self, release: str) -> bool:
-        """True if a release of jaxlib has it, or may have: none before was without."""
-        return any(release.startswith(one) for one in self.seen) or (
-            _NEWEST in self.seen and _numbers(release) > _numbers(_NEWEST)
-        )
+        """True if a release of jaxlib has it, or the last one tried before it had."""
+        before = [one for one in _TRIED if _numbers(one) <= _numbers(release)]
+        return bool(before) and before[-1] in self.seen
 
 
-_NEWEST = "0.12"  # of the releases that were tried
+_TRIED = ("0.10", "0.12")  # releases, in order
 
 FAULTS = (
     Fault(

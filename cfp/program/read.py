@@ -191,7 +191,7 @@ class _Reader:
             split = len(operands)
             return passthrough_rule(tuple(shapes[:split]), tuple(shapes[split:]))
         if op.name == SCAN and len(operands) == len(results) == 2:
-            return scan_rule(shapes[0])
+            return scan_rule(op, shapes[0])
         is_elementwise = op.name.startswith("chlo.") and len(set(shapes)) == 1
         if is_elementwise and op.name != "chlo.top_k":
             return elementwise_rule(shapes[0], len(operands), len(results))

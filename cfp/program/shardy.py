@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
-from cfp.program.cumulative import SCAN, expand_scan
 from cfp.program.loops import inline_single_iteration
 from cfp.program.relayout import relayout
 
@@ -150,8 +149,7 @@ def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
     Loops that run once are taken apart: inlining comes first, the innermost loops
-    next. Convolutions that XLA would split wrongly get another layout, and cumulative
-    sums that have no rule become ops that have one.
+    next. Convolutions that XLA would split wrongly get another layout.
 
     Returns:
         The number of sharding constraints that were removed.
@@ -171,8 +169,7 @@ def normalise(module: ir.Module) -> int:
                 _forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
-                rewrite = expand_scan if op.name == SCAN else relayout
-                rewrite(op)
+                relayout(op)
             else:
                 inline_single_iteration(op)
         for each in functions(module.operation):

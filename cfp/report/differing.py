@@ -125,7 +125,8 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 def _program(plan: Plan) -> dict[str, str]:
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
-    return {"program": plan.fingerprint[:12], "mesh": mesh}
+    level = str(plan.level)
+    return {"program": plan.fingerprint[:12], "mesh": mesh, "constraint level": level}
 
 
 def spec_text(spec: Spec) -> str:

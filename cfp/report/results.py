@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cfp.errors import CfpError, compose
+from cfp.plan.parts import AxisRole, PlanSegment
+from cfp.plan.text import roles_text, storage_name
 from cfp.report.tables import scale_text
+
+_SEGMENT = TypeAdapter(PlanSegment)
+_STRATEGY = TypeAdapter(tuple[AxisRole, ...])
 
 _SHOWN = (
     "platform",
@@ -67,10 +74,10 @@ class Saved:
                 winner=data["winner"],
                 measured_ms=data.get("measured_ms"),
                 race=[dict(row) for row in data["race"]],
-                rows=[dict(row) for row in data["rows"]],
+                rows=[_as_text(row, data.get("segments", ())) for row in data["rows"]],
                 search=data["search"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise CfpError(
                 compose(
                     "This is not a saved plan.",
@@ -95,6 +102,19 @@ class Saved:
                 )
             ) from error
         return cls.from_json(data)
+
+
+def _as_text(row: Mapping[str, Any], segments: Sequence[Any]) -> dict[str, Any]:
+    """A block with its choice in words, which files have up to format 4."""
+    if "strategy" not in row:
+        return dict(row)
+    segment = _SEGMENT.validate_python(segments[row["segment"]])
+    return {
+        **row,
+        "kind": segment.kind,
+        "sharded": roles_text(_STRATEGY.validate_python(row["strategy"])),
+        "storage": storage_name(segment),
+    }
 
 
 def page(title: str, command: str, date: str, plans: Mapping[str, Saved]) -> str:

@@ -1,7 +1,9 @@
 """Plans carried over to more layers, or to another batch size."""
 
+import itertools
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -397,6 +399,32 @@ def test_every_part_of_a_choice_is_carried_over(modelled, seed):
     assert (again.level, again.options) == (level, options)
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_storage_goes_to_the_same_parameters_of_more_than_ten_layers(model):
+    """Arguments are in the order of their names: layer_10 before layer_9."""
+
+    def form(name):
+        return re.sub(r"\d+", "#", name)
+
+    mesh = make_mesh((("x", 4),))
+    step, args = build(model, **{**TINY[model], "layers": 4})
+    frame = (analysis := analyze_step(flatten_step(step, args), mesh).analysis).frame
+    names = [form(frame.program.arg_names[group.args[0]]) for group in frame.groups]
+    stored = dict(zip(sorted({*names}), itertools.cycle(Storage), strict=False))
+    choice = replace(
+        presets(frame)["data_parallel"], storage=tuple(stored[name] for name in names)
+    )
+    outcome = RaceOutcome(winner=Candidate("by name", choice))
+    plan = compose_plan(analysis, mesh, {}, outcome)
+    step, args = build(model, **{**TINY[model], "layers": 12})
+    again = cfp.adapt(plan, step, *args)
+    parameters = [one for segment in again.segments for one in segment.parameters]
+    assert len(parameters) > 2 * len(frame.groups)
+    for one in parameters:
+        name = again.arg_names[one.argument]
+        assert one.storage == stored[form(name)], name
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -408,6 +436,8 @@ def test_every_part_of_a_choice_is_carried_over(modelled, seed):
         (("segments", 0, "parameters", 0, "storage"), "elsewhere"),
         (("segments", 0, "kernels", "attention"), "abacus"),
         (("segments", 0, "kernels", "spread"), "star"),
+        (("segments", 0, "kernels", "vocabulary_parts"), 1),
+        (("segments", 0, "kernels", "vocabulary_parts"), 2**40),
         (("segments", 0, "rematerialized"), "yes"),
         (("level",), "nothing"),
     ],

@@ -194,6 +194,76 @@ def test_what_is_trained_without_rows_has_no_batch():
     assert data_arguments(frame) == {}
 
 
+def batch_of(step, state):
+    frame = frame_of(step, (state,))
+    return {frame.program.arg_names[p] for p in data_arguments(frame)}
+
+
+def head(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"] + p["c"]
+
+
+HEAD = {"a": jnp.ones((8, 32)), "b": jnp.ones((32, 8)), "c": jnp.ones(8)}
+
+
+def trained(loss, params, opt):
+    updates, opt = TX.update(jax.grad(loss)(params), opt)
+    return optax.apply_updates(params, updates), opt
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_environments_with_keys_of_their_own_are_the_batch(make_key):
+    def step(state):
+        keys = jax.vmap(jax.random.split)(state["keys"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys[:, 1])
+        place = state["place"]
+        params, opt = trained(
+            lambda p: jnp.square(head(p, place)).mean(), state["params"], state["opt"]
+        )
+        place = 0.9 * place + noise + head(state["params"], place)
+        return {"params": params, "opt": opt, "place": place, "keys": keys[:, 0]}
+
+    keys = jax.random.split(make_key(0), ENVS)
+    state = {"params": HEAD, "opt": TX.init(HEAD), "place": jnp.ones((ENVS, 8))}
+    assert "state/place" in batch_of(step, {**state, "keys": keys})
+
+
+@pytest.mark.parametrize("acts", ["before", "after"])
+def test_acting_with_the_new_parameters_trains_no_environment(acts):
+    def step(state):
+        params, opt = trained(
+            lambda p: jnp.square(head(p, state["store"][:32])).mean(),
+            state["params"],
+            state["opt"],
+        )
+        seen = state["place"]
+        action = head(params if acts == "after" else state["params"], seen).argmax(-1)
+        place = 0.9 * seen + 0.1 * jax.nn.one_hot(action, 8)
+        store = jnp.concatenate([seen, state["store"]])[:STORED]
+        return {"params": params, "opt": opt, "place": place, "store": store}
+
+    state = {"params": HEAD, "opt": TX.init(HEAD), "place": jnp.ones((ENVS, 8))}
+    assert batch_of(step, {**state, "store": jnp.ones((STORED, 8))}) == {"state/place"}
+
+
+def test_tables_that_a_step_hands_back_are_no_batch():
+    """Positions' cosines and frozen weights have dims of products, too."""
+
+    def step(state):
+        key, other = jax.random.split(state["key"])
+
+        def loss(p):
+            x = jax.random.normal(other, (16, 32, 8)) * state["cosines"]
+            return jnp.square(head(p, x) @ state["frozen"]).mean()
+
+        params, opt = trained(loss, state["params"], state["opt"])
+        return {**state, "params": params, "opt": opt, "key": key}
+
+    tables = {"cosines": jnp.ones((32, 8)), "frozen": jnp.ones((8, 6))}
+    state = {"params": HEAD, "opt": TX.init(HEAD), "key": jax.random.key(0)}
+    assert batch_of(step, {**state, **tables}) == set()
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_data_parallelism_shards_environments_and_no_parameters(parts):
     frame = frame_of(*make(parts))

@@ -159,6 +159,11 @@ def test_every_correction_is_in_the_table():
     assert made < {fault.correction for fault in corrections.FAULTS}
 
 
+def test_a_release_that_was_not_tried_is_taken_for_the_one_before():
+    assert corrections.faults("0.11.2") == corrections.faults("0.10.2") != ()
+    assert corrections.faults("0.9.1") == ()
+
+
 def test_newer_releases_are_taken_to_have_what_the_newest_has():
     new = {fault.name for fault in corrections.faults("0.13.1")}
     assert new == {fault.name for fault in corrections.faults("0.12.0")}

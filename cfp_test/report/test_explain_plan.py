@@ -9,6 +9,7 @@ from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.tables import plan_text
+from cfp.settings import ConstraintLevel
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
@@ -73,6 +74,12 @@ def test_a_block_that_is_not_there_is_refused_with_those_that_are():
 
 def test_a_plan_does_not_differ_from_itself():
     assert diff_text(DEEP, DEEP) == "first -> second\nThe plans do not differ.\n"
+
+
+def test_another_constraint_level_is_a_difference():
+    assert DEEP.level != ConstraintLevel.ARGUMENTS
+    other = replace(DEEP, level=ConstraintLevel.ARGUMENTS)
+    assert f"constraint level: {DEEP.level} -> arguments" in diff_text(DEEP, other)
 
 
 def test_differences_are_shown_once_for_repeated_layers():

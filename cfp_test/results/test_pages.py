@@ -7,8 +7,10 @@ import shutil
 import pytest
 
 from cfp.errors import CfpError
+from cfp.plan.text import roles_text, storage_name
 from cfp.report.results import Saved, page
 from cfp_test.cli_runner import ROOT
+from cfp_test.reported import DEEP
 from cfp_test.results.pages import RESULTS, TEXTS, Page, plain, table
 from cfp_test.results.registry import PAGES
 
@@ -66,6 +68,15 @@ def test_pages_of_plans_of_old_formats(file):
     assert f"| **{data['winner']}** | {data['measured_ms']:.2f} | " in text
     assert text.count("\n| ") > len(data["race"])
     assert plan.search["strategies_measured"] == data["search"]["strategies_measured"]
+
+
+def test_a_page_of_a_plan_that_was_saved_now(tmp_path):
+    DEEP.save(tmp_path / "plan.json")
+    text = page("Title", "cfp plan", "-", {"one": Saved.load(tmp_path / "plan.json")})
+    for row in DEEP.rows[:2]:
+        sharded = roles_text(row.strategy)
+        storage = storage_name(DEEP.segments[row.segment])
+        assert f"| {row.name} | {sharded} | {storage} | {row.collectives} |" in text
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "nothing", '{"mesh_axes": 3}'])

@@ -215,6 +215,20 @@ specs = (P(),)
         shows="abort",
     ),
     Fault(
+        name="Fourier transforms with a dim that does not divide do not run on CPUs",
+        correction="cfp.program.corrections._unpadded",
+        seen=("0.10", "0.12"),
+        program="""
+def f(x):
+    return place(jnp.fft.fft(place(x, None, "x")), None, "x").real
+
+shapes = ((8, 3, 4),)
+specs = (P(),)
+""",
+        mesh=(4,),
+        shows="error",
+    ),
+    Fault(
         name="a scatter to a single place writes into shards that do not have it",
         correction="cfp.program.corrections._scatter_rule",
         seen=("0.10",),
@@ -295,8 +309,9 @@ def correct_rule(
         return _product_rule(rule)
     if op.name == "stablehlo.fft":
         # Along a transformed dim XLA's partitioner may abort the process, which divides
-        # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2).
-        return replace(rule, held=True)
+        # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2); and
+        # where another dim is padded, CPUs do not run it.
+        return replace(_unpadded(rule), held=True)
     if op.name == "stablehlo.select_and_scatter":
         # XLA's partitioner loses what windows of two shards add to one place (jaxlib
         # 0.10.2 to 0.12, plain jax.jit with in_shardings too).

@@ -321,7 +321,8 @@ def _run_wide(
         jax.device_put(x, NamedSharding(mesh, partition_spec(spec)))
         for x, spec in zip(inputs, ins, strict=True)
     ]
-    flat = iter(compiled(*placed))
+    # What fails as it runs fails here, and not where a result is read.
+    flat = iter(jax.block_until_ready(compiled(*placed)))
     results = [[next(flat) for _ in single.part.outputs] for single, _ in some]
     return results, _collectives(compiled.as_text() or "")
 

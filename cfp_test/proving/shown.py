@@ -49,7 +49,8 @@ def _run(fault: Fault) -> str:
     sharded = True
     places = tuple(NamedSharding(mesh, spec) for spec in named["specs"])
     try:
-        got = jax.jit(lambda *args: named["f"](*args), in_shardings=places)(*args)
+        step = jax.jit(lambda *args: named["f"](*args), in_shardings=places)
+        got = jax.block_until_ready(step(*args))
     except jax.errors.JaxRuntimeError:
         return "error"
     close = np.allclose(np.asarray(got), expected, rtol=1e-2, atol=1e-2)

@@ -256,7 +256,11 @@ class ShardingRule:
         for one in found.refused:
             yield f"  not sharded: {one.what}: {one.why}"
         error = found.largest_error
-        equal = "equal bit by bit" if not error else f"differences up to {error:.1e}"
+        equal = (
+            "results equal bit by bit"
+            if not error
+            else f"differences up to {error:.1e}"
+        )
         yield (
             f"  from {found.runs} runs of {found.programs} programs, with {equal}; "
             "on numbers that were not tried it may not hold"

@@ -183,8 +183,8 @@ def lower_step(
     if shardy.inspects_sharding(module):
         raise StepNotTraceable(
             "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
-            "sharding is chosen yet. Leave the call out: plan.explain() and cfp show "
-            "PLAN --explain say how values inside of the step are sharded."
+            "sharding is chosen yet. Leave the call out, and save the plan: cfp "
+            "show PLAN --explain says how the step's blocks are sharded."
         )
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, tuple(out_avals), erased, alarm)

@@ -9,6 +9,7 @@ goes on from there.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -17,10 +18,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from cfp_test.cli_runner import ROOT
+from cfp_test.proving.catalogue import ENTRIES
 from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.results.pages import RESULTS
 
@@ -37,7 +41,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, help="folder of what is known; a run goes on from there"
     )
-    parser.add_argument("--only", action="append", help="entries, by name")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(ENTRIES), help="entries, by name"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--child", help="one entry, in this process")
     parser.add_argument("--skip", type=int, default=0, help="shardings to leave out")
@@ -47,11 +53,9 @@ def main(words: Sequence[str] | None = None) -> int:
         one_by_one = options.one_by_one
         _prove_entry(options.child, options.json, options.skip, one_by_one=one_by_one)
         return 0
-    from cfp_test.proving.catalogue import ENTRIES
-
     names = options.only or list(ENTRIES)
     with TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
-        folder = options.keep or Path(temporary)
+        folder = (options.keep or Path(temporary)) / _digest()
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.jsonl" for name in names]
         entries = list(pool.map(_in_process, names, files))
@@ -73,6 +77,18 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{data['processor_seconds']} processor seconds"
     )
     return int(bool(data["wrong"] or data["missing"]))
+
+
+def _digest() -> str:
+    """A digest of what decides outcomes: jaxlib's release, and the code of both rooms.
+
+    What is known of other code, or of another jaxlib, is not known of this.
+    """
+    found = hashlib.sha256(version("jaxlib").encode())
+    rooms = (ROOT / "cfp" / "program", ROOT / "cfp" / "analysis", Path(__file__).parent)
+    for file in sorted(file for room in rooms for file in room.rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _in_process(name: str, file: Path) -> tuple[list[dict[str, Any]], float]:

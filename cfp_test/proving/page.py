@@ -91,7 +91,7 @@ def figures(*data: Mapping[str, Any]) -> Figures:
             "",
             f"## jaxlib {one['jaxlib']}",
             "",
-            f"{one['checks']} shardings of {len(one['ops'])} ops, "
+            f"{one['checks']} different shardings of {len(one['ops'])} ops, "
             f"{total['padded']} of them with sizes that do not divide: "
             f"**{total['wrong']} wrong**. That took {one['processor_seconds']} seconds "
             f"of a processor: {one['processor_seconds'] // 2} s on two cores.",
@@ -163,10 +163,14 @@ def _faults(data: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 _OF_FAULTS = (
-    "Plain JAX shows each of them, with the shardings that `specs` gives to arguments",
-    "of `shapes`; `place` is a sharding constraint, and the axes are x, y and z. Tests",
-    "run these programs: a release that has not a fault any more, or has one more,",
-    "fails them. `cfp doctor` names those of the jaxlib that is installed.",
+    "Plain JAX shows each of them on a `jax.sharding.Mesh`, whose axes are automatic,",
+    "with the shardings that `specs` gives to arguments of `shapes`; `place` is a",
+    "sharding constraint, and the axes are x, y and z. `python -m",
+    "cfp_test.proving.shown N` runs one by its place in `FAULTS`, in",
+    "`cfp/program/corrections.py`. Tests run them all: a release that has not a fault",
+    "any more, or has one more, fails them. A release that was not tried is taken to",
+    "have those of the one before. `cfp doctor` names those of the jaxlib that is",
+    "installed.",
 )
 _INTRODUCTION = (
     "Each op of StableHLO and CHLO that JAX lowers to runs by itself, sharded along",

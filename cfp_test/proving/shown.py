@@ -6,6 +6,7 @@ numbers are right; where XLA ends the process, it says nothing.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
@@ -58,4 +59,6 @@ def _run(fault: Fault) -> str:
 
 
 if __name__ == "__main__":
-    print(_run(FAULTS[int(sys.argv[1])]))
+    index = argparse.ArgumentParser(description="Runs the program of a fault of XLA.")
+    index.add_argument("fault", type=int, choices=range(len(FAULTS)))
+    print(_run(FAULTS[index.parse_args().fault]))

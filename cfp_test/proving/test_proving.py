@@ -15,7 +15,7 @@ from cfp.program import corrections, read
 from cfp.program.rules import Rule
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.proving.__main__ import main
+from cfp_test.proving.__main__ import _digest, main
 from cfp_test.proving.catalogue import ENTRIES, WITHOUT
 from cfp_test.proving.engine import jobs, prove, singles
 from cfp_test.proving.programs import MESHES, mesh_of, singles_of
@@ -126,7 +126,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path):
     """What is known stays, but a line that was not written to its end."""
     arguments = ["--only", "others", "--keep", str(tmp_path)]
     assert main(arguments) == 0
-    file = tmp_path / "others.jsonl"
+    [file] = tmp_path.glob("*/others.jsonl")
     whole = file.read_text().splitlines(keepends=True)
     known = [line for line in whole if '"op"' in line]
     assert len(known) > 20
@@ -137,6 +137,19 @@ def test_a_run_that_was_ended_goes_on(tmp_path):
     assert [json.loads(a)["axes"] for a in again] == [
         json.loads(k)["axes"] for k in known
     ]
+
+
+def test_what_another_jaxlib_came_to_is_not_known(monkeypatch):
+    here = _digest()
+    assert _digest() == here
+    monkeypatch.setattr("cfp_test.proving.__main__.version", lambda name: "9.9.9")
+    assert _digest() != here
+
+
+def test_an_entry_that_is_not_there_is_refused_with_those_that_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "dot_general"])
+    assert "products" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [lax.bitwise_xor, lax.bitwise_and])

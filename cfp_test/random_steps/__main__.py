@@ -3,7 +3,10 @@
     python -m cfp_test.random_steps --seed 0 --programs 1000 --strategies 10 --json F
 
 F gets a line for each program as it is done, and a run that is started again goes on
-where it was. What is wrong is shown with the command that shrinks it:
+where it was, whatever has changed since: take another file for other code. Counts are
+of programs under a strategy ("again": constraints that the program had before), and of
+programs; of some a twin is checked, too, and some are of no use, since rounding decides
+what they compute. What is wrong is shown with the command that shrinks it:
 
     python -m cfp_test.random_steps --shrink SEED --strategies 10
 """
@@ -35,7 +38,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--strategies", type=int, default=10, help="for each program")
-    parser.add_argument("--json", type=Path, default=Path("random_steps.jsonl"))
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("random_steps.jsonl"),
+        help="rows; default: %(default)s",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--shrink", type=int, metavar="SEED")
     parser.add_argument("--slice", help=argparse.SUPPRESS)

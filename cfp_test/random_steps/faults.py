@@ -8,8 +8,8 @@ the fault, or without a twin where that is needed, is counted and not run.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -141,5 +141,8 @@ def find(name: str, strategies: int = 24) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=sorted(FAULTS))
+    name = parser.parse_args().name
     prepare()
-    print(json.dumps(find(sys.argv[1])))
+    print(json.dumps(find(name)))

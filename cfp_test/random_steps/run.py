@@ -95,6 +95,9 @@ def run(
         How many ways had each outcome.
     """
     started = time.monotonic()
+    known = read(file)[1].intersection(range(first, first + programs))
+    if known:
+        print(f"{len(known)} of {programs} programs are in {file} already", flush=True)
     while time.monotonic() - started < seconds:
         _, done = read(file)
         left = [s for s in range(first, first + programs) if s not in done][:SLICE]
@@ -157,4 +160,4 @@ def totals(rows: list[dict[str, Any]]) -> Counter[str]:
 def _told(file: Path) -> str:
     counts = totals(read(file)[0])
     parts = (f"{count} {name}" for name, count in counts.most_common())
-    return f"{time.strftime('%H:%M:%S')} {', '.join(parts)}"
+    return f"{time.strftime('%H:%M:%S')} in {file}: {', '.join(parts)}"

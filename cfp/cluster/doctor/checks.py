@@ -27,6 +27,12 @@ class Check:
     run: Callable[[Machine], Result]
     needs: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """The first line of the check's docstring."""
+        run = self.run.func if isinstance(self.run, partial) else self.run
+        return (run.__doc__ or "").splitlines()[0]
+
 
 CHECKS = (
     Check(name="python", run=install.python),

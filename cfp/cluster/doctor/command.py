@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     if options.list:
         for check in CHECKS:
-            print(f"{check.name:<16}{(check.run.__doc__ or '').splitlines()[0]}")
+            print(f"{check.name:<16}{check.summary}")
         return 0
     machine = Machine.here(cache=options.cache, timeout_s=options.timeout)
     checks = with_needs(options.only) if options.only else CHECKS

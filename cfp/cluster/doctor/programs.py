@@ -133,7 +133,7 @@ def _nccl_remedy(machine: Machine, answer: Answer) -> str:
 
 
 def shardy(machine: Machine) -> Result:
-    """jaxlib has Shardy's passes, and they write sharding rules."""
+    """jaxlib has Shardy's passes; faults of XLA that cfp works around are named."""
     answer = probe(machine, "shardy", variables={"JAX_PLATFORMS": "cpu"})
     versions = next((r.versions for r in requirements(machine) if r.name == "jax"), "")
     remedy = f"pip install 'jax{versions}' with its own jaxlib, or build that one"

@@ -21,7 +21,7 @@ def product(x, y):
 
 
 def test_plain_jax_sums_wrong_parts():
-    """Where this fails, jaxlib is mended, and the correction may go."""
+    """A failure means that jaxlib is mended, and the correction may go."""
     mesh = make_mesh(AXES)
 
     def place(value, *spec):
@@ -62,7 +62,7 @@ ROWS = (np.ones((2, 4), np.float32), np.array([1, 3, 0, 2]))
 
 
 def test_plain_jax_cuts_slices_that_are_too_large():
-    """Where this fails, jaxlib is mended, and the correction may go."""
+    """A failure means that jaxlib is mended, and the correction may go."""
     mesh = make_mesh(AXES)
     ins = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("z", "y"), ("y",))]
     out = NamedSharding(mesh, PartitionSpec("z", ("x", "y")))

@@ -35,12 +35,12 @@ Blocks = list[tuple[str, str, str]]
 
 
 def recorded_blocks(rows: Iterable[dict[str, Any]]) -> Blocks:
-    """How each block is sharded, and its parameters stored, by a recorded plan."""
+    """Shardings of each block, and the storage of its parameters, by a recorded plan."""
     return [(one["op"], one["sharded"], one["storage"]) for one in rows]
 
 
 def blocks_of(rows: Sequence[PlanRow], segments: Sequence[PlanSegment]) -> Blocks:
-    """How each block is sharded, and its parameters stored."""
+    """Shardings of each block, and the storage of its parameters."""
     return [
         (row.op, roles_text(row.strategy), storage_name(segments[row.segment]))
         for row in rows

@@ -1,4 +1,4 @@
-"""Whether what runs on the devices computes what one device computes."""
+"""Compares what runs on the devices with what one device computes."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ ON_CPUS = Sizes(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs.
+    """The devices and folder that a check runs with.
 
     Attributes:
         folder: for stores, plans and other files; all checks of a run share it.

@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is checked, and what checks it.
+    """A claim, and the function that checks it.
 
     Attributes:
         what: one sentence.

@@ -1,4 +1,4 @@
-"""What plans say of kernels."""
+"""Texts of plans about kernels."""
 
 import pytest
 

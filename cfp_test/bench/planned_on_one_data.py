@@ -35,7 +35,7 @@ Blocks = list[tuple[str, str, str]]
 
 
 def recorded_blocks(rows: Iterable[dict[str, Any]]) -> Blocks:
-    """Shardings of each block, and the storage of its parameters, by a recorded plan."""
+    """Shardings of blocks and storage of parameters in a recorded plan."""
     return [(one["op"], one["sharded"], one["storage"]) for one in rows]
 
 

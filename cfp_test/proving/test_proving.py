@@ -111,7 +111,7 @@ def test_a_factor_that_may_not_be_split_is_found(monkeypatch):
 
 @pytest.mark.parametrize("fault", corrections.FAULTS, ids=lambda fault: fault.name)
 def test_plain_jax_has_the_faults_of_the_table(fault):
-    """A failure means that the table has to say which releases of jaxlib have the fault."""
+    """A failure means that the table names the wrong releases of jaxlib."""
     known = fault in corrections.faults()
     assert outcome(fault) == (fault.shows if known else "right")
 

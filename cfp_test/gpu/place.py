@@ -163,7 +163,7 @@ class Place:
         """Runs a part in another process, whatever becomes of it."""
         return subprocess.run(
             self.command(part),
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            env={**child_environment(), **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -179,6 +179,12 @@ class Place:
         if done.returncode:
             said = tail(done.stdout + done.stderr)
             raise Failed(f"{part} ended with {done.returncode}: {said}")
+
+
+def child_environment() -> dict[str, str]:
+    """Returns this process's environment, with which another finds the same modules."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def tail(text: str, characters: int = 600) -> str:

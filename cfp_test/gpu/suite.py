@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cfp_test.gpu.place import ROOT, Place, tail
+from cfp_test.gpu.place import Place, child_environment, tail
 from cfp_test.gpu.planted import FAULTS
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
@@ -173,7 +173,7 @@ def _end_of(command: Sequence[str], seconds: float) -> tuple[int | None, str, st
     """Runs a command, with all that it starts; its code is None if it was ended."""
     process = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

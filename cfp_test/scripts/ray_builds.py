@@ -30,7 +30,7 @@ def noting(log: str) -> Any:
     """What a builder does; and what its process has used of processors by then."""
 
     def compile_noted(parcel: Any, options: Any) -> Any:
-        from cfp.cluster.ray.planning import compile_there
+        from cfp.cluster.ray.actors import compile_there
 
         made = compile_there(parcel, options)
         digest = hashlib.sha256(parcel.module).hexdigest()
@@ -88,21 +88,21 @@ def measured(workers: int, count: int, log: Path) -> dict[str, Any]:
     import ray
 
     jax.devices()
-    from cfp.cluster.ray import planning
-    from cfp.cluster.ray.planning import RayPlace
+    from cfp.cluster.ray import actors
+    from cfp.cluster.ray.actors import RayPlace
 
     ray.init(num_cpus=workers, include_dashboard=False, logging_level="warning")
     try:
         todo = parcels(count)
         place = RayPlace(keeper=None)
-        usual = planning.compile_there
-        planning.compile_there = noting(str(log))
+        usual = actors.compile_there
+        actors.compile_there = noting(str(log))
         started = time.monotonic()
         try:
             with ThreadPoolExecutor(place.at_once) as pool:
                 made = list(pool.map(lambda one: place.compile(one, {}), todo))
         finally:
-            planning.compile_there = usual
+            actors.compile_there = usual
         wall = time.monotonic() - started
     finally:
         ray.shutdown()

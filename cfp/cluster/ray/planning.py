@@ -1,242 +1,29 @@
-"""Planning on a Ray cluster: the driver's side, and the steps that it sends.
-
-A place to compile in, any CPU of a Ray cluster, and its actors.
-"""
+"""Planning on a Ray cluster: the driver's side, and the steps that it sends."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import hashlib
 import importlib.util
 import logging
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-import ray
 from jax.sharding import AbstractMesh, Mesh
-from ray.exceptions import RayError, WorkerCrashedError
 
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.marks_folder import MarksFolder
-from cfp.profiling.place import Executable, Place, RefusedElsewhere, compile_parcel
-from cfp.profiling.record import ProfileRecord, Status
-from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
-from cfp.program.parcel import Parcel, WrongPlace
+from cfp.profiling.place import Place
+from cfp.profiling.store import store_path
 
 if TYPE_CHECKING:
-    from cfp.cluster.ray.planning import RayPlace
-
-
-# A builder that dies may have been ended with its node. What ends four in a row does
-# so by itself. Guess.
-BUILD_RETRIES = 3
-# So that a node that joins has work at once.
-_WAITING_BESIDE_CPUS = 4
-_MOST_AT_ONCE = 256
-# Variables of these names decide what compilers make, and what programs cost.
-_FORWARDED = ("JAX_", "LIBTPU_", "NCCL_", "XLA_")
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The reason why a builder could not compile something; errors may not travel."""
-
-    kind: str
-    message: str
-    status: Status
-
-
-def compile_there(parcel: Parcel, options: Mapping[str, str]) -> Executable | Refusal:
-    """The task of a builder."""
-    try:
-        return compile_parcel(parcel, options)
-    except (AssertionError, WrongPlace):
-        raise  # Neither says anything about the program.
-    except Exception as error:  # The compiler's errors have no type in common.
-        status = "out_of_memory" if is_out_of_memory(error) else "compile_error"
-        return Refusal(type(error).__name__, str(error), status)
-
-
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that another process of this planning needs, too."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_FORWARDED)
-    }
-
-
-class RayPlace:
-    """Compiles in tasks of Ray, and hands records to the keeper.
-
-    To be made in a process that is connected to Ray, whose devices the programs are
-    for. A task whose worker or node is lost is started again by Ray, elsewhere.
-
-    Args:
-        keeper: the actor that keeps records; see `cfp.cluster.ray.planning.Keeper`.
-    """
-
-    def __init__(self, keeper: Any) -> None:
-        self._keeper = keeper
-
-    @property
-    def at_once(self) -> int:
-        """As many as there are CPUs just now, and a few more."""
-        cpus = int(ray.cluster_resources().get("CPU", 0))
-        return min(_MOST_AT_ONCE, cpus + _WAITING_BESIDE_CPUS)
-
-    def compiles_for(self, platform: str) -> bool:
-        """On CPUs alone: kernels for GPUs are chosen by timing them on one."""
-        return platform == "cpu"
-
-    def compile(self, parcel: Parcel, options: Mapping[str, str]) -> Executable:
-        """Compiles a program on some node of the cluster.
-
-        Raises:
-            RefusedElsewhere: it cannot be compiled, or ends builders.
-            WrongPlace: the cluster cannot do it.
-        """
-        try:
-            made: Any = ray.get(self._task.remote(parcel, dict(options)))
-        except WorkerCrashedError as error:
-            tries = BUILD_RETRIES + 1
-            reason = f"the process that compiled it died {tries} times"
-            raise RefusedElsewhere("WorkerCrashedError", reason, "crashed") from error
-        except RayError as error:
-            if isinstance(error, AssertionError):
-                raise
-            raise WrongPlace(str(error).strip().splitlines()[-1]) from error
-        if isinstance(made, Refusal):
-            raise RefusedElsewhere(made.kind, made.message, made.status)
-        return made
-
-    def keep(self, records: Sequence[ProfileRecord], replace: bool) -> None:
-        """Waits until the keeper has records, too."""
-        lines = [record.to_json() for record in records]
-        ray.get(self._keeper.put_all.remote(lines, replace))
-
-    @cached_property
-    def _task(self) -> Any:
-        # Workers with other variables are other processes: JAX reads them once.
-        flags = [
-            flag
-            for flag in os.environ.get("XLA_FLAGS", "").split()
-            if not flag.startswith(_COUNT_FLAG)
-        ]
-        count = f"{_COUNT_FLAG}={len(jax.devices())}"
-        variables = {
-            **forwarded(os.environ),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join([*flags, count]),
-        }
-        return ray.remote(compile_there).options(
-            num_cpus=1,
-            max_retries=BUILD_RETRIES,
-            runtime_env={"env_vars": variables},
-            name="cfp build",
-        )
-
-
-_LOOK_SECONDS = 1.0
-# What is overdue is noted by the marks' own thread first.
-_GRACE_SECONDS = 2.0
-
-Work = Callable[[RayPlace, Path], Any]
-
-
-class Keeper:
-    """Has the one store that all records of a planning go to.
-
-    Lives on the node of the driver, and is started again there if it dies.
-
-    Args:
-        path: the store's file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._store = ProfileStore(path)
-
-    def lines(self) -> list[str]:
-        """All records, as JSON."""
-        return [record.to_json() for record in self._store.records()]
-
-    def put_all(self, lines: Sequence[str], replace: bool) -> int:
-        """Keeps records, as a store does; to do it twice changes nothing."""
-        records = [ProfileRecord.from_json(line.encode()) for line in lines]
-        return self._store.put_all(records, replace=replace)
-
-
-class Runner:
-    """Has the devices of one mesh, and plans on them.
-
-    If it dies, Ray starts it again, and the planning with it, which finds what was
-    measured in the store.
-
-    Args:
-        planning: what is planned, in a word that no other planning has: the runner's
-            own store, on its host, is named by it.
-    """
-
-    def __init__(self, planning: str) -> None:
-        # Ray's has no file that a process that comes after this one could read.
-        faulthandler.disable()
-        digest = hashlib.sha256(planning.encode()).hexdigest()[:16]
-        self._folder = default_cache_dir() / "ray" / digest
-
-    def plan(self, keeper: Any, work: Work) -> tuple[Any, str | None]:
-        """Does the work.
-
-        Args:
-            keeper: the actor with the records.
-            work: the planning.
-
-        Returns:
-            What came of it, or what is wrong.
-        """
-        import ray
-
-        path = store_path(self._folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with ProfileStore(path) as store:
-            lines = ray.get(keeper.lines.remote())
-            store.put_all([ProfileRecord.from_json(line.encode()) for line in lines])
-        ends = threading.Event()
-        watch = threading.Thread(target=_end_if_late, args=(path, ends), daemon=True)
-        watch.start()
-        try:
-            return work(RayPlace(keeper), self._folder), None
-        except CfpError as error:
-            return None, str(error)
-        finally:
-            ends.set()
-
-
-def _end_if_late(path: Path, ends: threading.Event) -> None:
-    """Ends this process if something hangs: then it is known what, and what is next."""
-    folder = MarksFolder(path)
-    while not ends.wait(_LOOK_SECONDS):
-        now = time.monotonic()
-        for file in folder.path.glob(f"{os.getpid()}-*.alive"):
-            marks = folder.read(file.stem).marks
-            if any((mark.deadline or now) < now - _GRACE_SECONDS for mark in marks):
-                os.kill(os.getpid(), signal.SIGKILL)
-
+    from cfp.cluster.ray.actors import RayPlace
 
 LOCAL = "local"
 # How often a runner is started again. Each program that ends one is not run again, so
@@ -304,7 +91,7 @@ def plan_on_ray(
             "local", which starts one on this machine.
         store: the file where all records are kept.
         needs: what the runner's host must have.
-        planning: see :class:`cfp.cluster.ray.planning.Runner`; by default the store.
+        planning: see :class:`cfp.cluster.ray.actors.Runner`; by default the store.
 
     Raises:
         CfpError: what the planning says, or there is no Ray, no cluster, no such node.
@@ -315,7 +102,7 @@ def plan_on_ray(
             PlacementGroupSchedulingStrategy,
         )
 
-        from cfp.cluster.ray.planning import Keeper, Runner, forwarded
+        from cfp.cluster.ray.actors import Keeper, Runner, forwarded
 
         needs = (needs or RunnerNeeds()).within(ray.nodes())
         here = ray.get_runtime_context().get_node_id()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ def describe(place: Place) -> str:
         found["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv"
         )
-        found["links"] = _output("nvidia-smi", "topo", "-m")
+        links = _output("nvidia-smi", "topo", "-m").partition("\n\nLegend")[0]
+        found["links"] = re.sub(r"\x1b\[\d*m", "", links)
     return json.dumps(found)
 
 

@@ -183,9 +183,9 @@ class DetailedSettings(PlannerSettings):
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: number of best plans that race by each prediction (from segments with a
-            neighbour, and alone); by default 2, and 1 on virtual CPU devices. Where
-            memory decides, one of them is for programs that turn out smaller than
-            predicted.
+            neighbour, and alone); by default 1. Where memory decides, one more is for
+            programs that turn out smaller than predicted, or one of them if there are
+            several.
         constraint_levels: how much the compiler is constrained in presets; each level
             races. By default all, and one on virtual CPU devices, where a build takes
             longer than the difference is worth.

@@ -25,6 +25,9 @@ LEAST_ADDED_SHARE = 0.4
 # measured segments, and for estimates, which know less of what the compiler keeps.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
+# Segments that are estimated to take a smaller share of a step are measured alone only:
+# times of pairs vary by about 1 %, and a pair takes two layers' share. Guess.
+SMALL_SHARE = 0.03
 # Rematerialization takes so many times as long as without it, where nothing
 # of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
 # took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
@@ -61,22 +64,19 @@ LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until no others are, but for those known
 # to fit; then as many smaller ones at most, or none where time is over. Guess.
 MOST_REFUSED = 8
-# The leaders of a race, that are raced with other compiler options too. Two:
-# decisions.md, "A race is for what may win it".
-LEADERS = 2
+# The leaders of a race, that are raced with other compiler options too. decisions.md,
+# "Planning in half the time".
+LEADERS = 1
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
 # estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
 # What is slower than this many times the fastest of a turn is left out: after the first
-# turn, and after every other, and in a race with other options, too. decisions.md, "A
-# race is for what may win it".
-STAY_AFTER_LOOK = 1.08
-STAY_AFTER_TURN = 1.04
-# And what is slower than this many times the fastest after three turns or more: by then
-# samples agree to about 1 % (decisions.md, "On GPUs every program in a race").
-STAY_LATER = 1.02
+# turn, which is a look, and between two races; and after each later one. decisions.md,
+# "Planning in half the time".
+STAY_AFTER_LOOK = 1.04
+STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
 ALIKE = 0.01
@@ -179,7 +179,7 @@ class PlatformDefaults:
     """
 
     estimates: bool = False
-    plans: int = 2
+    plans: int = 1
     estimate_reach: float = 1.6
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
@@ -236,7 +236,6 @@ _GPU = PlatformDefaults(
 # and are estimated worse; and building is what takes the time. Guesses.
 _CPU = PlatformDefaults(
     estimates=True,
-    plans=1,
     estimate_reach=inf,
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),

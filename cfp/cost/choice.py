@@ -33,6 +33,11 @@ class SegmentChoice:
         """The same with nothing rematerialized; both are laid out alike."""
         return replace(self, remat=False) if self.remat else self
 
+    @property
+    def as_written(self) -> SegmentChoice:
+        """The same without kernels."""
+        return replace(self, kernels=AS_WRITTEN) if self.kernels else self
+
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
     """The part of a whole program's choice that concerns one segment."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import PlanContext
-from cfp.cost.choice import segment_candidate
+from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.devices.described import DescribedMesh
@@ -27,6 +27,8 @@ from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Explored, WantedMaker
 from cfp.settings import Dimension
 from cfp.solution import Estimate, Profiles
+
+_AS_WRITTEN = Kernels()
 
 
 def profile(context: PlanContext, analysis: Analysis) -> Profiles:
@@ -86,7 +88,7 @@ def look_up(
         analysis.frame.program,
         context.devices,
         context.store,
-        lambda: tuning_jobs(analysis, first, context.environment),
+        lambda: tuning_jobs(analysis, first, context.environment, kernels),
         measure,
         context.measure,
         context.end,
@@ -125,20 +127,29 @@ def look_up(
 
 
 def tuning_jobs(
-    analysis: Analysis, presets: Mapping[str, Choice], environment: Parts
+    analysis: Analysis,
+    presets: Mapping[str, Choice],
+    environment: Parts,
+    kernels: Kernels = _AS_WRITTEN,
 ) -> list[Job]:
     """Returns jobs with nearly every kernel of a program: one per kind of segment.
 
-    In each way in which the presets shard the blocks. The largest come first, so that
-    those that tune several at once end together.
+    In each way in which the presets shard the blocks, with what replaces a part, as
+    they are measured. The largest come first, so that those that tune several at once
+    end together.
     """
+
+    def measured(index: int, choice: Choice) -> SegmentChoice:
+        written = segment_candidate(analysis, index, choice)
+        return kernels.preferred(analysis, segments[index].kind, written)
+
     ways = {choice.blocks: (name, choice) for name, choice in presets.items()}
     segments = analysis.segments
     largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
     return [
         part_job(
             analysis,
-            {index: segment_candidate(analysis, index, choice)},
+            {index: measured(index, choice)},
             environment,
             f"{name}, segment {segments[index].kind}",
         )

@@ -69,8 +69,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     hoped = scale_memory(problem, context.least_memory_share(profiles.interrupted))
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
-    if tight and plans > 1:
-        ways = [(1.0, plans - 1)]
+    if tight and not (explored.estimated and plans == 1):
+        ways = [(1.0, max(1, plans - 1))]
         if compiled:
             # Programs that rematerialize may turn out smaller than predicted.
             ways.append((COMPILED_TO_PREDICTED, 1))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import AS_WRITTEN, Choice
+from cfp.analysis.layout import Choice
+from cfp.cost.choice import segment_candidate
 from cfp.presets.propagated import BY_HAND, FROM_ARGUMENTS
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
@@ -157,12 +158,20 @@ def with_kernels(
     every = (option for options in problem.options for option in options)
     if not any(option.candidate.kernels for option in every):
         return dict(named)
-
-    def alike(_: int, option: Option, own: Option) -> bool:
-        return replace(option.candidate, kernels=AS_WRITTEN) == own.candidate
-
-    free = replace(problem, budget_bytes=None)
-    return {**named, **dict(_best_around(analysis, [free], named, alike))}
+    free, found = replace(problem, budget_bytes=None), dict(named)
+    for name, choice in named.items():
+        # Of several for segments of one kind, the last one's.
+        own = {
+            segment.kind: segment_candidate(analysis, segment.index, choice)
+            for segment in analysis.segments
+        }
+        kept = [
+            [i for i, o in enumerate(options) if o.candidate.as_written == own[kind]]
+            for kind, options in enumerate(problem.options)
+        ]
+        if all(kept) and (best := solve(free.among(kept))) is not None:
+            found[name] = whole_choice(analysis, problem, best)
+    return found
 
 
 def planned_around(

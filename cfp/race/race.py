@@ -68,7 +68,6 @@ from cfp.settings import (
     LEADERS,
     MOST_REFUSED,
     STAY_AFTER_LOOK,
-    STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
     WHOLE_TRIES,
     ConstraintLevel,
@@ -119,8 +118,7 @@ def second_race(
     }
     if not new:
         return [], []
-    limit_ms = STAY_AFTER_TURN * min(map(time_ms, able), default=0.0)
-    close = [one for one in ran if one.time_ms <= limit_ms]
+    close = [one for one in ran if one.time_ms <= near_ms]
     first = {one.name: one.candidate for one in (*able, *close, *known) if one.ran}
     return [*first.values()], [*{one.name: one for one in new.values()}.values()]
 

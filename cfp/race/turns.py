@@ -30,7 +30,6 @@ from cfp.settings import (
     ENOUGH_SAMPLES,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
-    STAY_LATER,
     SURE_STANDARD_ERRORS,
     ConstraintLevel,
     defaults_of,
@@ -55,6 +54,9 @@ _LOOK_ELSEWHERE = TimingOptions(
     min_repeat=3,
 )
 _TURN_MS_ELSEWHERE = 500.0
+# Devices that rested while programs were compiled are fast at first, then slow for half
+# a second: of the first three of a turn, two were 3 to 5 % off.
+_WARM_UP_ELSEWHERE = replace(_LOOK_ELSEWHERE, min_sample_ms=400.0)
 
 
 def race_programs(
@@ -63,8 +65,9 @@ def race_programs(
     """Compiles programs whole and times them in turn, A B C A B C.
 
     What is far behind after a turn is left out of the next, so that turns go to those
-    between which it is close. Where all others become slower meanwhile, because the
-    devices did, what was left out is timed again: nothing wins by having been left out.
+    between which it is close. Devices whose times decide are warm before the first.
+    Where all others become slower meanwhile, because the devices did, what was left out
+    is timed again: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
     A race that was run before with as many turns and the same budget is not run again,
@@ -143,6 +146,12 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
+    if order and not defaults.estimates:
+        builder.options.tell("warming up the devices")
+        warm = timed(order[0], _WARM_UP_ELSEWHERE)
+        if not warm.ok:
+            records[order[0]] = warm
+            order = before = order[1:]
     most, started, over = 2 * rounds, time.monotonic(), 0
     for turn in range(most):
         known = [records[d].time_ms for d in order if turn]
@@ -163,17 +172,18 @@ def _run_in_turn(
             break
         settled = steady == min(times.values(), default=0.0)
         able = sorted((d for d in order if records[d].ok), key=time_of)
-        may_tie = not defaults.estimates and len(able) > 1
-        if turn and may_tie and settled and _is_told([*map(samples_of, able)]):
+        samples = [*map(samples_of, able)]
+        if turn and not defaults.estimates and settled and _is_told(samples):
             break  # What is alike is a tie, and the simplest of it wins.
         close = (
-            may_tie
-            and is_tie(*map(samples_of, able[:2]))
+            not defaults.estimates
+            and len(able) > 1
+            and is_tie(*samples[:2])
             and not _are_alike([*map(time_of, able[:2])])
         )
         if turn + 1 >= rounds and settled and not close:
             break
-        stay = (STAY_AFTER_LOOK, STAY_AFTER_TURN, STAY_LATER)[min(turn, 2)]
+        stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
         before = order
         order = [d for d in ready if records[d].ok and times[d] <= stay * best]
         if not order:
@@ -238,23 +248,22 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.
 
-    That is after two where all are alike, and after three where every other program
-    took about as many times as long as the fastest in each of them.
+    That is after two, if every other program is as fast as the fastest, within 1 %, or
+    was slower in each of them.
 
     Args:
         samples: of each program, one of each turn.
     """
-    times_ms = [median(one) for one in samples]
-    turns = min(map(len, samples), default=0)
-    if len(samples) < 2 or turns < 2:
+    if min(map(len, samples), default=0) < 2:
         return False
-    fastest = samples[times_ms.index(min(times_ms))]
-    ratios = [
-        [other / best for other, best in zip(one, fastest, strict=False)]
-        for one in samples
-    ]
-    steady = all(max(some) - min(some) <= 2.0 * ALIKE for some in ratios)
-    return _are_alike(times_ms) or (turns > 2 and steady)
+    times_ms = [median(one) for one in samples]
+    best_ms = min(times_ms)
+    fastest = samples[times_ms.index(best_ms)]
+    return all(
+        time_ms <= (1.0 + ALIKE) * best_ms
+        or all(other > best for other, best in zip(one, fastest, strict=False))
+        for one, time_ms in zip(samples, times_ms, strict=True)
+    )
 
 
 def _are_alike(times_ms: Sequence[float]) -> bool:

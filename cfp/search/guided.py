@@ -1,7 +1,9 @@
 """Search-guided profiling: only what may be part of the fastest plan is measured.
 
-The presets' parts come first, and the best by estimate. If the fastest choice of these
-fits in memory, that is all: more rounds made no plan faster (docs/decisions.md, "A
+The presets' parts come first, and the best by estimate: with kernels, where they can
+compute a part of it. As it is written only one strategy of each kind is measured, if
+its kernel is the faster way (docs/decisions.md, "Planning in half the time"). If the
+fastest choice of these fits in memory, that is all: more rounds made no plan faster ("A
 round that made no plan faster is the last"). Where memory keeps it out, rounds follow:
 what is not measured enters the search with what it will probably cost
 (:mod:`cfp.search.expected`), and what the search picks of it is measured. That ends
@@ -11,8 +13,9 @@ when enough was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
@@ -62,10 +65,18 @@ def explore(
     Raises:
         DeviceError: no candidate of some segment could be measured.
     """
-    asked = maker.first(per_kind, others)
-    rounds, tight, before = [asked], False, None
+    first = maker.first(per_kind, others)
+    # Several processes measure all at once: what is needed depends on times.
+    pairs = _written_twice(maker, first) if look.alone else []
+    waiting = {id(one.written) for one in pairs if not one.is_reference}
+    asked = [item for item in first if id(item) not in waiting]
     records = _least(asked, look) if look.has_end else {}
     records.update(look(_jobs(asked)))
+    if all(item.measured(records) for item in asked):
+        more = _needed_as_written(pairs, records)
+        asked += more
+        records.update(look(_jobs(more)) if more else {})
+    rounds, tight, before = [asked], False, None
     # What would be asked for next depends on what all of it takes.
     while all(item.measured(records) for item in asked):
         wanted = [item for items in rounds for item in items]
@@ -91,6 +102,77 @@ def explore(
         rounds.append(asked)
         records.update(look(_jobs(asked)))
     return Explored(rounds=rounds, records=records, tight=tight, kernels=maker.kernels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A candidate as it is written, and the same with kernels.
+
+    Attributes:
+        written: the one.
+        replaced: the others.
+        is_reference: whether it is the one of its kind that is measured both ways.
+    """
+
+    written: Wanted
+    replaced: Sequence[Wanted]
+    is_reference: bool
+
+
+def _written_twice(maker: WantedMaker, first: Sequence[Wanted]) -> list[_Written]:
+    """Candidates with kernels and without; the best by estimate is the reference.
+
+    None where cross-entropies may be computed in parts, too: there memory decides.
+    """
+    if maker.kernels.parts:
+        return []
+    found = []
+    for kind, estimate in enumerate(maker.estimates):
+        mine = [item for item in first if item.kind == kind]
+        pairs = [
+            (item, [one for one in mine if one.candidate.as_written == item.candidate])
+            for item in mine
+            if not item.candidate.kernels
+        ]
+        both = [
+            (item, [one for one in ways if one is not item])
+            for item, ways in pairs
+            if len(ways) > 1
+        ]
+        best_ms = [estimate.total_ms(item.candidate) for item, _ in both]
+        reference = best_ms.index(min(best_ms)) if both else 0
+        found += [
+            _Written(written=item, replaced=ways, is_reference=place == reference)
+            for place, (item, ways) in enumerate(both)
+        ]
+    return found
+
+
+def _needed_as_written(
+    pairs: Sequence[_Written], records: Mapping[str, ProfileRecord]
+) -> list[Wanted]:
+    """Candidates to measure as they are written: a kernel of theirs may be slower.
+
+    That is if the reference of their kind shows it, or if none of theirs has run.
+    """
+
+    def fastest_ms(ways: Iterable[Wanted]) -> float:
+        """The fastest alone, which varies less than the difference of two."""
+        known = (way.measured(records) for way in ways)
+        times_ms = (one.alone_ms for one in known if isinstance(one, Measured))
+        return min(times_ms, default=math.inf)
+
+    gains = {
+        one.written.kind: fastest_ms(one.replaced) < fastest_ms([one.written])
+        for one in pairs
+        if one.is_reference
+    }
+    return [
+        one.written
+        for one in pairs
+        if not one.is_reference
+        and not (gains[one.written.kind] and fastest_ms(one.replaced) < math.inf)
+    ]
 
 
 def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:
@@ -233,9 +315,10 @@ class _Round:
             estimate_ms = maker.estimates[kind].total_ms(plain)
             variants = maker.kernels.variants(analysis, kind, plain)
             for one in (replace(plain, estimate_ms=estimate_ms), *variants):
-                asked[one] = maker.make(kind, one, number)
-                self._found.append(asked[one])
-                number += 1
+                if one not in asked:
+                    asked[one] = maker.make(kind, one, number)
+                    self._found.append(asked[one])
+                    number += 1
         if candidate.remat:
             label = f"segment {kind}: {number}, rematerialized"
             asked[candidate] = rematerialize(

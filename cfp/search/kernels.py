@@ -72,3 +72,14 @@ class Kernels:
             )
             kernels = [alone, *kernels, *both]
         return [replace(candidate, kernels=one) for one in kernels]
+
+    def preferred(
+        self, analysis: Analysis, kind: int, candidate: SegmentChoice
+    ) -> SegmentChoice:
+        """A candidate with the kernels that it most likely has in a plan, if any.
+
+        Where cross-entropies may be computed in parts it is as written: there memory
+        decides.
+        """
+        variants = [] if self.parts else self.variants(analysis, kind, candidate)
+        return [*variants, candidate][0]

@@ -1,7 +1,8 @@
 """Requests to measure a segment, and its cost from their records.
 
-A segment is measured alone, and together with a neighbour (:class:`Context`). Its cost
-in a step (:meth:`Wanted.measured`) is
+A segment is measured alone, and together with a neighbour (:class:`Context`), unless it
+takes so little of a step that the noise of the two would be as large. Its cost in a
+step (:meth:`Wanted.measured`) is
 
     pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
 
@@ -11,9 +12,12 @@ is positive.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from statistics import median
+from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, SegmentKernels
@@ -24,11 +28,11 @@ from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import first_candidates, preset_parts
+from cfp.search.choices import first_candidates, preset_parts, ranked_candidates
 from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
-from cfp.settings import LEAST_ADDED_SHARE
+from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,7 @@ class WantedMaker:
         job = replace(self._alone(index, candidate), label=label)
         segments = analysis.segments
         beside = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
-        if not beside or not self.in_context:
+        if not beside or not self.in_context or self._shares[kind] < SMALL_SHARE:
             return Wanted(kind, candidate, job)
         near = min(beside, key=lambda i: segments[i].kind != kind)
         other = segments[near].kind
@@ -264,6 +268,7 @@ class WantedMaker:
             options = [candidate]
         elif preset is not None:
             options = [segment_candidate(analysis, near, preset)]
+        options = [self.kernels.preferred(analysis, other, one) for one in options]
         ways = [
             (self.costs.reshard_ms(index, near, candidate, option), option)
             for option in options
@@ -281,6 +286,17 @@ class WantedMaker:
     @cached_property
     def _parts(self) -> list[dict[SegmentChoice, Choice]]:
         return preset_parts(self.costs.analysis, self.presets.values())
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """Shares of a step that kinds of segments are estimated to take."""
+        counts = Counter(segment.kind for segment in self.costs.analysis.segments)
+        times_ms = [
+            counts[kind] * min(c.estimate_ms for c in ranked_candidates(estimate, 1))
+            for kind, estimate in enumerate(self.estimates)
+        ]
+        total_ms = sum(times_ms)
+        return [time_ms / total_ms if total_ms else 1.0 for time_ms in times_ms]
 
     @cached_property
     def _alone(self) -> Callable[[int, SegmentChoice], Job]:
@@ -325,6 +341,9 @@ def measured_options(
 ) -> list[list[Option]]:
     """For each kind of segment the candidates that were measured.
 
+    And candidates as they are written that were measured only with kernels, with what
+    kernels gained for others of the kind.
+
     Args:
         costs: of the program's segments.
         wanted: what was to be measured.
@@ -356,6 +375,7 @@ def measured_options(
                 )
             )
     for kind, found in enumerate(options):
+        found += _as_written(costs, kind, found)
         if not found:
             raise DeviceError(
                 f"No strategy of segment kind {kind} could be measured "
@@ -363,3 +383,45 @@ def measured_options(
                 "use more devices, or a smaller batch."
             )
     return options
+
+
+def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
+    """Options as they are written, derived from the same with kernels.
+
+    Args:
+        costs: of the program's segments.
+        kind: of segment.
+        known: its measured options.
+    """
+    there = {one.candidate: one for one in known if not one.candidate.remat}
+    with_kernels = [one for one in there.values() if one.candidate.kernels]
+    pairs = [
+        (there[one.candidate.as_written], one)
+        for one in with_kernels
+        if one.candidate.as_written in there
+    ]
+    derived: dict[SegmentChoice, Option] = {}
+    for one in with_kernels:
+        candidate = one.candidate.as_written
+        gains = [
+            (written, other)
+            for written, other in pairs
+            if other.candidate.kernels == one.candidate.kernels
+        ]
+        if candidate in there or candidate in derived or not gains:
+            continue
+
+        def more(size: Callable[[Option], float], gains: Any = gains) -> float:
+            return median(size(written) - size(other) for written, other in gains)
+
+        least = costs.least_bytes(kind, candidate)
+        temp_bytes = one.temp_bytes + more(lambda option: option.temp_bytes)
+        residual_bytes = one.residual_bytes + more(lambda o: o.residual_bytes)
+        derived[candidate] = Option(
+            candidate=candidate,
+            time_ms=max(0.0, one.time_ms + more(lambda option: option.time_ms)),
+            state_bytes=least.state_bytes,
+            residual_bytes=max(least.residual_bytes, round(residual_bytes)),
+            temp_bytes=max(0, round(temp_bytes)),
+        )
+    return [*derived.values()]

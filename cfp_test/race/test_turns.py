@@ -473,12 +473,17 @@ def test_lost_devices_end_a_race(case, store, monkeypatch):
 @pytest.mark.parametrize(
     ("times", "turns"),
     [
-        # All alike: two turns, however many more there could be.
-        ({"a": [10.0], "b": [10.05], "c": [10.09]}, "abcabc"),
-        # As far apart in every turn: three, and what is 2 % behind is out after that.
-        ({"a": [10.0], "b": [10.15], "c": [10.3]}, "abcabcabc"),
+        # Warm first. All alike: two turns, however many more there could be.
+        ({"a": [10.0], "b": [10.05], "c": [10.09]}, "a" + "abcabc"),
+        # The others are slower in each turn: two, too.
+        ({"a": [10.0], "b": [10.15], "c": [10.3]}, "a" + "abcabc"),
         # One is slower in one turn and faster in the next: it goes on.
-        ({"a": [10.0], "b": [10.15, 10.4, 9.95, 10.15], "c": [12.0]}, "abcababab"),
+        ({"a": [10.0], "b": [10.3, 9.97, 10.3, 10.3], "c": [12.0]}, "a" + "abcababa"),
+        # What a look finds 4 % behind is left out, and later what is 2 % behind.
+        ({"a": [10.0], "b": [10.5], "c": [10.3]}, "a" + "abcac"),
+        ({"a": [10.0], "b": [10.5], "c": [10.6]}, "a" + "abca"),
+        # It is the fastest, and wins, whichever was warm.
+        ({"a": [10.5], "b": [10.0], "c": [10.6]}, "a" + "abcb"),
     ],
 )
 def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, turns):

@@ -435,3 +435,89 @@ def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(m
         assert not _Round(maker, count, rest, records, problem)._may_add(
             item.kind, again
         )
+
+
+class WithKernels(Devices):
+    """Attention in chunks takes so much less, or more, than as it is written."""
+
+    def __init__(self, analysis, estimates, gain_ms, **options):
+        super().__init__(analysis, estimates, **options)
+        self.maker = replace(self.maker, kernels=Kernels(names=("chunked",)))
+        self.gain_ms = gain_ms
+
+    def time_ms(self, kind, candidate):
+        gain_ms = self.gain_ms if candidate.kernels else 0.0
+        return super().time_ms(kind, candidate) + self.gain_ms - gain_ms
+
+    def asked(self, found):
+        """Candidates that kernels could change, as written and with kernels."""
+        mine = [(w.kind, w.candidate) for w in found.wanted]
+        replaced = {(kind, c.as_written) for kind, c in mine if c.kernels}
+        return replaced, {one for one in mine if one in replaced}
+
+    def options(self, found):
+        return measured_options(self.costs, found.wanted, found.records)
+
+
+def test_where_kernels_are_faster_one_strategy_is_measured_as_it_is_written(model):
+    """The others cost as much more: plans and gains are as with all measured."""
+    devices = WithKernels(*model, 0.1)
+    found = devices.explore(others=3)
+    replaced, written = devices.asked(found)
+    assert len(replaced) > 3 and len(written) == 1
+    every = WithKernels(*model, 0.1)
+    every.alone = False  # Several processes measure all at once.
+    both = every.explore(others=3)
+    assert every.asked(both)[1] == replaced
+    assert devices.runs == every.runs - len(replaced) + 1
+    times = [
+        [{o.candidate: o.time_ms for o in options} for options in made]
+        for made in (devices.options(found), every.options(both))
+    ]
+    for mine, theirs in zip(*times, strict=True):
+        assert mine == {one: pytest.approx(ms) for one, ms in theirs.items()}
+    assert devices.best(found).cost_ms == pytest.approx(every.best(both).cost_ms)
+
+
+@pytest.mark.parametrize("gain_ms", [-0.1, 0.0])
+def test_where_kernels_are_no_faster_all_is_measured_as_it_is_written(model, gain_ms):
+    devices = WithKernels(*model, gain_ms)
+    found = devices.explore(others=3)
+    replaced, written = devices.asked(found)
+    assert written == replaced and len(found.rounds) == 1
+
+
+def test_what_runs_with_no_kernel_is_measured_as_it_is_written(model):
+    def is_broken(candidate):
+        return bool(candidate.kernels) and candidate.storage is Storage.SHARDED
+
+    devices = WithKernels(*model, 0.1, broken=is_broken)
+    found = devices.explore(others=3)
+    replaced, written = devices.asked(found)
+    sharded = {one for one in replaced if one[1].storage is Storage.SHARDED}
+    assert sharded and written >= sharded and written < replaced
+    # Nothing is taken for measured of which nothing is known.
+    known = [{o.candidate for o in options} for options in devices.options(found)]
+    assert all(candidate in known[kind] for kind, candidate in replaced)
+
+
+def test_what_takes_little_of_a_step_is_measured_alone(model, monkeypatch):
+    analysis, estimates = model
+    maker = Devices(analysis, estimates).maker
+    maker = replace(maker, in_context=True)
+    counts = [
+        sum(segment.kind == kind for segment in analysis.segments)
+        for kind in range(len(estimates))
+    ]
+    best_ms = [ranked_candidates(e, 1) for e in estimates]
+    total_ms = [
+        count * min(c.estimate_ms for c in ranked)
+        for count, ranked in zip(counts, best_ms, strict=True)
+    ]
+    for most in (0.0, min(total_ms) / sum(total_ms) * 1.01, 1.0):
+        monkeypatch.setattr("cfp.search.wanted.SMALL_SHARE", most)
+        first = replace(maker).first(100, 1)
+        small = {w.kind for w in first if w.context is None}
+        expected = {k for k, ms in enumerate(total_ms) if ms < most * sum(total_ms)}
+        assert small == expected
+        assert {w.kind for w in first} == {*range(len(estimates))}

@@ -5,6 +5,7 @@ modules too, so that a rule that finds nothing is known to look.
 """
 
 import ast
+import functools
 import importlib
 import io
 import pkgutil
@@ -100,12 +101,26 @@ MODEL_WORDS = ("gpt", "moe", "llama", "bert", "flax")
 MAY_NAME_MODELS = ("models/", "demo.py", "cli/", "operators/")
 
 
+@functools.cache
 def sources() -> dict[str, str]:
     """The package's modules: path from the package's folder -> text."""
     return {
         path.relative_to(PACKAGE).as_posix(): path.read_text()
         for path in sorted(PACKAGE.rglob("*.py"))
     }
+
+
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's tree."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_after():
+    """Trees of the whole package are not kept for the tests of other files."""
+    yield
+    nodes.cache_clear()
 
 
 # ------------------------------------------------------------------- reading imports
@@ -125,7 +140,7 @@ def imported(file: str, text: str) -> Iterator[tuple[int, str]]:
     package = module_name(file).split(".")
     if not file.endswith("__init__.py"):
         package = package[:-1]
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -239,7 +254,7 @@ def test_absent_names_are_found():
 
 def attributes(text: str) -> Iterator[tuple[int, str]]:
     """Yields (line, name) of each attribute reached, also by name with getattr."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif (
@@ -277,7 +292,7 @@ def is_private(name: str) -> bool:
 def own_private_names(text: str) -> set[str]:
     """The private names that a module defines: its own affair, in that module."""
     names = {"_replace", "_asdict", "_fields", "_make"}  # Public, on a NamedTuple.
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names.add(node.name)
@@ -454,7 +469,7 @@ def opening_breaches(files: dict[str, str]) -> list[str]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     breaches = []
     for file, text in files.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             words = (ast.get_docstring(node) if isinstance(node, kinds) else "") or ""
             first = re.match(r"\w*", words)
             if first is not None and first[0] in QUESTION_WORDS:

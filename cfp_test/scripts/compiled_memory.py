@@ -43,16 +43,16 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 
+H200 = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
 # Tuning kernels takes a device.
-_UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
     parser.add_argument("--mesh", required=True)
-    described = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
-    parser.add_argument("--device", type=Path, default=described)
+    parser.add_argument("--device", type=Path, default=H200)
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--option", action="append", default=[])
     parser.add_argument("--json", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(analysis, choice, (), name, options=_UNTUNED | given)
+            job = whole_job(analysis, choice, (), name, options=UNTUNED | given)
             found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):
@@ -87,7 +87,7 @@ def main() -> None:
                 "argument_bytes": built.argument_bytes,
                 "temp_bytes": built.temp_bytes,
                 "peak_bytes": built.peak_bytes,
-                "options": _UNTUNED | given,
+                "options": UNTUNED | given,
                 "overwritten": found[0],
             }
             print(

@@ -72,6 +72,9 @@ NON_PUBLIC: set[tuple[str, str]] = {
         "program/trace.py",
         "jax._src.config.jax_ragged_dot_use_ragged_dot_instruction",
     ),
+    # What JAX's call of cuDNN's attention asks of the machine while it is traced.
+    ("program/cudnn.py", "jax._src.cudnn.fused_attention_stablehlo"),
+    ("program/cudnn.py", "jax._src.lib.cuda_versions"),
     # The client of jax.distributed, which carries what processes say to each other.
     ("program/channel.py", "jax._src.distributed"),
     # custom_partitioning ops: the op and the rule that comes with it, as JAX lowers

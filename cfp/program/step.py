@@ -31,6 +31,7 @@ from cfp.program.calling import (
     parameter_names,
     sequence,
 )
+from cfp.program.cudnn import cudnn_expected
 from cfp.program.fixed import fixed, released
 from cfp.program.given import may_be_given
 from cfp.program.meaning import check_settings
@@ -287,7 +288,8 @@ class FlatStep:
         check_settings()
         around = in_place.Surroundings(self.fn)
         try:
-            traced = self._trace()
+            with cudnn_expected():
+                traced = self._trace()
         except Exception as error:
             # Whatever the user's code raises while it is traced is the user's to mend.
             raise StepNotTraceable(

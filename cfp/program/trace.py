@@ -65,6 +65,11 @@ _ORDERED = (
     "Leave out ordered=True (of jax.debug.print, jax.debug.callback, io_callback): cfp "
     "shards only what may happen in any order."
 )
+_NO_SUCH_OP = "not found for platform cpu"
+_FOR_GPUS = (
+    "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
+    'cfp.described("4xh100"), or --for 4xh100.'
+)
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,11 @@ def lower_step(
             )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
-        advice = (
-            _ORDERED if "ordered" in str(error) else "Plain jax.jit does not, either."
-        )
+        advice = "Plain jax.jit does not, either."
+        if "ordered" in str(error):
+            advice = _ORDERED
+        elif _NO_SUCH_OP in str(error):
+            advice = f"{advice} {_FOR_GPUS}"
         raise StepNotTraceable(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"

@@ -391,6 +391,22 @@ def attention_step(q, k, v, *bias):
     return jax.grad(loss, tuple(range(3 + len(bias))))(q, k, v, *bias)
 
 
+@pytest.mark.explained("MLIR translation rule ... not found for platform cpu")
+def test_cudnn_attention_is_traced_without_cudnn_for_gpus_that_are_not_here():
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+    from jax._src.lib import cuda_versions
+
+    assert cuda_versions is None, "tests run without CUDA"
+    args = [jax.ShapeDtypeStruct((8, 128, 4, 256), jnp.bfloat16)] * 3
+    step = flatten_step(attention_step, args)
+    program, _ = trace(step, AbstractMesh((4,), ("x",)))
+    assert [op.name for op in program.ops].count("stablehlo.custom_call") == 2
+    with pytest.raises(RuntimeError, match="not detected"):
+        fused.check_cudnn_version()
+    with pytest.raises(StepNotTraceable, match=r"platform cpu(.|\n)*--for"):
+        trace(step, make_mesh((("x", 4),)))
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["heads", "grouped"])
 @pytest.mark.parametrize("bias", [None, 1, 8], ids=["no_bias", "bias", "biases"])
 def test_rules_of_cudnn_attention(cudnn, heads, bias):

@@ -74,7 +74,6 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ),
     # What JAX's call of cuDNN's attention asks of the machine while it is traced.
     ("program/cudnn.py", "jax._src.cudnn.fused_attention_stablehlo"),
-    ("program/cudnn.py", "jax._src.lib.cuda_versions"),
     # The client of jax.distributed, which carries what processes say to each other.
     ("program/channel.py", "jax._src.distributed"),
     # custom_partitioning ops: the op and the rule that comes with it, as JAX lowers

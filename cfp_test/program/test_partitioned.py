@@ -394,9 +394,7 @@ def attention_step(q, k, v, *bias):
 @pytest.mark.explained("MLIR translation rule ... not found for platform cpu")
 def test_cudnn_attention_is_traced_without_cudnn_for_gpus_that_are_not_here():
     from jax._src.cudnn import fused_attention_stablehlo as fused
-    from jax._src.lib import cuda_versions
 
-    assert cuda_versions is None, "tests run without CUDA"
     args = [jax.ShapeDtypeStruct((8, 128, 4, 256), jnp.bfloat16)] * 3
     step = flatten_step(attention_step, args)
     program, _ = trace(step, AbstractMesh((4,), ("x",)))

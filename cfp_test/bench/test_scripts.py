@@ -49,6 +49,7 @@ def test_performance_script_prints_what_the_artifact_does(tmp_path):
     assert float(flop.removeprefix("FLOP_COUNT: ")) > 0
     assert profiling == "***********Profiling Pass****************"
     assert "Profiling..." in rest
+    assert "SegmentIdx" not in text  # Single profiles were not asked for.
     place = rest.index("***********Search Pass****************")
     assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", rest[place - 1])
     solution, cost, count, rates, end = rest[place + 1 :]

@@ -51,13 +51,11 @@ def planned(case, kernel):
 @pytest.mark.parametrize(
     ("name", "options", "kernel", "attentions"),
     [
-        ("gpt", {}, "vocabulary/4", 0),
         ("gpt", {"microbatches": 2}, "vocabulary/4", 0),
         ("llama", {"scan": True}, "vocabulary/4", 0),
         ("moe", {}, "vocabulary/4", 0),
         ("bert", {"remat": True}, "vocabulary/4", 0),
         ("gpt", {}, "chunked+vocabulary/4", 2),
-        ("gpt", {"layers": 1}, "chunked+vocabulary/4", 1),
     ],
 )
 def test_loss_and_state_are_the_untouched_steps(name, options, kernel, attentions):

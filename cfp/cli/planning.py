@@ -1,32 +1,46 @@
-"""The commands of single passes: analyze, profile, search."""
+"""The commands of single passes: analyze, profile, search.
+
+``cfp profile`` has modes without a step, too: export, import and curves of links.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 
+from cfp import platform as platforms
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
-from cfp.cli import records, values
+from cfp.cli import values
 from cfp.cli.commands import is_given, refuse_others
 from cfp.cli.finding import Output
 from cfp.cli.output import only_json, plan_json, save, show, suggest
 from cfp.cli.session import Session, analyse, dump_session, target_of
 from cfp.context import PlanContext, open_context
+from cfp.devices.schema import description_of
 from cfp.errors import CfpError
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
+from cfp.printable import columns
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.exported import read_export
+from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.marks import Limits
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore, store_path
 from cfp.report import passes
-from cfp.report.console import literal_console
+from cfp.report.console import Fitted, literal_console
+from cfp.report.curves import curves_data, curves_table, plot_curves
 from cfp.report.explain_plan import wrapped
 from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.figures import with_figures
@@ -38,6 +52,138 @@ from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem
 from cfp.solution import Profiles
 from cfp.units import parse_bytes
+
+_PANEL = "Instead of a step's measurements"
+_CURVES = "Curves of links"
+Export = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write all stored measurements to a file, to be imported elsewhere.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Import = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE",
+        help="Add measurements that were exported elsewhere to those stored here; may "
+        "be given more than once. Of two measurements of the same thing the one that "
+        "is here stays, unless it is a failure and the other is not. A file with an "
+        "error in it adds nothing. Those of another kind of machine are kept apart: "
+        "no plan here uses them.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Curves = Annotated[
+    bool,
+    typer.Option(
+        "--curves",
+        help="Measure the rates of collectives over each axis of a mesh, or look them "
+        "up.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw the curves, as .png, .svg or .pdf.",
+        rich_help_panel=_CURVES,
+    ),
+]
+Link = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB/S",
+        help="Rate of one device's links, to compare with: 450 for an H200.",
+        min=0.001,
+        rich_help_panel=_CURVES,
+    ),
+]
+Describe = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a description of these devices for cfp plan --for, as .toml.",
+        rich_help_panel=_CURVES,
+    ),
+]
+# Options that go with each mode, by parameter.
+TAKES = {
+    "export": ("workdir",),
+    "imported": ("workdir",),
+    "curves": (
+        *("devices", "mesh", "platform", "workdir", "plot", "link", "describe"),
+        *("as_json", "quiet"),
+    ),
+}
+
+
+def export_profiles(ctx: typer.Context) -> None:
+    """Writes all stored measurements to a file."""
+    path, file = store_path(ctx.params["workdir"]), ctx.params["export"]
+    if not path.exists():
+        raise CfpError(
+            f"There are no measurements to export: {path} does not exist. Run "
+            "cfp profile TARGET first, or name its folder with --workdir."
+        )
+    with ProfileStore(path) as store:
+        count = store.export(file)
+    print(f"{count} measurements written to {file}")
+
+
+def import_profiles(ctx: typer.Context) -> None:
+    """Adds measurements of other stores to those stored here."""
+    with ProfileStore(store_path(ctx.params["workdir"])) as store:
+        for file in ctx.params["imported"]:
+            print(f"{store.merge(file)} measurements added from {file}")
+            for line in _list_foreign(read_export(file)):
+                print(line)
+        print(f"{len(store)} in {store.path}")
+
+
+def _list_foreign(records: Sequence[ProfileRecord]) -> Iterator[str]:
+    """Yields a line for each other kind of machine among records."""
+    here = environment_parts(jax.devices())
+    found = Counter(other_kind(record.parts, here) for record in records)
+    for how, count in found.items():
+        if how:
+            yield f"  {count} of another kind of machine, kept apart: {how}"
+
+
+def measure_curves(ctx: typer.Context) -> None:
+    """Measures the rates of collectives over the axes of a mesh, or looks them up."""
+    given = ctx.params
+    plot, link, describe = given["plot"], given["link"], given["describe"]
+    values.check_drawable(plot)
+    values.check_writable(describe, "--describe")
+    axes = platforms.parse_mesh(given["devices"], given["mesh"])
+    with only_json(given["as_json"]) as print_json:
+        platforms.select(given["platform"], axes)
+        with (
+            ProfileStore(store_path(given["workdir"])) as store,
+            Display(given["quiet"]) as display,
+        ):
+            devices_mesh = platforms.make_mesh(axes)
+            rates = measure_rates(devices_mesh, store, progress=display.tell)
+        if describe is not None:
+            describe.write_text(description_of(devices_mesh, rates))
+        if plot is not None:
+            plot_curves([("", rates)], plot, link)
+        if given["as_json"]:
+            print_json(json.dumps(curves_data(rates, link), indent=1))
+        else:
+            literal_console(width=columns()).print(Fitted(curves_table(rates, link)))
+
+
+RUN = {
+    "export": export_profiles,
+    "imported": import_profiles,
+    "curves": measure_curves,
+}
+
 
 _PER_KIND = PlannerSettings().per_kind
 _OTHERS = PlannerSettings().others
@@ -102,12 +248,12 @@ def profile(
     pin: o.Pins = None,
     donate: o.Donate = None,
     why: _Why = False,
-    export: records.Export = None,
-    imported: records.Import = None,
-    curves: records.Curves = False,
-    plot: records.Plot = None,
-    link: records.Link = None,
-    describe: records.Describe = None,
+    export: Export = None,
+    imported: Import = None,
+    curves: Curves = False,
+    plot: Plot = None,
+    link: Link = None,
+    describe: Describe = None,
     static: o.Static = None,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
@@ -130,12 +276,12 @@ def profile(
 
     Example: cfp profile --curves --mesh x=4 --plot curves.png --link 450
     """
-    for mode, takes in records.TAKES.items():
+    for mode, takes in TAKES.items():
         if is_given(ctx, mode):
             refuse_others(ctx, mode, takes)
             if mode == "curves":
                 o.supervise(ctx, workdir)
-            records.RUN[mode](ctx)
+            RUN[mode](ctx)
             return
     for option in ("plot", "link", "describe"):
         if is_given(ctx, option):

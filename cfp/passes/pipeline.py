@@ -19,8 +19,7 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
-from cfp.plan.common import common_plan
-from cfp.plan.compose import compose_plan
+from cfp.plan.compose import common_plan, compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.step import FlatStep

@@ -16,7 +16,6 @@ from jax.extend.mlir import ir
 
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
-from cfp.program.cumulative import SCAN, scan_rule
 from cfp.program.graph import Op, Program, Spec, Value
 from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
 from cfp.program.structure import fingerprints, shaping_constants, stands_for
@@ -362,3 +361,23 @@ def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
     for value in values:
         names[value] = f"%{len(names)}"
     return ",".join(f"{names[value]}:{value.type}" for value in values)
+
+
+SCAN = "chlo.scan"
+
+
+# From jax 0.12 on ``jax.numpy.cumsum`` is ``chlo.scan`` on GPUs, for which
+# ``sdy-populate-op-sharding-rules`` has no rule. XLA shards it along all dims but the
+# one that it goes over.
+def scan_rule(op: ir.Operation, shape: tuple[int, ...]) -> Rule:
+    """Returns the rule of a scan of one array: whole along the dim that it goes over.
+
+    Args:
+        op: the scan, of an array and what it starts with; its results are the array of
+            sums and the last of them.
+        shape: of the array.
+    """
+    dim = ir.IntegerAttr(op.attributes["dimension"]).value
+    dims = tuple((d,) for d in range(len(shape)))
+    pair = dims, dims[:dim] + dims[dim + 1 :]
+    return Rule(shape, pair, pair, fixed=frozenset({dim}))

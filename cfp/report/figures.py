@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, SegmentKernels, lay_out
+from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
 from cfp.attention.matching.graft import refused as refused_by
 from cfp.attention.matching.matches import (
     Match,
@@ -18,6 +18,7 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
+from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.patterns.sites import cross_entropies
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
@@ -26,14 +27,16 @@ from cfp.plan.figures import (
     LeftFigures,
     OptionFigures,
     RefusedFigures,
+    WorthFigures,
 )
 from cfp.plan.plan import Plan
+from cfp.presets.presets import plainest, presets
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
-from cfp.report.worth import worth
 from cfp.search.choices import picks_of
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option, Problem
+from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension
 from cfp.solution import Candidate
 
@@ -236,3 +239,110 @@ def _reshard_ms(problem: Problem, picks: list[int]) -> tuple[float, ...]:
         else 0.0
         for i in range(len(picks) - 1)
     )
+
+
+# ------------------------------------------------------------ worth of kinds of choices
+
+SHARDING = "sharding"
+OPTIONS = "compiler options"
+
+# Of each kind of choice whether an option of a segment goes without it.
+_OF_SEGMENTS: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
+    {
+        "storage": lambda one: one.storage is Storage.USED,
+        "rematerialization": lambda one: not one.remat,
+        "attention kernels": lambda one: not one.kernels.attention,
+        "cross-entropy in parts": lambda one: not one.kernels.vocabulary_parts,
+    }
+)
+
+
+def worth(
+    analysis: Analysis,
+    problem: Problem,
+    raced: Sequence[tuple[Candidate, float]] = (),
+) -> tuple[WorthFigures, ...]:
+    """Gives the gain of each kind of choice, largest kinds of choices first.
+
+    It is measured where programs with and without it raced, and predicted where they
+    did not. The best that raced without it is no faster than the best there is, so that
+    a measured gain is a bound from above.
+
+    Without sharding every block is as data parallelism has it. Kinds that no option
+    makes use of are left out.
+
+    Args:
+        analysis: of the program.
+        problem: what was searched.
+        raced: whole programs, with their measured step times.
+    """
+    plain = plainest(presets(analysis.frame))
+    segments = range(len(analysis.segments))
+    shared = {
+        (analysis.segments[i].kind, segment_candidate(analysis, i, plain).strategies)
+        for i in segments
+    }
+
+    def goes_without(name: str, kind: int, one: SegmentChoice) -> bool:
+        if name == SHARDING:
+            return (kind, one.strategies) in shared
+        return _OF_SEGMENTS[name](one)
+
+    def is_without(name: str, one: Candidate) -> bool:
+        if name == OPTIONS:
+            return not one.options
+        parts = ((i, segment_candidate(analysis, i, one.choice)) for i in segments)
+        return all(
+            goes_without(name, analysis.segments[i].kind, part) for i, part in parts
+        )
+
+    found = []
+    for name in (SHARDING, *_OF_SEGMENTS, OPTIONS):
+        without = [ms for one, ms in raced if is_without(name, one)]
+        if without and len(without) < len(raced):
+            best_ms = min(ms for _, ms in raced)
+            found.append(
+                WorthFigures(
+                    name=name,
+                    with_ms=best_ms,
+                    without_ms=min(without),
+                    is_measured=True,
+                )
+            )
+        elif name != OPTIONS:
+            kept = [
+                [
+                    place
+                    for place, one in enumerate(options)
+                    if goes_without(name, kind, one.candidate)
+                ]
+                for kind, options in enumerate(problem.options)
+            ]
+            found += _predicted(problem, name, kept)
+    return tuple(found)
+
+
+def _predicted(
+    problem: Problem, name: str, kept: Sequence[Sequence[int]]
+) -> list[WorthFigures]:
+    """Predicts the gain of what some options make use of.
+
+    Args:
+        problem: what was searched.
+        name: of the kind of choice.
+        kept: for each kind of segment the options that go without it.
+    """
+    if [*map(len, kept)] == [*map(len, problem.options)]:
+        return []
+    best = solve(problem)
+    if best is None:
+        return []
+    without = solve(problem.among(kept)) if all(kept) else None
+    return [
+        WorthFigures(
+            name=name,
+            with_ms=best.cost_ms,
+            without_ms=without and without.cost_ms,
+            is_measured=False,
+        )
+    ]

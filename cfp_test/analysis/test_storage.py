@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from cfp.analysis.pairing import pair_outputs
-from cfp.analysis.storage import find_storage
+from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh

@@ -28,7 +28,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
-from cfp.program.meaning import meaning
+from cfp.program.meaning import trace_context_key
 from cfp.program.step import flatten_step
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
@@ -294,7 +294,7 @@ class ParallelStep:
         return self._latest.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        latest, now = self._latest, meaning()
+        latest, now = self._latest, trace_context_key()
         if latest is not None and latest.configuration == now:
             leaves = latest.compiled.step.leaves_of(args, kwargs)
             if leaves is not None:

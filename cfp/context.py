@@ -123,7 +123,7 @@ class PlanContext:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
 
-    def least_memory_share(self, interrupted: bool = False) -> float:
+    def min_temp_fraction(self, interrupted: bool = False) -> float:
         """The smallest share of temporaries that a compiler can reach under a limit.
 
         1 where it takes no limit, or nothing is compiled.

@@ -36,7 +36,7 @@ from cfp.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan, and what of its making a comparison with other plans needs.
 
     Attributes:
@@ -62,7 +62,7 @@ def find_plan(
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     analyzed: Analyzed | None = None,
-) -> Found:
+) -> FoundPlan:
     """Runs all passes for a step over flat arguments; see :func:`cfp.plan`.
 
     Args:
@@ -95,7 +95,7 @@ def find_plan_that_fits(
     preset: str | None = None,
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
-) -> Found:
+) -> FoundPlan:
     """Runs all passes for a step; where nothing fits, with state in host memory.
 
     Args:
@@ -145,7 +145,7 @@ def find_with_state_in_host(
     pins: Pins | None = None,
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
-) -> Found:
+) -> FoundPlan:
     """Plans a step that does not fit with a part of its state in host memory.
 
     State that only its own update reads, such as an optimizer's moments, is in the
@@ -207,7 +207,7 @@ def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
     return defaults_of(device.platform).host_memory and has_host_memory(device)
 
 
-def _with_host_figures(found: Found, shortage: MemoryBudgetError) -> Found:
+def _with_host_figures(found: FoundPlan, shortage: MemoryBudgetError) -> FoundPlan:
     """Adds what state in host memory saves and costs to a plan's figures."""
     layout = lay_out(found.analysis.frame, found.winner.choice)
     kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
@@ -226,7 +226,7 @@ def _find_plan(
     preset: str | None,
     cache_dir: str | Path | None,
     settings: PlannerSettings | None,
-) -> Found:
+) -> FoundPlan:
     started = time.perf_counter()
     if step.inner_jit_donates:
         warnings.warn(
@@ -256,12 +256,12 @@ def _find_plan(
             error.interrupted = interrupted
             raise
     made = made.bound_to(step, analyzed.lowering.out_tree)
-    made = replace(made, silenced=host_calls(analysis.frame.program))
+    made = replace(made, host_callbacks_skipped=host_calls(analysis.frame.program))
     choice = outcome.winner.choice
     seconds = analyzed.seconds + time.perf_counter() - started
     made = replace(made, search={**made.search, "planning_seconds": seconds})
     how = (solution.problem, rates, kernels, failed, outcome.raced)
-    return Found(
+    return FoundPlan(
         plan=with_figures(made, analysis, choice, *how, context.rules.dimensions),
         analysis=analysis,
         winner=outcome.winner,

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
-from cfp.find import Found, estimate_plan, find_plan, find_with_state_in_host
+from cfp.find import FoundPlan, estimate_plan, find_plan, find_with_state_in_host
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
@@ -137,7 +137,7 @@ def plan_fastest(
         settings_or_defaults(how)
         end = now() + how.seconds
 
-        def plan_one(variant: Variant, seconds: float) -> Found:
+        def plan_one(variant: Variant, seconds: float) -> FoundPlan:
             told = _telling(how, variant.name) if several else how
             step, analyzed = steps.analyzed(variant)
             return find_plan(
@@ -174,7 +174,7 @@ def plan_fastest(
             short = [one for one in variants if one.name in failed]
             short.sort(key=lambda one: _needed_bytes(failed[one.name]))
 
-            def in_host(variant: Variant, seconds: float) -> Found:
+            def in_host(variant: Variant, seconds: float) -> FoundPlan:
                 told = _telling(how, variant.name) if several else how
                 step, analyzed = steps.analyzed(variant)
                 error = failed[variant.name]
@@ -275,7 +275,7 @@ class _Try:
 
     name: str
     seconds: float = 0.0
-    found: Found | None = None
+    found: FoundPlan | None = None
     error: CfpError | None = None
     why_not: str = ""
 
@@ -402,7 +402,7 @@ def _needed_bytes(error: CfpError | None) -> int:
 
 def _plan_all(
     variants: Sequence[Variant],
-    plan_one: Callable[[Variant, float], Found],
+    plan_one: Callable[[Variant, float], FoundPlan],
     end: float,
 ) -> list[_Try]:
     """Plans one after another, until the user ends it, or time does.
@@ -438,7 +438,7 @@ def _plan_all(
     return tries
 
 
-def _own_times(found: Mapping[str, Found]) -> tuple[Basis, dict[str, float]]:
+def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:
     """Step times as the plans have them; a measured one beats all predictions."""
     measured = {name: one.plan.measured_ms for name, one in found.items()}
     predicted = {name: one.plan.predicted_ms for name, one in found.items()}
@@ -450,7 +450,7 @@ def _own_times(found: Mapping[str, Found]) -> tuple[Basis, dict[str, float]]:
 
 
 def _race_winners(
-    found: Sequence[tuple[str, Found]],
+    found: Sequence[tuple[str, FoundPlan]],
     budget_bytes: int | None,
     cache_dir: str | Path | None,
     settings: PlannerSettings,
@@ -489,7 +489,7 @@ def _race_winners(
     return {result.name: result for result in results}
 
 
-def _job(name: str, found: Found, *where: tuple[str, str]) -> Job:
+def _job(name: str, found: FoundPlan, *where: tuple[str, str]) -> Job:
     winner = found.winner
     return whole_job(
         found.analysis,
@@ -501,7 +501,7 @@ def _job(name: str, found: Found, *where: tuple[str, str]) -> Job:
     )
 
 
-def _mesh(found: Found) -> Mesh:
+def _mesh(found: FoundPlan) -> Mesh:
     mesh = found.plan.mesh
     assert mesh is not None, "a new plan has a mesh"
     return mesh

@@ -69,7 +69,7 @@ def test_a_mixture_of_experts_is_sharded_for_gpus(outcomes):
     specs = {a["path"]: a["spec"] for a in plan["arguments"]}
     assert any(specs["weights/up"]) and any(specs["weights/down"])
     assert plan["search"]["model_flops"] >= 5 * 2 * 512 * 1024 * 4096 * 32
-    assert not plan["whole"]
+    assert not plan["replicated_ops"]
 
 
 def test_what_comes_after_a_plan_is_said(outcomes):

@@ -66,7 +66,7 @@ def test_an_exception_ends_the_step_and_not_the_process(name, how):
 def test_a_step_without_functions_of_the_host_is_not_waited_for(how):
     plan = cfp.plan(lambda x: x * 2, jnp.ones(8), **how)
     assert plan.compile_bound().alarm is None
-    assert plan.silenced == ()
+    assert plan.host_callbacks_skipped == ()
 
 
 def test_those_that_are_silenced_while_measuring_are_named(how, tmp_path):
@@ -77,12 +77,14 @@ def test_those_that_are_silenced_while_measuring_are_named(how, tmp_path):
 
     args = jnp.ones((8, 8)), jnp.ones((16, 8))
     plan = cfp.plan(step, *args, **how)
-    assert len(plan.silenced) == 2
-    assert all("test_host_functions.py:" in name for name in plan.silenced)
-    assert any("pure_callback" in name for name in plan.silenced)
+    assert len(plan.host_callbacks_skipped) == 2
+    assert all(
+        "test_host_functions.py:" in name for name in plan.host_callbacks_skipped
+    )
+    assert any("pure_callback" in name for name in plan.host_callbacks_skipped)
     plan.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json")
-    assert loaded.silenced == plan.silenced
+    assert loaded.host_callbacks_skipped == plan.host_callbacks_skipped
     assert "not called while it was measured: " in repr(loaded)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.program.meaning import meaning
+from cfp.program.meaning import trace_context_key
 
 SETTINGS = cfp.PlannerSettings(race=False)
 
@@ -97,13 +97,13 @@ def test_a_plan_is_not_applied_to_another_program(how):
     ],
 )
 def test_which_settings_count(name, value, matters):
-    before, old = meaning(), getattr(jax.config, name)
+    before, old = trace_context_key(), getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        assert (meaning() != before) == matters
+        assert (trace_context_key() != before) == matters
     finally:
         jax.config.update(name, old)
-    assert meaning() == before
+    assert trace_context_key() == before
 
 
 def test_nothing_in_place_of_an_array_is_another_step(how):

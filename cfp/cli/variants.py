@@ -53,7 +53,7 @@ Microbatches = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class VariantRequest:
     """Variants that a command is to plan.
 
     Attributes:
@@ -69,7 +69,7 @@ class Wanted:
     leaner: Callable[[], Iterable[Variant]]
 
 
-def variants_of(ctx: typer.Context) -> Wanted:
+def variants_of(ctx: typer.Context) -> VariantRequest:
     """Returns the variants that a command is to plan.
 
     Without a mesh or a number of devices that is every mesh of up to two axes of the
@@ -151,7 +151,7 @@ def variants_of(ctx: typer.Context) -> Wanted:
             yield from (vary(mesh, count, target) for mesh in meshes)
 
     numbered = zip(counts, targets, strict=True)
-    return Wanted(
+    return VariantRequest(
         target=targets[0],
         variants=[vary(mesh, *one) for mesh, one in product(meshes, numbered)],
         rule_out=every and not given["mesh_shapes"],

@@ -28,8 +28,8 @@ from cfp.cost.memory import (
     residuals,
     residuals_under,
     results_beside,
-    unmade,
     value_bytes,
+    values_eliminated_by_kernel,
 )
 from cfp.cost.temporaries import Step, peak_bytes, steps_of
 from cfp.cost.terms import Terms
@@ -140,7 +140,9 @@ class Costs:
         """Estimates a running segment's memory, besides the values it keeps."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         # Of what a kernel changes, the part that is in memory while it computes.
-        shares = dict.fromkeys(unmade(layout, ops, candidate.kernels), 0.0)
+        shares = dict.fromkeys(
+            values_eliminated_by_kernel(layout, ops, candidate.kernels), 0.0
+        )
         sizes = dict(layout.frame.mesh)
         sites = kernel_sites(layout, ops, candidate.kernels)[0]
         for match, way in sites:

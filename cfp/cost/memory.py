@@ -49,7 +49,7 @@ def residuals_under(
     layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
 ) -> set[int]:
     """Values that a segment keeps for the backward pass under a choice."""
-    return residuals(layout.frame, segment.ops, remat) - unmade(
+    return residuals(layout.frame, segment.ops, remat) - values_eliminated_by_kernel(
         layout, segment.ops, kernels
     )
 
@@ -120,7 +120,9 @@ def kernel_sites(
     return found, in_parts(layout, ops, kernels.vocabulary_parts)
 
 
-def unmade(layout: Layout, ops: Sequence[int], kernels: SegmentKernels) -> set[int]:
+def values_eliminated_by_kernel(
+    layout: Layout, ops: Sequence[int], kernels: SegmentKernels
+) -> set[int]:
     """Values that are not in memory any more where kernels compute some ops."""
     attentions, losses = kernel_sites(layout, ops, kernels)
     found = no_longer_made(layout.frame.program, losses)

@@ -40,7 +40,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     if context.rules.estimates:
         return _estimated(context, analysis, started)
     rates = measured_rates(context)
-    named, found, looker = look_up(
+    named, found, looker = profile_segments(
         context, analysis, rates, measure=context.settings.measure is not False
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
@@ -54,7 +54,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     return Profiles(named, found, rates, counts, looker.interrupted)
 
 
-def look_up(
+def profile_segments(
     context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
 ) -> tuple[Mapping[str, Choice], Explored, Looker]:
     """The presets that are worth it, all that was asked for, and what answered.
@@ -111,7 +111,7 @@ def look_up(
             others=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
             look=looker,
-            left=context.least_memory_share(),
+            left=context.min_temp_fraction(),
         )
 
     found = explored(first)

@@ -10,7 +10,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext, open_context
 from cfp.cost.costs import Costs
 from cfp.cost.memory import can_rematerialize
-from cfp.passes.profile import look_up, measured_rates
+from cfp.passes.profile import measured_rates, profile_segments
 from cfp.planner_settings import PlannerSettings
 from cfp.search.build import build_problem
 from cfp.search.problem import Problem
@@ -44,7 +44,7 @@ def measure_all_budgets(
     """
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
-        _, found, looker = look_up(context, analysis, rates, measure=True)
+        _, found, looker = profile_segments(context, analysis, rates, measure=True)
         wanted, records = [*found.wanted], dict(found.records)
         if not looker.interrupted:
             again = _again(context, analysis, found)

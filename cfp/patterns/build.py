@@ -19,7 +19,7 @@ from cfp.patterns.steps import (
     ROWS,
     Array,
     Axes,
-    Sheet,
+    StageParameters,
     Step,
     row_axes,
 )
@@ -121,7 +121,7 @@ def build(
     local = words // prod(sizes[a] for a in spread.words)
     if local < chunks or not builder.keeps_dims(tuple(tokens), axes):
         return None
-    sheet = Sheet(
+    sheet = StageParameters(
         base=found.base,
         logits=program.values[op.results[0]].dtype,
         tokens=tuple(tokens),

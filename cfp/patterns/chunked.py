@@ -28,7 +28,16 @@ from cfp.patterns.expression import (
     evaluate,
     stripped,
 )
-from cfp.patterns.steps import COLUMNS, KERNEL, ONE, ROWS, Array, Sheet, Step, row_axes
+from cfp.patterns.steps import (
+    COLUMNS,
+    KERNEL,
+    ONE,
+    ROWS,
+    Array,
+    StageParameters,
+    Step,
+    row_axes,
+)
 from cfp.program.dtypes import numpy_dtype
 
 
@@ -40,7 +49,7 @@ class Local:
         sizes: of the mesh axes.
     """
 
-    def __init__(self, sheet: Sheet, sizes: Mapping[str, int]):
+    def __init__(self, sheet: StageParameters, sizes: Mapping[str, int]):
         self._sheet, self._sizes = sheet, sizes
         self._token_axes = tuple(a for axes in sheet.token_axes for a in axes)
         self._word_axes = sheet.word_axes
@@ -316,7 +325,7 @@ class ChunkedCrossEntropy:
     """
 
     steps: tuple[Step, ...]
-    sheet: Sheet
+    sheet: StageParameters
     how: tuple[str, ...] = ()
     version: int = 1
 

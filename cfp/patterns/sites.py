@@ -22,7 +22,7 @@ from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
 from cfp.patterns.expression import VOCABULARY
-from cfp.patterns.steps import Sheet, Step, resized
+from cfp.patterns.steps import StageParameters, Step, resized
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program
@@ -100,7 +100,7 @@ def _differs(
 
 
 def _computed(
-    steps: tuple[Step, ...], sheet: Sheet, first_word: int, reads: Any
+    steps: tuple[Step, ...], sheet: StageParameters, first_word: int, reads: Any
 ) -> list[list[jax.Array]]:
     """Computes all stages, compiled as one program for all first words."""
 
@@ -229,7 +229,7 @@ class CrossEntropies:
 
 def cross_entropies(program: Program) -> CrossEntropies:
     """Finds and proves all cross-entropies of a program; once for each program."""
-    known = program.looked_for
+    known = program.search_cache
     if _KEY not in known:
         known[_KEY] = _find(program)
     return known[_KEY]

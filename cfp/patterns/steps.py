@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class StageParameters:
     """Parameters that all stages share.
 
     Attributes:
@@ -82,11 +82,13 @@ class Sheet:
     word_axes: Axes = ()
     first_word: int = 0
 
-    def alone(self) -> Sheet:
+    def alone(self) -> StageParameters:
         """The same on one device."""
         return replace(self, token_axes=(), word_axes=())
 
-    def resized(self, sizes: Mapping[int, int], types: Mapping[str, str]) -> Sheet:
+    def resized(
+        self, sizes: Mapping[int, int], types: Mapping[str, str]
+    ) -> StageParameters:
         """The same for other sizes and element types, on one device."""
         return replace(
             self.alone(),

@@ -31,7 +31,7 @@ from cfp.profiling.rates import Rates
 from cfp.program.graft import aval
 from cfp.program.outline import outline_of
 from cfp.race.programs import RaceOutcome, programs_of
-from cfp.runtime.raced import Raced
+from cfp.runtime.raced import ReusableExecutable
 from cfp.search.jobs import constraints_of
 from cfp.search.problem import Problem
 from cfp.solution import prediction_of
@@ -79,7 +79,7 @@ def compose_plan(
     raced = None
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
-        raced = Raced.of(program, mesh, one.job, outcome.built)
+        raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
     return Plan(
         fingerprint=program.fingerprint,
         mesh_axes=frame.mesh,
@@ -98,7 +98,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=plan_rows(analysis, winner.choice),
         uneven=uneven_arguments(layout),
-        whole=whole_ops(layout, rates),
+        replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment},
         outline=outline_of(program),

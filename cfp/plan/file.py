@@ -198,8 +198,9 @@ class PlanFile(_Part):
         segments: the choice for each segment.
         rows: blocks, with the strategy of each.
         uneven: tensors that axes do not divide.
-        whole: ops that every device runs in full.
-        silenced: functions of the host that were not called while measuring.
+        replicated_ops: ops that every device runs in full.
+        host_callbacks_skipped: functions of the host that were not called while it
+            was measured.
         race: candidates of the race.
         options: of the compiler.
         environment: versions, devices and configuration.
@@ -230,8 +231,8 @@ class PlanFile(_Part):
     segments: tuple[PlanSegment, ...]
     rows: tuple[PlanRow, ...]
     uneven: tuple[Words, ...]
-    whole: tuple[Words, ...]
-    silenced: tuple[Words, ...]
+    replicated_ops: tuple[Words, ...]
+    host_callbacks_skipped: tuple[Words, ...]
     race: tuple[RaceRow, ...]
     options: dict[str, str]
     environment: dict[Words, Words]

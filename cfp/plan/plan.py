@@ -44,14 +44,14 @@ from cfp.profiling.store import store_path
 from cfp.program.calling import sequence
 from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
-from cfp.program.meaning import meaning
+from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
-from cfp.runtime.raced import Raced
+from cfp.runtime.raced import ReusableExecutable
 from cfp.settings import ConstraintLevel
 
 
@@ -78,8 +78,10 @@ class Plan:
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
-        whole: what every device runs in full: loops, and ops without a sharding rule.
-        silenced: functions of the host that are not called while it is measured.
+        replicated_ops: what every device runs in full: loops, and ops without a
+            sharding rule.
+        host_callbacks_skipped: functions of the host that are not called while it is
+            measured.
         race: the candidates.
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
@@ -112,8 +114,8 @@ class Plan:
     segments: tuple[PlanSegment, ...] = ()
     rows: tuple[PlanRow, ...] = ()
     uneven: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    silenced: tuple[str, ...] = ()
+    replicated_ops: tuple[str, ...] = ()
+    host_callbacks_skipped: tuple[str, ...] = ()
     race: tuple[RaceRow, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Plan:
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
-    raced: Raced | None = field(default=None, compare=False, repr=False)
+    raced: ReusableExecutable | None = field(default=None, compare=False, repr=False)
     tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -223,7 +225,7 @@ class Plan:
         )
         check_arguments(plan.arg_names, plan.arg_types, step)
         check_donated(plan.donated, step)
-        step = step.with_state_in_host(plan.in_host).giving(plan.donated)
+        step = step.with_state_in_host(plan.in_host).with_donated(plan.donated)
         return replace(plan, step=step, out_tree=tree_structure(step.traced.out_info))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
@@ -234,7 +236,7 @@ class Plan:
         """
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
-        step = step.giving(self.donated)
+        step = step.with_donated(self.donated)
         return replace(
             self,
             step=step,
@@ -276,7 +278,7 @@ class Plan:
         compiled: dict[Any, CompiledStep] = {}
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            now = meaning()
+            now = trace_context_key()
             if now not in compiled:
                 compiled[now] = self.compile(fn, *args, **kwargs)
             return compiled[now](*args, **kwargs)
@@ -435,8 +437,8 @@ class Plan:
             "segments": [asdict(segment) for segment in self.segments],
             "rows": [asdict(row) for row in self.rows],
             "uneven": list(self.uneven),
-            "whole": list(self.whole),
-            "silenced": list(self.silenced),
+            "replicated_ops": list(self.replicated_ops),
+            "host_callbacks_skipped": list(self.host_callbacks_skipped),
             "race": [asdict(row) for row in self.race],
             "options": dict(self.options),
             "environment": dict(self.environment),

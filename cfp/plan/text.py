@@ -247,18 +247,22 @@ def remarks(plan: Plan) -> list[str]:
         found.append(
             f"whole, since the mesh does not divide it: {_few(plan.uneven, ', ')}"
         )
-    if plan.whole:
+    if plan.replicated_ops:
         found.append(
-            f"every device runs in full (of all bytes made): {_few(plan.whole, ', ')}"
+            "every device runs in full (of all bytes made): "
+            f"{_few(plan.replicated_ops, ', ')}"
         )
-        if any(text.startswith("custom_") for text in plan.whole):
+        if any(text.startswith("custom_") for text in plan.replicated_ops):
             found.append(
                 "a kernel is sharded by a rule that it brings: cfp.discover_rules "
                 "finds one by running it; or custom_partitioning with sharding_rule=, "
                 "or shard_map; see docs/performance.md"
             )
-    if plan.silenced:
-        found.append(f"not called while it was measured: {_few(plan.silenced, ', ')}")
+    if plan.host_callbacks_skipped:
+        found.append(
+            "not called while it was measured: "
+            f"{_few(plan.host_callbacks_skipped, ', ')}"
+        )
     if text := replaced_text(plan):
         found.append(text)
     found += _worth_remarks(plan)

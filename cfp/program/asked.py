@@ -193,7 +193,7 @@ def _tile(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallbackRule:
     """A rule as an op's callbacks keep it.
 
     Attributes:
@@ -211,7 +211,9 @@ class Asked:
     locals: tuple[str, ...]
 
 
-def ask(callbacks: Callbacks, rule: Rule | None, mesh: Mesh | AbstractMesh) -> Asked:
+def ask(
+    callbacks: Callbacks, rule: Rule | None, mesh: Mesh | AbstractMesh
+) -> CallbackRule:
     """Finds the factors that an op's callbacks let be sharded.
 
     Args:
@@ -237,7 +239,7 @@ class _Asking:
         self.pieces = 0  # of the factor that is tried
         self.refusals: dict[str, None] = {}
 
-    def run(self) -> Asked:
+    def run(self) -> CallbackRule:
         """Tries every factor."""
         groups: list[tuple[Place, ...]] = []
         sizes: list[int] = []
@@ -260,7 +262,7 @@ class _Asking:
             sizes.append(self._common(kept))
             texts.append(text)
             self.claimed.update(kept)
-        return Asked(
+        return CallbackRule(
             tuple(groups),
             tuple(sizes),
             frozenset(reduction),
@@ -423,7 +425,7 @@ def _least_divisor(size: int) -> int:
     return next(n for n in range(2, size + 1) if size % n == 0)
 
 
-def written(asked: Asked, tensors: Sequence[Shape], count: int) -> str:
+def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> str:
     """A rule as Shardy writes it; dims that may not be sharded have factors alone.
 
     Args:

@@ -40,7 +40,7 @@ _ALSO = {
 }
 
 
-def meaning() -> Hashable:
+def trace_context_key() -> Hashable:
     """Returns the key of this thread's JAX configuration at this moment."""
     return trace_context(), _others()(jax.config)
 

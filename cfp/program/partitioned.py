@@ -39,7 +39,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cfp.errors import StepNotTraceable
 from cfp.program import shardy
-from cfp.program.asked import Asked, Callbacks, Dims, Refused, ask, spec_of, written
+from cfp.program.asked import (
+    CallbackRule,
+    Callbacks,
+    Dims,
+    Refused,
+    ask,
+    spec_of,
+    written,
+)
 from cfp.program.flops import PARTITIONED, inner_flops
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, parse_rule
@@ -66,7 +74,7 @@ class PartitionedCall:
 
     name: str
     callbacks: Callbacks
-    asked: Asked
+    asked: CallbackRule
     rule: str
     whole: ClosedJaxpr
     platforms: tuple[str, ...]

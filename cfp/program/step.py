@@ -189,7 +189,7 @@ class FlatStep:
     def _named(self, dynamic: Any) -> list[tuple[int | str, str, Any]]:
         return _named_leaves(self.fn, dynamic, {key for key, _ in self.static})
 
-    def giving(self, donated: Sequence[bool]) -> FlatStep:
+    def with_donated(self, donated: Sequence[bool]) -> FlatStep:
         """The same step, as it was traced, with other leaves' memory given away."""
         other = replace(self, donated=tuple(donated))
         kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.passes.profile import look_up
+from cfp.passes.profile import profile_segments
 from cfp.profiling.collectives import Rates, measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
 
@@ -58,7 +58,7 @@ def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     rates_known = len(answered) == len(probes)
     rates = measure_rates(mesh, store) if rates_known else Rates.default(mesh)
     asked = {key.digest: (label, key) for label, key in probes.items()}
-    _, found, _ = look_up(context, analysis, rates, measure=False)
+    _, found, _ = profile_segments(context, analysis, rates, measure=False)
     for item in found.wanted:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))

@@ -32,7 +32,7 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.runtime.kept import Executables
-from cfp.runtime.raced import Raced
+from cfp.runtime.raced import ReusableExecutable
 from cfp.runtime.replaced import resolved
 
 
@@ -176,7 +176,7 @@ def compile_step(
     options: Mapping[str, str] | None = None,
     *,
     wide: bool = False,
-    raced: Raced | None = None,
+    raced: ReusableExecutable | None = None,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
 ) -> CompiledStep:

@@ -16,7 +16,7 @@ from cfp.program.step import FlatStep
 
 
 @dataclass(frozen=True)
-class Raced:
+class ReusableExecutable:
     """A compiled program that does all that a step does.
 
     Attributes:
@@ -34,7 +34,9 @@ class Raced:
     types: Signature = field(repr=False)
 
     @classmethod
-    def of(cls, program: Program, mesh: Mesh, job: Job, built: Built) -> Raced:
+    def of(
+        cls, program: Program, mesh: Mesh, job: Job, built: Built
+    ) -> ReusableExecutable:
         """Makes the record of a whole program that was built."""
         types = signature(program, job.part)
         return cls(built.compiled, job, mesh, program.content, types)

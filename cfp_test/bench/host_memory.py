@@ -29,7 +29,7 @@ from cfp import platform
 from cfp.analysis.host_state import movable_state
 from cfp.devices.described import DescribedMesh, described
 from cfp.errors import MemoryBudgetError
-from cfp.find import Found, find_plan, find_plan_that_fits
+from cfp.find import FoundPlan, find_plan, find_plan_that_fits
 from cfp.models import build as build_model
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
@@ -83,7 +83,7 @@ def plans_of(mesh: Any, model: Mapping[str, Any], seconds: float) -> dict[str, A
     return {"plans": found, "smallest_bytes": smallest, "movable_bytes": movable}
 
 
-def built_of(found: Found, mesh: Any) -> tuple[Built, Any, Any, Any]:
+def built_of(found: FoundPlan, mesh: Any) -> tuple[Built, Any, Any, Any]:
     """The whole program of a plan, compiled for the devices that run it."""
     here, options = mesh, {}
     if isinstance(mesh, DescribedMesh):
@@ -101,7 +101,7 @@ def built_of(found: Found, mesh: Any) -> tuple[Built, Any, Any, Any]:
     return made, job, found.analysis.frame.program, here
 
 
-def row_of(budget: int | None, found: Found, made: Built) -> dict[str, Any]:
+def row_of(budget: int | None, found: FoundPlan, made: Built) -> dict[str, Any]:
     """What a plan needs by prediction and as compiled."""
     memory = made.compiled.memory_analysis()
     names = [n for n in dir(memory) if n.endswith("_size_in_bytes")] if memory else []

@@ -165,18 +165,18 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
     how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
     how["cache_dir"] = tmp_path  # Without the devices' rates.
     plan = cfp.plan(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
-    sites = [re.sub(r"\d+", "#", one) for one in plan.whole]
+    sites = [re.sub(r"\d+", "#", one) for one in plan.replicated_ops]
     assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
     plan.save(tmp_path / "plan.json")
     for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        assert f"in full (of all bytes made): {plan.whole[0]}" in repr(one)
-        assert plan.whole[0] in plan_text(one)
+        assert f"in full (of all bytes made): {plan.replicated_ops[0]}" in repr(one)
+        assert plan.replicated_ops[0] in plan_text(one)
 
     def even(w, x):
         jax.debug.callback(lambda _: None, x)  # It makes nothing.
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
 
-    assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).whole
+    assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).replicated_ops
 
 
 def test_what_is_run_in_full_has_its_cost():

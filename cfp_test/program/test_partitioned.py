@@ -248,7 +248,7 @@ def test_sharded_heads_are_those_of_the_kernel(name):
 def test_a_refusing_op_is_named():
     step, args = model_of("refusing", layers=1)
     plan = cfp.plan(step, *args, mesh=make_mesh(MESHES["x4"]), quiet=True)
-    (named,) = (text for text in plan.whole if "custom_partitioning" in text)
+    (named,) = (text for text in plan.replicated_ops if "custom_partitioning" in text)
     assert "own_attention at kernels.py" in named
     assert "% of all FLOPs" in named
     assert re.search(r", costs [\d.e-]+ ms by estimate\)$", named)
@@ -449,5 +449,5 @@ def test_a_decoder_with_cudnn_attention_is_planned_for_devices_that_are_not_here
         return jax.tree.map(lambda a, g: a - 0.1 * g, w, gradients), value
 
     plan = cfp.plan(step, *args, mesh=cfp.described("4xh200"), quiet=True)
-    assert not plan.whole
+    assert not plan.replicated_ops
     assert "custom_partitioning" in str(plan)

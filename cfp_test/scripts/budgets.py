@@ -46,7 +46,7 @@ from cfp import platform
 from cfp.checking.trial import run_trial
 from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
-from cfp.find import Found, find_plan
+from cfp.find import FoundPlan, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
@@ -166,7 +166,7 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
             constraint_levels=(ConstraintLevel.EVERYTHING,),
             compiler_options={},
         )
-    found: dict[str, Found] = {}
+    found: dict[str, FoundPlan] = {}
 
     def plan(what: str, budget: int | None) -> Row:
         begun = time.perf_counter()
@@ -214,7 +214,7 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
         lines.add(row)
 
 
-def _race_all(found: Mapping[str, Found], workdir: Path) -> list[Row]:
+def _race_all(found: Mapping[str, FoundPlan], workdir: Path) -> list[Row]:
     """Times all plans in turns, so that their times compare."""
     some = next(iter(found.values()))
     mesh = some.plan.mesh

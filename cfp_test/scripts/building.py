@@ -29,7 +29,7 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.context import open_context
 from cfp.cost.costs import Costs
-from cfp.passes.profile import look_up, tuning_jobs
+from cfp.passes.profile import profile_segments, tuning_jobs
 from cfp.profiling import scheduler
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.looker import tune_kernels
@@ -66,7 +66,7 @@ def main() -> None:
         rates = measure_rates(mesh, context.store)
         if options.rates_only:
             return
-        presets = look_up(context, analysis, rates, measure=False)[0]
+        presets = profile_segments(context, analysis, rates, measure=False)[0]
         costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
         maker = WantedMaker(costs, presets, estimates, context.environment)
         settings = context.settings

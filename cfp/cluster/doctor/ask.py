@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ProcessAnswer:
     """The answer of a process.
 
     Attributes:
@@ -44,7 +44,7 @@ class Answer:
     timed_out: bool = False
 
 
-def tool(machine: Machine, *command: str) -> Answer:
+def tool(machine: Machine, *command: str) -> ProcessAnswer:
     """Runs a command of the system.
 
     Args:
@@ -53,7 +53,7 @@ def tool(machine: Machine, *command: str) -> Answer:
     """
     path = machine.which(command[0])
     if path is None:
-        return Answer(trouble=f"{command[0]} is not on the PATH")
+        return ProcessAnswer(trouble=f"{command[0]} is not on the PATH")
     return _run(
         [path, *command[1:]], machine.environ, machine.tool_timeout_s, command[0]
     )
@@ -64,7 +64,7 @@ def probe(
     name: str,
     *arguments: str,
     variables: Mapping[str, str] | None = None,
-) -> Answer:
+) -> ProcessAnswer:
     """Runs a module of `cfp.cluster.doctor.probes`, in a process of its own.
 
     Args:
@@ -88,9 +88,11 @@ def probe(
             except json.JSONDecodeError:
                 break
             # The findings count, however the process ended afterwards.
-            return Answer(data=data, trouble=data.get("trouble", ""))
+            return ProcessAnswer(data=data, trouble=data.get("trouble", ""))
     trouble = answer.trouble or f"the probe {name!r} printed no answer"
-    return Answer(trouble=trouble, signal=answer.signal, timed_out=answer.timed_out)
+    return ProcessAnswer(
+        trouble=trouble, signal=answer.signal, timed_out=answer.timed_out
+    )
 
 
 def _flags() -> list[str]:
@@ -105,7 +107,7 @@ def _flags() -> list[str]:
 
 def _run(
     command: Sequence[str], environ: Mapping[str, str], timeout_s: float, name: str
-) -> Answer:
+) -> ProcessAnswer:
     # Files, not pipes: a child that outlives the process would keep pipes open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -118,12 +120,12 @@ def _run(
                 start_new_session=True,
             )
         except OSError as error:
-            return Answer(trouble=f"{name} cannot be started: {error.strerror}")
+            return ProcessAnswer(trouble=f"{name} cannot be started: {error.strerror}")
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return Answer(
+            return ProcessAnswer(
                 trouble=f"{name} did not answer within {timeout_s:g} s", timed_out=True
             )
         except BaseException:  # Also Ctrl-C: nothing is left behind.
@@ -136,11 +138,11 @@ def _run(
     if code < 0:
         ended_by = signal.Signals(-code).name
         trouble = f"{name} was ended by {ended_by}"
-        return Answer(text=text, trouble=trouble, signal=ended_by)
+        return ProcessAnswer(text=text, trouble=trouble, signal=ended_by)
     if code > 0:
         last = last_line(errors) or last_line(text) or f"exit code {code}"
-        return Answer(text=text, trouble=f"{name} failed: {last}")
-    return Answer(text=text)
+        return ProcessAnswer(text=text, trouble=f"{name} failed: {last}")
+    return ProcessAnswer(text=text)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

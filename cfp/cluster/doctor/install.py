@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 
-from cfp.cluster.doctor.ask import Answer, probe
+from cfp.cluster.doctor.ask import ProcessAnswer, probe
 from cfp.cluster.doctor.machine import Machine
 from cfp.cluster.doctor.result import Result, absent, failed, passed
 from cfp.cluster.doctor.versions import (
@@ -103,7 +103,7 @@ def _jax_range(machine: Machine) -> str:
     return ""
 
 
-def _import_remedy(machine: Machine, answer: Answer, version: str) -> str:
+def _import_remedy(machine: Machine, answer: ProcessAnswer, version: str) -> str:
     if installed(machine, "jaxlib") is None:
         return f"pip install jaxlib=={version}"
     if answer.signal == "SIGILL":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.doctor.ask import Answer, probe
+from cfp.cluster.doctor.ask import ProcessAnswer, probe
 from cfp.cluster.doctor.driver import NO_GPU, nvlink_gb_per_s, query_gpus
 from cfp.cluster.doctor.machine import Machine
 from cfp.cluster.doctor.result import Result, absent, failed, passed
@@ -59,7 +59,7 @@ def _explain_hidden(machine: Machine) -> tuple[str, str]:
     )
 
 
-def _start_remedy(machine: Machine, answer: Answer) -> str:
+def _start_remedy(machine: Machine, answer: ProcessAnswer) -> str:
     if answer.timed_out:
         return (
             "the driver or a plugin hangs: look for Xid in dmesg; JAX_PLATFORMS=cpu "
@@ -120,7 +120,7 @@ def all_reduce(machine: Machine) -> Result:
     return passed(name, said + (" with NCCL_P2P_DISABLE=1" if off else ""), **numbers)
 
 
-def _nccl_remedy(machine: Machine, answer: Answer) -> str:
+def _nccl_remedy(machine: Machine, answer: ProcessAnswer) -> str:
     if answer.timed_out:
         return (
             "devices wait for each other: NCCL_P2P_DISABLE=1 tells whether it is the "
@@ -179,7 +179,7 @@ def graft(machine: Machine) -> Result:
     )
 
 
-def _compile_remedy(answer: Answer) -> str:
+def _compile_remedy(answer: ProcessAnswer) -> str:
     if answer.timed_out:
         return (
             "compiling hangs: see that the machine has free cores and memory, and "

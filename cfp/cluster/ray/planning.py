@@ -218,7 +218,7 @@ def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """The arguments of :func:`cfp.plan`, as data.
 
     Attributes:
@@ -265,7 +265,7 @@ def plan_step(
     address = settings.ray
     assert address is not None, "planning is for a Ray cluster"
     given_args, given_kwargs = jax.tree.map(_shape_of, (args, dict(kwargs)))
-    asked = Asked(
+    asked = PlanRequest(
         fn=fn,
         args=given_args,
         kwargs=given_kwargs,
@@ -298,7 +298,7 @@ def alone(plan: Plan) -> Plan:
 
 
 def _plan_there(
-    plan: Callable[..., Plan], asked: Asked, place: Place, folder: Path
+    plan: Callable[..., Plan], asked: PlanRequest, place: Place, folder: Path
 ) -> Plan:
     names = tuple(name for name, _ in asked.axes)
     sizes = tuple(size for _, size in asked.axes)

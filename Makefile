@@ -50,9 +50,10 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m cfp.demo
 
-# A file's tests run in one process and in their order, since they share what is slow.
+# A file's tests run in one process and in their order, since they share what is slow; the
+# longest files come first (cfp_test/conftest.py).
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # New releases change nothing here that make could see, so this always installs.
 test-latest:

@@ -33,6 +33,23 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 
+# Files that take longest. With several processes they come first: what is left for the
+# end is short, and no process waits for another.
+_LONGEST = (
+    *("bench/test_suite", "moe/test_moe_passes", "cluster/test_ray", "test_tutorial"),
+    *("race/test_race", "bench/test_scripts", "test_several", "test_planner"),
+    *("test_variants", "test_api", "patterns/test_zoo", "plan/test_adapt", "test_cli"),
+    *("attention/test_masks", "plan/test_keep", "presets/test_propagated"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest files first where tests are shared among processes."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {f"cfp_test/{name}.py": place for place, name in enumerate(_LONGEST)}
+        items.sort(key=lambda item: places.get(item.location[0], len(places)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def steady_times():
     """What runs takes the same time whenever and wherever it does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from cfp.devices import mock
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp.profiling.builder import Job
 from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
@@ -210,6 +211,7 @@ def open_context(
                     place=place,
                     compiler_options=stand_in.compiler_options if stand_in else {},
                     run=stand_in,
+                    wants_local=_wants_local(stand_in, settings),
                 ),
                 memory=memory,
                 device_bytes=device_bytes,
@@ -318,6 +320,14 @@ def _stand_in(
         ("rung", mesh.rung),
         ("described_rates", rated),
     )
+
+
+def _wants_local(
+    stand_in: StepPredictor | None, settings: DetailedSettings
+) -> Callable[[Job, str], bool] | None:
+    """Says which programs' computation is to be compiled by itself, if any runs."""
+    runs = settings.race and settings.measure is not False
+    return stand_in.wants_local if stand_in and stand_in.place and runs else None
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -89,6 +89,8 @@ NON_PUBLIC: set[tuple[str, str]] = {
         "jax._src.dispatch.prim_requires_devices_during_lowering",
     ),
     ("program/partitioned.py", "jax._src.config.use_shardy_partitioner"),
+    # The partitioned program, which XLA writes as HLO, as StableHLO again.
+    ("program/local.py", "jaxlib._jax"),
     # Public, whatever its name: the end of a process whose devices wait for ever.
     ("profiling/conversation.py", "._exit"),
 }

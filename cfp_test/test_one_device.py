@@ -69,18 +69,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-    """Labels of what ran, with an environment as a GPU has it."""
-    labels = []
-    run, parts = stand_in.run, context.environment_parts
+    """Keys of what ran, with an environment as a GPU has it."""
+    keys = []
+    execute, parts = stand_in.execute, context.environment_parts
 
-    def noted(built, job, *args, **options):
-        labels.append(job.label)
-        return run(built, job, *args, **options)
+    def noted(built, *args, **options):
+        keys.append(built.key.digest)
+        return execute(built, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "run", noted)
+        patch.setattr(stand_in, "execute", noted)
         patch.setattr(context, "environment_parts", lambda d: parts(d) + _OF_A_GPU)
-        yield labels
+        yield keys
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,26 @@ def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         planned(budget=1000, measure=False)
     assert len(ran) == before
+
+
+def test_what_runs_is_one_devices_computation(folder, monkeypatch):
+    ran = []
+    execute = stand_in.execute
+
+    def noted(built, kinds, mesh, **options):
+        ran.append((built, kinds, mesh.size, options["checked"]))
+        return execute(built, kinds, mesh, **options)
+
+    monkeypatch.setattr(stand_in, "execute", noted)
+    how = {"preset": "data_parallel", "donate_argnums": 0, "cache_dir": folder}
+    cfp.plan(step, *arguments(48), mesh=playing("4xh200"), **how)
+    [(built, kinds, devices, checked)] = ran
+    assert (devices, checked) == (1, True)
+    assert {kind.shape for kind in kinds} == {(256, 512), (512, 256), (12, 256)}
+    text = built.compiled.as_text()
+    assert "all-reduce" not in text and "dot" in text
+    # Times of programs whose collectives did nothing are under other keys.
+    assert dict(built.key.parts)["what"] == "computation alone, on real numbers"
 
 
 def test_other_links_change_predictions_and_run_nothing(ran, folder):

@@ -23,6 +23,12 @@ _FREE = frozenset(
 )
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LHS_BATCH = re.compile(r'"lhs_batch_dimensions":\[([^\]]*)\]')
+# Of cuDNN's attention: [batch, heads, queries, keys], and what hides the later keys.
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]')
+_CAUSAL = re.compile(r'"mask_type":"[^"]*CAUSAL')
+_GRADIENT = '"bmm1_grad'
+# Products of a forward kernel, and of a backward one, which computes scores again.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _MATMUL = re.compile(r'"(?:gemm|matmul)_?\w*backend_config"')
 # Below, a kernel's time is that of its memory: a bias that is added up, a small table.
 _PRODUCT_FLOPS = 1e9
@@ -172,7 +178,7 @@ class _Reader:
 
     def _one(self, one: Instruction, shapes: Mapping[str, str]) -> Computed:
         if one.opcode == "custom-call":
-            flops = _matmul_flops(one, shapes)
+            flops = _matmul_flops(one, shapes) or _attention_flops(one, shapes)
         else:
             flops = self._flops_within(one, shapes)
         if flops >= _PRODUCT_FLOPS:
@@ -222,6 +228,19 @@ def _matmul_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
         places = [int(d.strip('" ')) for d in listed[1].split(",") if d.strip('" ')]
         batch = prod(left[place] for place in places if place < len(left))
     return _by_sizes(one, shapes, batch)
+
+
+def _attention_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+    """Counts the FLOPs of a kernel of cuDNN's attention; half of them if causal."""
+    found = _SCORES.search(one.config)
+    if found is None:
+        return 0.0
+    keys = int(found[1].split(",")[-1].strip('" '))
+    queries = prod(hlo.dims_of(shapes.get(one.operands[0], "")))
+    is_backward = _GRADIENT in one.config
+    products = _BACKWARD_PRODUCTS if is_backward else _FORWARD_PRODUCTS
+    causal = 0.5 if _CAUSAL.search(one.config) else 1.0
+    return 2.0 * products * causal * queries * keys
 
 
 def _by_sizes(one: Instruction, shapes: Mapping[str, str], batch: int) -> float:

@@ -1,15 +1,17 @@
 """Predicts a step's time on N devices when at most one of them is here.
 
-1. The program is compiled for all N devices. If one is here, it stands in for one of
-   the N and runs the program's computation, while collectives do nothing. The time is
-   stored under a digest of the compiled text without what differs between devices
-   (:func:`computation_of`), so that no computation is timed twice: neither of two
-   plans, nor of one plan for 64 and for 1,024 devices whose shards have equal shapes.
-   Without a device the computation is estimated from rates.
-2. Products are never faster than the rate that devices sustain (`_computation`).
-   Collectives that do nothing leave zeros, and a GPU at its power limit multiplies
-   zeros at a higher clock: on one H200 a product of [6144, 4096] and [4096, 16384]
-   takes 1.07 ms with numbers in it, and 0.92 ms after an all-gather that did nothing.
+1. The program is compiled for all N devices: its memory and its schedule are theirs.
+   If one device is here, it also runs the computation of one of the N, as a program of
+   its own with local ops in place of collectives (:mod:`cfp.program.local`). So it
+   computes on real numbers; a GPU at its power limit computes others faster. Where
+   collectives did nothing, and left what was in memory, their results were soon NaN,
+   and steps on 2 H200 came out 16 to 21 % too short. Results that are not finite, and
+   a GPU that runs at an idle one's clock, are refused (:mod:`cfp.profiling.meter`).
+   The time is stored under a digest of the compiled text without what differs between
+   devices (:func:`computation_of`), so that no computation is timed twice: neither of
+   two plans, nor of one plan for 64 and for 1,024 devices whose shards have equal
+   shapes. Without a device the computation is estimated from rates.
+2. Copies that stand for gathers are taken off, by the rate of the memory.
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
    other, and exposed where there is none (:func:`step_time`).
@@ -26,39 +28,35 @@ from types import MappingProxyType
 from jax.sharding import Mesh
 
 from cfp.cost.schedule import Schedule, Sent, schedule_of
-from cfp.profiling.builder import Built, Job
+from cfp.profiling.builder import Built, Job, one_device
 from cfp.profiling.hlo_text import modules_in
+from cfp.profiling.inputs import input_kinds, local_kinds
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 
 _KERNEL_MS = 0.002  # From one kernel to the next, about.
-# At least so much of a step's time multiplies, whatever the bytes say.
-_LEAST_PRODUCTS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Correction of predictions: one number for each kind of device.
+    """Two ratios of speeds, of 14 whole steps of four models on 2 H200 with NVLink.
 
-    The values are those of 32 whole steps of two models on 2 H200, found by
-    ``python -m cfp_test.bench.one_as_n fit``; steps on 4 H200 took no part.
+    ``docs/results/played_h200x2_202611.md`` has the steps;
+    ``python -m cfp_test.bench.played_page`` finds the numbers.
 
     Attributes:
         sustained: the rate of products inside a long step, of that of a short probe.
         beside: the speed of a collective and of the computation beside it, of what
-            each has alone.
-        inside: what a collective takes inside a program, of the curve's time.
-        launch_ms: what each collective takes beside that.
+            each has alone. So a collective that is wholly hidden costs 0.74 of its
+            time: its kernels take multiprocessors and power.
     """
 
-    sustained: float = 0.899
-    beside: float = 0.683
-    inside: float = 0.758
-    launch_ms: float = 0.020
+    sustained: float = 0.978
+    beside: float = 0.575
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +90,13 @@ def step_time(
     Args:
         schedule: of the compiled program.
         rates: of the mesh.
-        computation_ms: what the program takes on one device that plays one of the
-            mesh's, or None to take it from the rates.
+        computation_ms: what computing takes on one of the devices, or None to take
+            it from the rates.
         constants: of the device kind.
     """
     constants = constants or Constants()
     speeds = _computation(schedule, rates, computation_ms, constants)
-    left = [_price(one, rates, constants) for one in schedule.sent]
+    left = [_price(one, rates) for one in schedule.sent]
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for number, one in enumerate(schedule.sent):
@@ -142,16 +140,29 @@ def _computation(
         rates.memory_ms(one.moved_bytes) + _KERNEL_MS * one.kernels
         for one in schedule.computed
     ]
-    least, rest = sum(products), sum(others)
-    if measured_ms is not None and least > 0 and rest > 0:
-        part = min(rest, (1 - _LEAST_PRODUCTS) * measured_ms)
-        slower = max(measured_ms - part, least) / least
-        products = [ms * slower for ms in products]
-        others = [ms * part / rest for ms in others]
-    return [a + b for a, b in zip(products, others, strict=True)]
+    parts = [a + b for a, b in zip(products, others, strict=True)]
+    if measured_ms is None:
+        return parts
+    total = sum(parts)
+    return [ms / total * measured_ms for ms in parts] if total else [measured_ms]
 
 
-def _price(one: Sent, rates: Rates, constants: Constants) -> float:
+def computed_alone_ms(schedule: Schedule, rates: Rates, local_ms: float) -> float:
+    """Time of computation, without the copies that stand for gathers when it runs.
+
+    Args:
+        schedule: of the compiled program.
+        rates: of its devices.
+        local_ms: what one device's computation took by itself (`cfp.program.local`);
+            each copy in it reads the device's part and writes the whole.
+    """
+    gathers = [one for one in schedule.sent if one.kind == "all-gather"]
+    moved = sum(one.bytes * (1 + 1 / one.group_size) for one in gathers)
+    copies = rates.memory_ms(moved) + _KERNEL_MS * len(gathers)
+    return max(0.0, local_ms - copies)
+
+
+def _price(one: Sent, rates: Rates) -> float:
     axes = _axes(one, rates)
     # Curves know whole tensors of a group; of an all-to-all a device has one piece.
     pieces = one.group_size if one.kind not in _WHOLE else 1
@@ -161,7 +172,7 @@ def _price(one: Sent, rates: Rates, constants: Constants) -> float:
         # As any program could say it, should the library's own way be slower.
         halves = ("reduce-scatter", "all-gather")
         curve = min(curve, sum(rates.collective_ms(k, axes, size) for k in halves))
-    return curve * constants.inside + constants.launch_ms
+    return curve
 
 
 _WHOLE = frozenset(
@@ -186,7 +197,7 @@ UNTUNED: Mapping[str, str] = MappingProxyType(
 )
 # As long as in the runs that `Constants` are fitted on, less what repeats.
 _TIMING = TimingOptions(
-    warmup_seconds=0.3, min_samples=3, max_samples=6, budget_seconds=0.8
+    warmup_seconds=0.4, min_samples=3, max_samples=6, budget_seconds=1.2
 )
 # What says how many devices there are, or where one stands among them, or where a line
 # of the source is. No time of a computation depends on it.
@@ -308,7 +319,12 @@ class StepPredictor:
         schedule = schedule_of(text).merged()
         samples_ms = [
             step_time(
-                schedule, self.rates, computation_ms=ms, constants=self.constants
+                schedule,
+                self.rates,
+                computation_ms=None
+                if ms is None
+                else computed_alone_ms(schedule, self.rates, ms),
+                constants=self.constants,
             ).total_ms
             for ms in alone
         ]
@@ -321,18 +337,40 @@ class StepPredictor:
         self, built: Built, job: Job, program: Program, mesh: Mesh, text: str
     ) -> ProfileRecord:
         """Measures the time of a program's computation by itself, once."""
-        assert self.place is not None
-        parts = (
-            ("what", "computation alone"),
-            ("computation", computation_of(text)),
-            ("donated", repr(job.donated)),
-            *(part for part in self.place if part[0] not in _PLAYED),
-        )
-        key = ProfileKey(parts)
+        key = self._key(job, text)
         kept = self.store.get(key.digest)
         if kept is not None and kept.ok:
             return kept
+        local = built.local
+        if not isinstance(local, Built):
+            # Known when it was built: another process's records went meanwhile.
+            assert local is not None, "what is not known is built"
+            return local
         self.timed.append(key.digest)
-        record = run(replace(built, key=key), job, program, mesh, timing=_TIMING)
+        kinds = input_kinds(program, job.part, job.in_specs)
+        record = execute(
+            replace(local, key=key),
+            local_kinds(kinds, mesh),
+            one_device(mesh),
+            feedback=job.feedback,
+            timing=_TIMING,
+            checked=True,
+        )
         self.store.put(record, replace=True)
         return record
+
+    def wants_local(self, job: Job, text: str) -> bool:
+        """Returns True if the computation of a program is not known."""
+        kept = self.store.get(self._key(job, text).digest)
+        return kept is None or not kept.ok
+
+    def _key(self, job: Job, text: str) -> ProfileKey:
+        assert self.place is not None
+        return ProfileKey(
+            (
+                ("what", "computation alone, on real numbers"),
+                ("computation", computation_of(text)),
+                ("donated", repr(job.donated)),
+                *(part for part in self.place if part[0] not in _PLAYED),
+            )
+        )

@@ -73,6 +73,8 @@ def play_one_of(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     # As slices x hosts x devices of a host. The environment variable is not read.
     jax.config.update(TOPOLOGY_SETTING, f"1x{count}x1")
+    # What comes from a cache is not partitioned again, and nothing shows its parts.
+    jax.config.update("jax_enable_compilation_cache", False)
     flags = os.environ.get("XLA_FLAGS", "").split()
     if _FLAG not in flags:
         os.environ["XLA_FLAGS"] = " ".join([*flags, _FLAG])

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
@@ -29,6 +31,7 @@ from cfp.profiling.private import make_private_folder
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
+from cfp.program.local import dump_options, lower_local, partitioned_program
 from cfp.program.memory import is_in_host
 from cfp.program.parcel import WrongPlace, pack
 from cfp.program.signature import Signature, signature
@@ -121,6 +124,8 @@ class BuildEnvironment:
         `cfp.runtime.kept`.
       place: where programs for the platform are compiled, if not here.
       always: compiler options of every build, whatever the platform.
+      wants_local: says of a job and its compiled program's text whether one device's
+        computation is compiled, too, as a program of its own; None if it never is.
     """
 
     autotune_dir: Path | None = None
@@ -128,6 +133,7 @@ class BuildEnvironment:
     executables_dir: Path | None = None
     place: Place | None = None
     always: Mapping[str, str] = field(default_factory=dict)
+    wants_local: Callable[[Job, str], bool] | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -192,10 +198,14 @@ class Built(CompiledBytes):
       compiled: takes and returns flat arrays.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
+      local: one device's computation as a program of its own
+        (`cfp.program.local`), or the record of why there is none; None if it is not
+        wanted.
     """
 
     key: ProfileKey
     compiled: jax.stages.Compiled
+    local: Built | ProfileRecord | None = None
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0
 
@@ -251,6 +261,7 @@ def build(
     elif environment is not None:
         environment.prepare(platform)
         options = {**environment.options(platform), **options}
+    wants_local = environment.wants_local if environment is not None else None
     try:
         lowered = lower_part(
             program,
@@ -261,6 +272,10 @@ def build(
             job.out_specs,
             job.donated,
         )
+        if wants_local is not None:
+            types = signature(program, job.part)
+            compiling = _Compiling(job, types, mesh, options, wants_local)
+            return compiling.both(lowered, started)
         return compile_lowered(job.key, lowered, options, started=started, how=how)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
@@ -292,7 +307,7 @@ def compile_lowered(
     compiled, text = how(lowered, options)
     build_seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
-    sizes = {}
+    sizes: dict[str, int] = {}
     if memory is not None:  # Not every backend keeps account.
         sizes = {
             "argument_bytes": memory.argument_size_in_bytes,
@@ -305,14 +320,63 @@ def compile_lowered(
             # CPUs' compiler counts what the host has as a device's.
             for name, size in _bytes_in_host(compiled).items():
                 sizes[name] -= size
+    # Some backends state -1 for what they do not know.
+    size = CompiledBytes(**{name: max(0, int(one)) for name, one in sizes.items()})
     return Built(
         key=key,
         compiled=compiled,
         collectives=collectives_in(text),
         build_seconds=build_seconds,
-        # Some backends state -1 for what they do not know.
-        **{name: max(0, int(size)) for name, size in sizes.items()},
+        **asdict(size),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """Compiles a program, and one device's computation as a program of its own.
+
+    Attributes:
+        job: what to compile.
+        types: of its inputs and outputs.
+        mesh: the devices.
+        options: of the compiler.
+        wants_local: whether one device's computation is wanted.
+    """
+
+    job: Job
+    types: Signature
+    mesh: Mesh
+    options: Mapping[str, Any]
+    wants_local: Callable[[Job, str], bool]
+
+    def both(self, lowered: jax.stages.Lowered, started: float) -> Built:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {**self.options, **dump_options(Path(folder))}
+            built = compile_lowered(self.job.key, lowered, options, started=started)
+            if not self.wants_local(self.job, built.compiled.as_text() or ""):
+                return built
+            try:
+                local = self._local(partitioned_program(Path(folder)))
+            except AssertionError:
+                raise
+            except Exception as error:  # As in `build`.
+                seconds = time.perf_counter() - started
+                failed = build_failure(self.job.key, error, build_seconds=seconds)
+                return replace(built, local=failed)
+        return replace(built, local=local)
+
+    def _local(self, partitioned: bytes) -> Built:
+        started, job = time.perf_counter(), self.job
+        shardings = self.types.shardings(self.mesh, job.in_specs, job.out_specs)
+        lowered = lower_local(
+            partitioned, self.types, shardings, one_device(self.mesh), job.donated
+        )
+        return compile_lowered(job.key, lowered, self.options, started=started)
+
+
+def one_device(mesh: Mesh) -> Mesh:
+    """The mesh of the first device of a mesh that is here."""
+    return Mesh(np.array(mesh.local_devices[:1]), ("one",))
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:

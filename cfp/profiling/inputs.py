@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import jax
@@ -174,6 +174,29 @@ def input_kinds(
             part.inputs, avals, types.inputs, memories, specs, strict=True
         )
     )
+
+
+def local_kinds(kinds: Sequence[InputKind], mesh: Mesh) -> tuple[InputKind, ...]:
+    """The kinds of one device's shards of some inputs.
+
+    What picks one of so many rows picks one of the first device's: of a table that is
+    sharded on its rows the others find what it does not have.
+    """
+
+    def local(kind: InputKind) -> InputKind:
+        spec = partition_spec(kind.spec, len(kind.shape))
+        shape = NamedSharding(mesh, spec).shard_shape(kind.shape)
+        given = kind.given
+        if given:
+            whole = np.frombuffer(given, jnp.dtype(kind.dtype)).reshape(kind.shape)
+            given = whole[tuple(slice(size) for size in shape)].tobytes()
+        count = max(1, kind.count // mesh.size) if kind.count else 0
+        none: Spec = ((),) * len(kind.spec)
+        return replace(
+            kind, shape=shape, spec=none, given=given, count=count, memory=""
+        )
+
+    return tuple(map(local, kinds))
 
 
 def make_inputs(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from cfp.profiling.builder import Job
 from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.record import ProfileRecord
@@ -25,6 +26,7 @@ class MeasureOptions:
         compiler_options: of every program.
         run: times a program in place of `cfp.profiling.runner.run`, where not all of
             its devices are here.
+        wants_local: see `cfp.profiling.builder.BuildEnvironment`.
     """
 
     retry_failures: bool | datetime = False
@@ -33,6 +35,7 @@ class MeasureOptions:
     place: Place | None = None
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     run: Callable[..., ProfileRecord] | None = None
+    wants_local: Callable[[Job, str], bool] | None = None
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

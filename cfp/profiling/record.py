@@ -19,7 +19,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cfp.fields import Count, Time, first_error
 
-Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
+Status = Literal[
+    "ok", "out_of_memory", "compile_error", "timeout", "crashed", "refused"
+]
 STATUSES: tuple[str, ...] = get_args(Status)
 
 
@@ -93,12 +95,15 @@ class ProfileRecord(CompiledBytes):
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
       status: "ok" means built, run and timed; or, of devices that are described,
-        built and predicted (`cfp.cost.stand_in`).
+        built and predicted (`cfp.cost.stand_in`). "refused" ran, and its times are no
+        measurement: its numbers were not finite, or the GPU was not at work.
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken. None is
         altered later; docs/how-cfp-chooses.md lists all places that correct them.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
+      clock_mhz, power_watts: medians of the first GPU while samples were taken; 0 where
+        nothing says.
       collectives: what the compiled program sends.
       choice: of a whole program what was chosen for it; see `cfp.race.remembered`.
       created: ISO 8601, UTC.
@@ -116,6 +121,8 @@ class ProfileRecord(CompiledBytes):
     samples_ms: tuple[Time, ...] = ()
     build_seconds: Time = 0.0
     run_seconds: Time = 0.0
+    clock_mhz: Time = 0.0
+    power_watts: Time = 0.0
     collectives: tuple[Collective, ...] = ()
     choice: str = ""
     created: str = field(default_factory=utc_now)
@@ -129,6 +136,8 @@ class ProfileRecord(CompiledBytes):
             *self.samples_ms,
             self.build_seconds,
             self.run_seconds,
+            self.clock_mhz,
+            self.power_watts,
         )
         if not all(math.isfinite(value) and value >= 0 for value in times):
             raise ValueError(f"expected finite times of 0 or more, got {times}")

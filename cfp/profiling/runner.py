@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cfp.errors import DeviceError, compose
@@ -29,6 +30,7 @@ from cfp.profiling.builder import (
 )
 from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.marks import Limits
+from cfp.profiling.meter import metered
 from cfp.profiling.place import Place, place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -189,6 +191,7 @@ def execute(
     *,
     feedback: Sequence[tuple[int, int]] = (),
     timing: TimingOptions | None = None,
+    checked: bool = False,
 ) -> ProfileRecord:
     """Times a compiled program, over and over.
 
@@ -199,6 +202,8 @@ def execute(
       feedback: (input position, output position): what the program donates, and
         what takes its place.
       timing: how long to measure.
+      checked: refuse times of a program whose results are not finite, or of a GPU
+        that ran at an idle one's clock.
     """
     options = asdict(timing or TimingOptions())
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -213,11 +218,14 @@ def execute(
     loop = _Loop(built.compiled, feedback, mesh)
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
-        found = measure(
-            loop,
-            **options,
-            agree=agreement.seconds,
-        )
+        with metered(mesh.local_devices[0]) as meter:
+            found = measure(
+                loop,
+                **options,
+                agree=agreement.seconds,
+            )
+        load = meter.load
+        reason = checked and (load.refused or loop.not_finite())
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         agreement.end_of_run(reason_of(error))
         return built.record(
@@ -228,11 +236,13 @@ def execute(
     finally:
         loop.free()
     agreement.end_of_run("")
-    return built.record(
-        "ok",
+    record = built.record(
+        "refused" if reason else "ok",
+        reason=reason or "",
         samples_ms=found.samples_ms,
         run_seconds=time.perf_counter() - started,
     )
+    return replace(record, clock_mhz=load.clock_mhz, power_watts=load.power_watts)
 
 
 def _build(
@@ -322,6 +332,11 @@ def _shortage(built: Built, mesh: Mesh) -> str:
     return ""
 
 
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
 class _Loop:
     """A program that is run over and over on what it returned."""
 
@@ -349,6 +364,22 @@ class _Loop:
             if self._one_at_a_time:
                 jax.block_until_ready(self._outputs)
         jax.block_until_ready(self._outputs)
+
+    def not_finite(self) -> str:
+        """Says which results are not finite; "" if all are."""
+        results = jax.tree.leaves(self._outputs)
+        wrong = [
+            f"{i} ({array.dtype}{list(array.shape)})"
+            for i, array in enumerate(results)
+            if jnp.issubdtype(array.dtype, jnp.inexact) and not _is_finite(array)
+        ]
+        if not wrong:
+            return ""
+        listed = ", ".join(wrong[:3]) + (" and others" if len(wrong) > 3 else "")
+        return (
+            f"{len(wrong)} of {len(results)} results are not finite: {listed}. Such "
+            "numbers take less power than a step's, and times come out too small"
+        )
 
     def free(self) -> None:
         """Gives all memory back now, whoever else may still know an array."""

@@ -50,13 +50,23 @@ def gpu_parts(ordinals: Sequence[int | None], ask: Ask = ask_driver) -> dict[str
         of the devices. What the driver does not say is "unknown".
     """
     gpus = _gpus(ask)
-    numbers = _visible([-1 if i is None else i for i in ordinals], gpus)
+    numbers = numbers_of(ordinals, ask)
     mine = [gpus.get(number, (UNKNOWN,) * 3) for number in numbers]
     return {
         "links": _links(numbers, ask),
         "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in mine)),
         "driver": ", ".join(dict.fromkeys(driver for _, _, driver in mine)),
     }
+
+
+def numbers_of(ordinals: Sequence[int | None], ask: Ask = ask_driver) -> list[int]:
+    """The driver's numbers of GPUs; -1 where it is not known.
+
+    Args:
+        ordinals: as CUDA counts those that it may see.
+        ask: asks the driver.
+    """
+    return _visible([-1 if i is None else i for i in ordinals], _gpus(ask))
 
 
 def _gpus(ask: Ask) -> dict[int, tuple[str, str, str]]:

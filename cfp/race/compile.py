@@ -98,6 +98,7 @@ def build_each(
         BuildEnvironment.beside(builder.store.build_path),
         always=options.compiler_options,
         place=place,
+        wants_local=options.wants_local,
     )
     most = default_threads(platform) if place is None else place.at_once
     done: list[str] = []

@@ -1,22 +1,21 @@
 """Whole steps predicted on one GPU beside those recorded on 2 and 4.
 
-    python -m cfp_test.bench.one_as_n fit     # the constants, from 2 H200 alone
-    python -m cfp_test.bench.one_as_n page    # the page and its picture
+    python -m cfp_test.bench.one_as_n    # the page and its picture
 
-Both read ``docs/results/one_as_four_h200_202611.json``.
+Reads ``docs/results/one_as_four_h200_202611.json``. Its predictions are those of the
+day: they stand in the file, since the computation was timed where collectives do
+nothing, and no later prediction takes such times.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cfp.cost.stand_in import Constants, StepTime, step_time
+from cfp.cost.stand_in import StepTime, step_time
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import carried_over, rates_from_page, without_launches
 from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json
@@ -78,76 +77,38 @@ def link_rates(data: dict[str, Any]) -> dict[tuple[int, str], Rates]:
         (2, "NVLink"): two,
         (4, "NVLink"): carried_over(two, (("x", 4),)),
         (4, "P2P off"): launched(curves("curves_h200x4_202611_p2p_off.json")),
-        (4, "NVLink, its own curves"): launched(
-            curves("curves_h200x4_202611_nvlink.json")
-        ),
     }
 
 
-def pairs(
-    data: dict[str, Any],
-    rates: dict[tuple[int, str], Rates],
-    devices: int,
-    constants: Constants | None = None,
-    own_curves: bool = False,
-) -> list[Pair]:
-    """All programs that were recorded on so many devices."""
-    found = []
-    for row in data["programs"]:
-        for links, times in row["recorded_ms"].items():
-            if row["devices"] != devices:
-                continue
-            own = own_curves and links == "NVLink"
-            key = devices, f"{links}, its own curves" if own else links
-            predicted = step_time(
-                schedule_from_json(row),
-                rates[key],
-                computation_ms=statistics.median(row["alone_ms"]),
-                constants=constants,
-            )
-            ms = statistics.median(times)
-            found.append(
-                Pair(row=row, links=links, recorded_ms=ms, predicted=predicted)
-            )
-    return found
+def pairs(data: dict[str, Any], devices: int) -> list[Pair]:
+    """All programs that were recorded on so many devices, as they were predicted."""
+    return [
+        Pair(
+            row=row,
+            links=links,
+            recorded_ms=statistics.median(times),
+            predicted=StepTime(**row["predicted"][links]),
+        )
+        for row in data["programs"]
+        if row["devices"] == devices
+        for links, times in row["recorded_ms"].items()
+    ]
 
 
-def fit(data: dict[str, Any]) -> Constants:
-    """The constants with the least error on 2 H200: the mean, and 0.3 of the worst.
-
-    One constant after another is moved by ever smaller steps.
-    """
+def predict(data: dict[str, Any]) -> None:
+    """Adds to each program what is predicted of it, by kinds of links."""
     rates = link_rates(data)
-
-    def loss(constants: Constants) -> float:
-        errors = [abs(p.error) for p in pairs(data, rates, 2, constants)]
-        return statistics.fmean(errors) + 0.3 * max(errors)
-
-    best = Constants(sustained=0.95, beside=0.8, inside=1.0, launch_ms=0.01)
-    least = loss(best)
-    steps = {"sustained": 0.04, "beside": 0.16, "inside": 0.16, "launch_ms": 0.008}
-    names = tuple(steps)
-    for _ in range(7):
-        moved = True
-        while moved:
-            moved = False
-            for signs in product((-1, 0, 1), repeat=2):
-                for a in range(len(names)):
-                    pair = names[a], names[(a + 1) % len(names)]
-                    change = {
-                        name: round(
-                            max(0.0, getattr(best, name) + sign * steps[name]), 5
-                        )
-                        for name, sign in zip(pair, signs, strict=True)
-                    }
-                    tried = replace(best, **change)
-                    if not 0 < tried.beside <= 1 or tried.inside <= 0:
-                        continue
-                    value = loss(tried)
-                    if value < least - 1e-9:
-                        best, least, moved = tried, value, True
-        steps = {name: step / 2 for name, step in steps.items()}
-    return best
+    for row in data["programs"]:
+        row["predicted"] = {
+            links: asdict(
+                step_time(
+                    schedule_from_json(row),
+                    rates[row["devices"], links],
+                    computation_ms=statistics.median(row["alone_ms"]),
+                )
+            )
+            for links in row["recorded_ms"]
+        }
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -188,9 +149,6 @@ def summary(name: str, found: Sequence[Pair]) -> list[str]:
 
 def main() -> None:
     data = json.loads(FILE.read_text())
-    if sys.argv[1] == "fit":
-        print(fit(data))
-        return
     from cfp_test.bench import one_as_n_page
 
     one_as_n_page.write(data)

@@ -152,7 +152,7 @@ def main() -> None:
 
 def write_page(page: dict[str, Any]) -> None:
     """Writes the JSON, a line for each program."""
-    names = ("two_layers", "without_gpu", "programs")
+    names = ("two_layers", "without_gpu", "ablations", "programs")
     lists = {name: page.pop(name) for name in names if name in page}
     text = json.dumps(page, indent=1).removesuffix("\n}")
     for name, rows in lists.items():

@@ -5,18 +5,15 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from cfp.cost.stand_in import Constants
 from cfp.report.plots import figure
 from cfp_test.bench.one_as_n import (
     PICTURE,
     Pair,
     groups,
-    link_rates,
     pairs,
     rank_correlation,
     summary,
@@ -24,8 +21,6 @@ from cfp_test.bench.one_as_n import (
 from cfp_test.bench.one_as_n_data import FILE
 
 _GROUP_HEAD = ("group", "programs", "median error", "worst", "mean", "rank correlation")
-# At half their speed both take as long as one after another.
-_ONE_AFTER_ANOTHER = Constants(sustained=10.0, beside=0.5, inside=1.0, launch_ms=0.0)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -41,13 +36,9 @@ def write(data: dict[str, Any]) -> None:
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    rates = link_rates(data)
-    four = pairs(data, rates, 4)
-    own = [
-        one for one in pairs(data, rates, 4, own_curves=True) if one.links == "NVLink"
-    ]
-    two = pairs(data, rates, 2)
-    used = Constants()
+    four = pairs(data, 4)
+    two = pairs(data, 2)
+    used = data["constants"]
     peaks = [
         (row, [row["peak_bytes"] / peak - 1 for peak in row["recorded_bytes"]])
         for row in data["programs"]
@@ -78,11 +69,11 @@ def lines(data: dict[str, Any]) -> list[str]:
         f"![predicted against recorded](../pictures/{PICTURE.name})",
         "",
         f"The four constants are fitted on {len(two)} steps of 2 H200 with NVLink "
-        f"alone: products run at {used.sustained:.3f} of a probe's rate in a long "
+        f"alone: products run at {used['sustained']:.3f} of a probe's rate in a long "
         f"step; a collective and the computation beside it each run at "
-        f"{used.beside:.3f} of their speed; inside a program a collective takes "
-        f"{used.inside:.3f} of what it takes in a chain of its own, and "
-        f"{used.launch_ms * 1000:.0f} us more. "
+        f"{used['beside']:.3f} of their speed; inside a program a collective takes "
+        f"{used['inside']:.3f} of what it takes in a chain of its own, and "
+        f"{used['launch_ms'] * 1000:.0f} us more. "
         "NVLink's curves are those of 2 H200, carried over to 4 by what a device "
         "sends: nothing of the first two groups was measured on 4 H200 but what is "
         "predicted. Without peer-to-peer access only 4 H200 were measured: the curves "
@@ -130,7 +121,7 @@ def lines(data: dict[str, Any]) -> list[str]:
         "The same table with one part of the prediction changed. What a part is worth "
         "shows where leaving it out makes the errors larger.",
         "",
-        *_table(("prediction", *_GROUP_HEAD), _ablations(data, rates, own)),
+        *_table(("prediction", *_GROUP_HEAD), data["ablations"]),
         *_misses(four),
         "",
         "## Every program",
@@ -249,26 +240,6 @@ def _estimated(data: dict[str, Any], name: str, found: Sequence[Pair]) -> list[s
     return [name, listed, f"{mine:.1f}", f"{best:.1f}", f"{mine / best - 1:.1%}"]
 
 
-def _ablations(
-    data: dict[str, Any], rates: dict[Any, Any], own: Sequence[Pair]
-) -> list[list[str]]:
-    used = Constants()
-    changed = {
-        "as above": used,
-        "products as fast as with zeros": replace(used, sustained=10.0),
-        "no contention": replace(used, beside=1.0),
-        "collectives as in their curves": replace(used, inside=1.0),
-        "one after another, as timed": _ONE_AFTER_ANOTHER,
-    }
-    rows = []
-    for what, constants in changed.items():
-        for name, found in groups(pairs(data, rates, 4, constants)).items():
-            rows.append([what, *summary(name, found)])
-    for name, found in groups(own).items():
-        rows.append(["NVLink's curves of 4 H200", *summary(name, found)])
-    return rows
-
-
 def _ranks_of_records(times_ms: Sequence[float], off: float) -> tuple[float, float]:
     """Rank correlations of two records of some programs: median and twentieth part.
 
@@ -369,7 +340,7 @@ def _row(one: Pair) -> list[str]:
 
 
 def _draw(data: dict[str, Any], file: Path) -> None:
-    four = groups(pairs(data, link_rates(data), 4))
+    four = groups(pairs(data, 4))
     with figure(file, columns=2, figsize=(9, 4.4)) as (near, far):
         for axes, links in ((near, "NVLink"), (far, "P2P off")):
             low, high = float("inf"), 0.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from cfp_test.bench.one_as_n import link_rates, pairs
+from cfp_test.bench.one_as_n import pairs
 from cfp_test.bench.one_as_n_data import FILE as RECORDED
 
 _HEADS = {
@@ -80,7 +80,7 @@ def _chosen(row: Mapping[str, Any]) -> list[str]:
     data = json.loads(RECORDED.read_text())
     [best] = [
         one.predicted.total_ms
-        for one in pairs(data, link_rates(data), 4)
+        for one in pairs(data, 4)
         if f"{one.model}, {one.links}" == _where(row) and one.row["name"] == row["best"]
     ]
     return [

@@ -95,3 +95,30 @@ def test_a_compiled_product_has_the_flops_of_its_sizes():
     shapes[0] = jax.ShapeDtypeStruct((8192, 512), jnp.float32)
     text = jitted.lower(*shapes).compile().as_text()
     assert abs(schedule_of(text).flops / (5 * 2.0 * 4096 * 512 * 512) - 1) < 1e-6
+
+
+def test_products_of_attention_kernels_count():
+    scores = '"intermediate_tensor_shape":{"dimensions":["6","32","1024","2048"]}'
+    more = {
+        "forward": '"mask_type":"NO_MASK"',
+        "causal": '"mask_type":"CAUSAL"',
+        "backward": '"bmm1_grad_gemm1_dot_dimension_numbers":{},"mask_type":"NO_MASK"',
+    }
+    found = {}
+    for name, config in more.items():
+        text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (q: bf16[6,1024,32,128]) -> bf16[6,1024,32,128] {{
+  %q = bf16[6,1024,32,128]{{3,2,1,0}} parameter(0)
+  ROOT %a = (bf16[6,1024,32,128]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmax", \
+backend_config={{"cudnn_fmha_backend_config":{{{scores},{config}}}}}
+}}
+"""
+        found[name] = schedule_of(text).flops
+    product = 2.0 * 6 * 32 * 1024 * 2048 * 128
+    assert found == {
+        "forward": 2 * product,
+        "causal": product,
+        "backward": 5 * product,
+    }

@@ -6,7 +6,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import analyze
 from cfp.presets.presets import plainest, presets
-from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+from cfp.profiling.inputs import (
+    InputKind,
+    generator,
+    input_kinds,
+    local_kinds,
+    make_inputs,
+)
 from cfp.program.graft import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -199,3 +205,17 @@ def test_records_know_the_values_that_decide(mesh):
     assert key(False, 12, 0.5) == known
     assert key(True, 12, 0.25) != known
     assert key(False, 13, 0.25) != known
+
+
+def test_inputs_of_one_device_are_its_shards(mesh):
+    axis, size = next(iter(mesh.shape.items()))
+    given = np.arange(4 * size, dtype=np.float32)
+    kinds = (
+        InputKind((8 * size, 3), "float32", ((axis,), ()), signed=True),
+        InputKind((5,), "int32", ((),), count=64 * mesh.size),
+        InputKind((4 * size,), "float32", ((axis,),), given=given.tobytes()),
+    )
+    rows, ids, values = local_kinds(kinds, mesh)
+    assert (rows.shape, rows.spec, rows.signed) == ((8, 3), ((), ()), True)
+    assert (ids.shape, ids.count) == ((5,), 64)
+    assert np.frombuffer(values.given, np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,9 +10,10 @@ import pytest
 
 from cfp.errors import DeviceError
 from cfp.profiling import runner
-from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.inputs import make_inputs
-from cfp.profiling.runner import UntilLost, profile, run
+from cfp.profiling.builder import BuildEnvironment, Built, build, one_device
+from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
+from cfp.profiling.meter import Meter
+from cfp.profiling.runner import UntilLost, execute, profile, run
 from cfp.profiling.timing import measure as timing_measure
 
 
@@ -362,3 +364,33 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
         run_next(*what, timing=quick)
     assert kept == [first]
     assert len(crashed) == 1
+
+
+def test_results_that_are_not_finite_are_no_measurement(case, quick):
+    def divided(x):
+        return x / (x - x), x
+
+    kind = InputKind((8, 8), "float32", ((), ()))
+    mesh = one_device(case.mesh)
+    compiled = jax.jit(divided).lower(jax.ShapeDtypeStruct((8, 8), "float32"))
+    built = Built(key=case.job().key, compiled=compiled.compile())
+    refused = execute(built, [kind], mesh, timing=quick, checked=True)
+    assert refused.status == "refused" and refused.samples_ms
+    assert refused.time_ms == math.inf
+    assert "1 of 2 results are not finite: 0 (float32[8, 8])" in refused.reason
+    assert execute(built, [kind], mesh, timing=quick).ok
+
+
+def test_an_idle_clock_is_no_measurement(case, built, quick, monkeypatch):
+    @contextlib.contextmanager
+    def idle(device):
+        yield Meter(clocks_mhz=[345.0], powers_watts=[80.0], most_mhz=1980.0)
+
+    monkeypatch.setattr(runner, "metered", idle)
+    kinds = input_kinds(case.program, case.job().part, case.job().in_specs)
+    feedback = case.job().feedback
+    how = {"feedback": feedback, "timing": quick}
+    refused = execute(built, kinds, case.mesh, **how, checked=True)
+    assert refused.status == "refused" and "345 MHz of 1980" in refused.reason
+    noted = execute(built, kinds, case.mesh, **how)
+    assert noted.ok and (noted.clock_mhz, noted.power_watts) == (345.0, 80.0)

@@ -11,6 +11,7 @@ from cfp_test.bench import (
     one_as_n_page,
     planned_on_one_page,
     planning_time_page,
+    played_page,
     worth,
 )
 from cfp_test.proving import page as proved
@@ -324,6 +325,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("overwritten_h200_202611", building.overwritten),
     _page("planned_on_one_h200_202611", _planned_on_one),
+    _page("played_h200x2_202611", played_page.figures),
     Page(
         name="ray_builds_cpu_202611",
         sources=("ray_builds_cpu_202611.json",),

@@ -1,0 +1,249 @@
+"""Makes the computation of one device of a partitioned program a program of its own.
+
+XLA's partitioner turns a program for N devices into one that each of them runs on its
+own shards, with collectives between them. Here collectives become local ops of the same
+result shapes, so that one device runs the computation on real numbers:
+
+==================  ==============================================================
+all-gather          copies of the local part, which is what memory it fills
+all-to-all          the local part in another shape
+reduce-scatter      a slice of the local part
+all others          the local part as it is
+partition number    zero, which the compiler does not know
+==================  ==============================================================
+
+Optimization barriers stand where the collectives stood: nothing is fused or simplified
+across them, as nothing is across a collective. So all kernels are those of the
+partitioned program, but for the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import jax
+from jax.extend.mlir import ir
+from jax.sharding import Mesh, Sharding
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+from cfp.program import shardy
+from cfp.program.signature import Signature
+
+_PASS = "spmd-partitioning"
+_MARKED = ("mhlo.sharding", "mhlo.frontend_attributes")
+_AS_IT_IS = frozenset(
+    "stablehlo.all_reduce stablehlo.collective_broadcast stablehlo.collective_permute"
+    " stablehlo.cross-replica-sum".split()
+)
+_NUMBERS = frozenset(("stablehlo.partition_id", "stablehlo.replica_id"))
+
+
+def dump_options(folder: Path) -> Mapping[str, object]:
+    """Compiler options that have XLA write the partitioned program into a folder."""
+    return {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_pass_re": f"^{_PASS}$",
+        "xla_dump_hlo_as_proto": True,
+    }
+
+
+def partitioned_program(folder: Path) -> bytes:
+    """The partitioned program as StableHLO, of a compile with `dump_options`.
+
+    Raises:
+        ValueError: there is none: the program came from a cache, or has one partition.
+    """
+    found = sorted(folder.glob(f"*.after_{_PASS}.*.hlo.pb"))
+    if not found:
+        raise ValueError(f"expected a dump after {_PASS}, got none: was it compiled?")
+    return _jax.mlir.hlo_to_stablehlo(_first_field(found[-1].read_bytes()))
+
+
+def lower_local(
+    partitioned: bytes,
+    types: Signature,
+    shardings: tuple[Sequence[Sharding], Sequence[Sharding]],
+    mesh: Mesh,
+    donated: Sequence[int] = (),
+) -> jax.stages.Lowered:
+    """Makes one device's computation ready to compile for it alone.
+
+    Args:
+        partitioned: of `partitioned_program`.
+        types: of the whole program's inputs and outputs.
+        shardings: of these.
+        mesh: of the one device.
+        donated: positions of inputs whose memory is overwritten.
+
+    Raises:
+        ValueError: an op's results cannot be made without the other devices.
+    """
+    local = Signature(
+        tuple(map(_local, types.inputs, shardings[0])),
+        tuple(map(_local, types.outputs, shardings[1])),
+    )
+    specs = [((),) * len(one.shape) for one in (*local.inputs, *local.outputs)]
+    count = len(local.inputs)
+    lowered = local.lower(*local.shardings(mesh, specs[:count], specs[count:]), donated)
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(partitioned)
+        for function in shardy.functions(source.operation):
+            for name in ("arg_attrs", "res_attrs"):
+                if name in function.attributes:
+                    del function.attributes[name]
+            for op in list(shardy.walk(function)):
+                _make_local(op)
+        _call(module, source)
+    return lowered
+
+
+def _local(one: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        sharding.shard_shape(one.shape), one.dtype, weak_type=one.weak_type
+    )
+
+
+def _first_field(message: bytes) -> bytes:
+    """The first field of a protocol buffer's message, which holds a message."""
+    if message[:1] != b"\x0a":
+        raise ValueError("expected a module in the first field of an HloProto")
+    size, place = 0, 1
+    while True:
+        byte = message[place]
+        size |= (byte & 127) << 7 * (place - 1)
+        place += 1
+        if byte < 128:
+            return message[place : place + size]
+
+
+def _call(target: ir.Module, source: ir.Module) -> None:
+    """Has the target's main function return what the source's does."""
+    main = shardy.main_function(target)
+    block = main.regions[0].blocks[0]
+    *stale, terminator = [one.operation for one in block.operations]
+    with ir.InsertionPoint(main):
+        for function in shardy.functions(source.operation):
+            # The source's names of functions that it calls; main's alone is taken.
+            clone = function.clone()
+            if function == shardy.main_function(source):
+                clone.attributes["sym_name"] = ir.StringAttr.get("one_device")
+            clone.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    with ir.InsertionPoint(terminator):
+        call = ir.Operation.create(
+            "func.call",
+            results=[value.type for value in terminator.operands],
+            operands=list(block.arguments),
+            attributes={"callee": ir.FlatSymbolRefAttr.get("one_device")},
+        )
+    for place, result in enumerate(call.results):
+        terminator.operands[place] = result
+    for op in reversed(stale):
+        op.erase()
+
+
+def _make_local(op: ir.Operation) -> None:
+    """Replaces an op that needs other devices by one that does not."""
+    with ir.InsertionPoint(op):
+        found = _stands_for(op)
+    for name in _MARKED:
+        if name in op.attributes:
+            del op.attributes[name]
+    if found is None:
+        return
+    for old, new in zip(op.results, found, strict=True):
+        old.replace_all_uses_with(new)
+    op.erase()
+
+
+def _stands_for(op: ir.Operation) -> list[ir.Value] | None:
+    """Makes local values in place of an op's results; None if it needs no others."""
+    if op.name in _NUMBERS:
+        return _barred([_zero(op.results[0].type)])
+    if op.name == "mhlo.copy":
+        return [op.operands[0]]  # StableHLO has none.
+    if shardy.moves_to_memory(op):
+        return [op.operands[0]]  # All of it is in the device's memory.
+    if op.name in _AS_IT_IS:
+        return _barred(list(op.operands))
+    if op.name in ("stablehlo.all_gather", "stablehlo.all_to_all"):
+        parts = _barred(list(op.operands))
+        types = [ir.RankedTensorType(one.type) for one in op.results]
+        return _barred([*map(_copied, parts, types)])
+    if op.name == "stablehlo.reduce_scatter":
+        [part] = _barred(list(op.operands))
+        return [_first(part, ir.RankedTensorType(op.results[0].type))]
+    if op.name == "stablehlo.custom_call" and _target(op) == "ragged_all_to_all":
+        return _barred([op.operands[1]])
+    if op.name in ("stablehlo.send", "stablehlo.recv"):
+        raise ValueError(f"{op.name} has no result that one device could make")
+    return None
+
+
+def _target(op: ir.Operation) -> str:
+    return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def _zero(kind: ir.Type) -> ir.Value:
+    value = ir.Attribute.parse(f"dense<0> : {kind}")
+    made = ir.Operation.create(
+        "stablehlo.constant", results=[kind], attributes={"value": value}
+    )
+    return made.results[0]
+
+
+def _barred(values: Sequence[ir.Value]) -> list[ir.Value]:
+    types = [one.type for one in values]
+    made = ir.Operation.create(
+        "stablehlo.optimization_barrier", results=types, operands=list(values)
+    )
+    return list(made.results)
+
+
+def _copied(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
+    """Fills a shape with copies of a part; of an equally large one it is a reshape."""
+    shape = list(ir.RankedTensorType(part.type).shape)
+    wanted = list(kind.shape)
+    if shape == wanted:
+        return part
+    if prod(shape) != prod(wanted):
+        [dim] = [d for d, size in enumerate(shape) if size != wanted[d]]
+        times = wanted[dim] // shape[dim]
+        larger = [*shape[:dim], times, *shape[dim:]]
+        dims = ", ".join(str(d + (d >= dim)) for d in range(len(shape)))
+        between = ir.RankedTensorType.get(larger, kind.element_type)
+        where = ir.Attribute.parse(f"array<i64: {dims}>")
+        made = ir.Operation.create(
+            "stablehlo.broadcast_in_dim",
+            results=[between],
+            operands=[part],
+            attributes={"broadcast_dimensions": where},
+        )
+        part = made.results[0]
+    made = ir.Operation.create("stablehlo.reshape", results=[kind], operands=[part])
+    return made.results[0]
+
+
+def _first(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
+    """The first piece of a value that has a shape."""
+    sizes = list(kind.shape)
+    if not sizes:
+        return part
+
+    def listed(numbers: Sequence[int]) -> ir.Attribute:
+        return ir.Attribute.parse(f"array<i64: {', '.join(map(str, numbers))}>")
+
+    made = ir.Operation.create(
+        "stablehlo.slice",
+        results=[kind],
+        operands=[part],
+        attributes={
+            "start_indices": listed([0] * len(sizes)),
+            "limit_indices": listed(sizes),
+            "strides": listed([1] * len(sizes)),
+        },
+    )
+    return made.results[0]

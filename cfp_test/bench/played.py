@@ -1,0 +1,430 @@
+"""Steps of two GPUs, beside what one GPU that plays two runs and predicts of them.
+
+    python -m cfp_test.bench.played run --out FOLDER [--rounds 2] [--tiny]
+    python -m cfp_test.bench.played_page
+
+Two processes build the same programs: one for two GPUs, and one for two that its own
+GPU plays. Then they run in turn, each program round by round: the whole step on two;
+one device's computation on real numbers (`cfp.program.local`); and, for some, the
+partitioned program with collectives that do nothing, as it is and after the GPU's
+memory was filled with small numbers. Clocks and power stand beside each.
+
+With ``--tiny`` on CPUs small models run on virtual devices, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from cfp import platform
+from cfp.cost.schedule import schedule_of
+from cfp.devices import mock
+from cfp.passes.pipeline import analyze_step
+from cfp.presets.presets import presets
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
+from cfp.profiling.collectives import measure_rates
+from cfp.profiling.inputs import input_kinds, local_kinds
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.store import ProfileStore
+from cfp.program.graph import Program
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh
+from cfp.report.curves import curves_data
+from cfp.search.jobs import whole_job
+from cfp.targets import resolve
+from cfp_test.bench.decoder import MODELS, make_step
+from cfp_test.bench.one_as_n_data import schedule_to_json
+from cfp_test.bench.recorded import MOE_OF_TWO, TINY
+
+AXES = (("x", 2),)
+_TIMING = TimingOptions(
+    warmup_seconds=0.25,
+    min_samples=3,
+    max_samples=3,
+    budget_seconds=1.6,
+    min_sample_ms=200.0,
+    min_repeat=3,
+)
+# Bytes that are small numbers in every type of floats: 0.03 and less.
+_SMALL_BYTES = 0x3C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A program.
+
+    Attributes:
+        model: of `cfp_test.bench.decoder`, or "moe" of the zoo.
+        kernel: whether attention is cuDNN's.
+        how: a preset, or "by hand": parameters sharded on their largest dim, the
+            activations between layers on the batch.
+        garbage: whether the partitioned program runs, too.
+    """
+
+    model: str
+    kernel: bool
+    how: str
+    garbage: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}{', cuDNN' if self.kernel else ''}, {self.how}"
+
+
+CASES = (
+    Case(model="gpt", kernel=True, how="by hand", garbage=True),
+    Case(model="llama4k", kernel=True, how="by hand", garbage=True),
+    Case(model="gpt", kernel=True, how="fully_sharded", garbage=True),
+    Case(model="gpt", kernel=True, how="data_parallel"),
+    Case(model="gpt", kernel=True, how="tensor_parallel"),
+    Case(model="gpt", kernel=False, how="fully_sharded"),
+    Case(model="moe", kernel=False, how="fully_sharded"),
+    Case(model="moe", kernel=False, how="expert_parallel"),
+    Case(model="moe", kernel=False, how="data_parallel"),
+    Case(model="llama4k", kernel=True, how="fully_sharded"),
+    Case(model="llama4k", kernel=True, how="data_parallel"),
+    Case(model="llama4k", kernel=True, how="tensor_parallel"),
+    Case(model="gpt", kernel=True, how="zero1"),
+    Case(model="bert", kernel=True, how="fully_sharded"),
+)
+TINY_CASES = tuple(
+    Case(model=model, kernel=False, how=how, garbage=how == "by hand")
+    for model, hows in (
+        ("tiny", ("by hand", "fully_sharded", "tensor_parallel")),
+        ("moe", ("expert_parallel",)),
+    )
+    for how in hows
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A case as it was built."""
+
+    case: Case
+    program: Program
+    job: Job
+    built: Built | ProfileRecord
+
+
+def _step(case: Case, tiny: bool) -> Any:
+    if case.model == "moe":
+        words = (TINY["moe"] if tiny else MOE_OF_TWO).split()
+        return resolve(words[0], words[1:]).flatten()
+    sizes = MODELS[case.model]
+    if case.kernel:
+        sizes = replace(sizes, attention="cudnn")
+    step, args = make_step(sizes)
+
+    def train_step(state: Any, tokens: jax.Array) -> Any:
+        return step(state, tokens)
+
+    return flatten_step(train_step, args, {}, donate_argnums=0)
+
+
+def _by_hand(job: Job, program: Program, model: str) -> Job:
+    """The job with an expert's shardings in place of a preset's."""
+    sizes = MODELS[model]
+    activations = sizes.batch, sizes.tokens, sizes.width
+
+    def spec(v: int) -> tuple[tuple[str, ...], ...]:
+        shape = program.values[v].shape
+        if len(shape) < 2:
+            return ((),) * len(shape)
+        dims = [d for d, size in enumerate(shape) if size % 2 == 0]
+        largest = max(dims, key=lambda d: shape[d])
+        if "i32" in program.values[v].dtype:
+            largest = 0  # Tokens, on the batch.
+        return tuple(("x",) if d == largest else () for d in range(len(shape)))
+
+    on_batch = (("x",), (), ())
+    values = {
+        v: on_batch
+        for op in program.ops
+        for v in op.results
+        if op.parent < 0 and program.values[v].shape == activations
+    }
+    constraints = replace(job.constraints, values=values, uses={})
+    return replace(
+        job,
+        constraints=constraints,
+        in_specs=tuple(map(spec, job.part.inputs)),
+        out_specs=tuple(map(spec, job.part.outputs)),
+    )
+
+
+class Worker:
+    """Builds the cases, and runs one after another as it is asked to."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.plays = given.role == "play"
+        self.tiny = given.tiny
+        self.out = Path(given.out)
+        if given.tiny:
+            platform.select("cpu", AXES)
+            mesh = platform.make_mesh(AXES)
+        elif self.plays:
+            mock.play_one_of(2)
+            mesh = mock.mocked_mesh(AXES)
+        else:
+            mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+        self.mesh = planning_mesh(mesh)
+        self.common = dict(mock.OPTIONS) if self.plays and not given.tiny else {}
+        self.made: dict[str, Made] = {}
+
+    def build(self) -> dict[str, Any]:
+        cases = TINY_CASES if self.tiny else CASES
+        steps: dict[tuple[str, bool], Any] = {}
+        for case in cases:
+            key = case.model, case.kernel
+            if key not in steps:
+                step = _step(case, self.tiny)
+                steps[key] = analyze_step(step, self.mesh, None).analysis
+        folder = self.out / "tuned"
+        environment = BuildEnvironment(
+            autotune_dir=folder,
+            wants_local=(lambda job, text: True) if self.plays else None,
+        )
+
+        def make(case: Case) -> Made:
+            started = time.perf_counter()
+            analysis = steps[case.model, case.kernel]
+            program = analysis.frame.program
+            named = presets(analysis.frame)
+            by_hand = case.how == "by hand"
+            choice = named["fully_sharded" if by_hand else case.how]
+            options = self.common
+            job = whole_job(analysis, choice, (), case.name, options=options)
+            if by_hand:
+                job = _by_hand(job, program, case.model)
+            built = build(program, self.mesh, job, environment)
+            self.say(f"{case.name}: built in {time.perf_counter() - started:.1f} s")
+            return Made(case=case, program=program, job=job, built=built)
+
+        with ThreadPoolExecutor(8) as pool:
+            for one in pool.map(make, cases):
+                self.made[one.case.name] = one
+        return {name: self._about(one) for name, one in self.made.items()}
+
+    def say(self, text: str) -> None:
+        print(f"{'play' if self.plays else 'two'}: {text}", file=sys.stderr, flush=True)
+
+    def _about(self, one: Made) -> dict[str, Any]:
+        built = one.built
+        if not isinstance(built, Built):
+            return {"failure": f"{built.status}: {built.reason}"}
+        found: dict[str, Any] = {
+            "peak_bytes": built.peak_bytes,
+            "build_seconds": built.build_seconds,
+        }
+        text = built.compiled.as_text() or ""
+        found["schedule"] = schedule_to_json(schedule_of(text).merged())
+        found["kernels"] = text.count("fmhaSoftmax")
+        if isinstance(built.local, ProfileRecord):
+            found["local_failure"] = f"{built.local.status}: {built.local.reason}"
+        elif built.local is not None:
+            found["local_peak_bytes"] = built.local.peak_bytes
+            found["local_build_seconds"] = built.local.build_seconds
+            (self.out / "texts").mkdir(exist_ok=True)
+            file = f"{one.case.name.replace(', ', '_').replace(' ', '_')}"
+            (self.out / "texts" / f"{file}_local.txt").write_text(
+                built.local.compiled.as_text() or ""
+            )
+            (self.out / "texts" / f"{file}.txt").write_text(text)
+        return found
+
+    def curves(self) -> dict[str, Any]:
+        with ProfileStore(self.out / "curves.sqlite3") as store:
+            return curves_data(measure_rates(self.mesh, store), None)
+
+    def rates(self) -> dict[str, Any]:
+        """How fast the device moves memory: copies of 1 GiB."""
+        array = jnp.ones((1 << 28,), jnp.float32)
+        copy = jax.jit(lambda x: x + 1.0)
+        copy(array).block_until_ready()
+        started = time.perf_counter()
+        for _ in range(20):
+            out = copy(array)
+        out.block_until_ready()
+        return {
+            "memory_bytes_per_ms": 40 * 2**30 / (time.perf_counter() - started) / 1e3
+        }
+
+    def run(self, name: str, what: str) -> dict[str, Any]:
+        one = self.made[name]
+        built = one.built
+        if not isinstance(built, Built):
+            return {"failure": built.reason[:300]}
+        kinds = input_kinds(one.program, one.job.part, one.job.in_specs)
+        mesh = self.mesh
+        if what == "local":
+            if not isinstance(built.local, Built):
+                return {"failure": "no local program"}
+            built, kinds = built.local, local_kinds(kinds, mesh)
+            mesh = one_device(mesh)
+        if what == "filled":
+            self._fill()
+        record = execute(
+            built,
+            kinds,
+            mesh,
+            feedback=one.job.feedback,
+            timing=_TIMING,
+            checked=True,
+        )
+        return {
+            "status": record.status,
+            "reason": record.reason[:300],
+            "samples_ms": list(record.samples_ms),
+            "clock_mhz": record.clock_mhz,
+            "power_watts": record.power_watts,
+        }
+
+    def _fill(self) -> None:
+        device = self.mesh.local_devices[0]
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 1 << 24) - stats.get("bytes_in_use", 0)
+        piece = 1 << 28
+        with jax.default_device(device):
+            held = [
+                jnp.full((piece,), _SMALL_BYTES, jnp.uint8)
+                for _ in range(max(1, int(0.9 * free) // piece - 1))
+            ]
+            jax.block_until_ready(held)
+        for array in held:
+            array.delete()
+
+
+def work(given: argparse.Namespace) -> None:
+    """Answers lines of standard input, each a call of a `Worker`, with JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Whatever else is printed is no answer.
+    worker = Worker(given)
+    for line in sys.stdin:
+        name, *words = json.loads(line)
+        try:
+            found = getattr(worker, name)(*words)
+        except Exception as error:  # What one program fails with is no other's.
+            found = {"failure": f"{type(error).__name__}: {error}"[:600]}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+class Side:
+    """A worker in a process of its own."""
+
+    def __init__(self, role: str, given: argparse.Namespace) -> None:
+        words = [sys.executable, "-m", "cfp_test.bench.played", "work", "--role", role]
+        words += ["--out", str(given.out), *(["--tiny"] if given.tiny else [])]
+        environment = dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION="0.46")
+        if role == "play":
+            environment["CUDA_VISIBLE_DEVICES"] = "0"
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, *words: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failure": "the process is gone"}
+
+    def call(self, *words: Any) -> dict[str, Any]:
+        self.ask(*words)
+        return self.answer()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def run(given: argparse.Namespace) -> None:
+    """Builds and runs everything, and writes what is known after each round."""
+    started = time.perf_counter()
+    given.out.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - started:6.1f} s: {text}", flush=True)
+
+    two, play = Side("two", given), Side("play", given)
+    found: dict[str, Any] = {"jax": jax.__version__, "programs": {}}
+
+    def write() -> None:
+        (given.out / "played.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    two.ask("build")
+    # Kernels are tuned once: those of two GPUs are there when the other looks.
+    built = {"two": two.answer()}
+    say("built for two")
+    play.ask("build")
+    found["curves"] = two.call("curves")
+    say("curves")
+    built["play"] = play.answer()
+    say("built for one that plays two")
+    found["copy"] = play.call("rates")
+    cases = TINY_CASES if given.tiny else CASES
+    for case in cases:
+        found["programs"][case.name] = {
+            **asdict(case),
+            **{side: rows.get(case.name, rows) for side, rows in built.items()},
+            "runs": {},
+        }
+    write()
+    for turn in range(given.rounds):
+        for case in cases:
+            if time.perf_counter() - started > given.seconds:
+                break
+            runs = found["programs"][case.name]["runs"]
+            ways = [(two, "two"), (play, "local")]
+            if case.garbage:
+                ways += [(play, "garbage"), *([(play, "filled")] if not turn else [])]
+            for side, what in ways[turn % 2 :] + ways[: turn % 2]:
+                row = side.call("run", case.name, what)
+                runs.setdefault(what, []).append(row)
+                times = [round(ms, 1) for ms in row.get("samples_ms", ())]
+                about = row.get("failure") or row["reason"]
+                load = f"{row.get('clock_mhz')} MHz, {row.get('power_watts')} W"
+                say(f"{case.name}: {what} {times} {load} {about[:150]}")
+            write()
+    for side in (two, play):
+        side.end()
+    say("done")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("run", "work"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--role", choices=("two", "play"))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=280)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    (run if given.what == "run" else work)(given)
+
+
+if __name__ == "__main__":
+    main()

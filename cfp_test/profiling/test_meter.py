@@ -1,0 +1,105 @@
+"""Clocks and power of a GPU, by a library that stands in for NVIDIA's."""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from cfp.profiling import meter
+from cfp.profiling.meter import Load, metered
+
+
+class Library:
+    """Clocks and powers as they are given, the last one for ever."""
+
+    NVML_CLOCK_SM = 1
+
+    class NVMLError(Exception):
+        """As of the library."""
+
+    def __init__(self, clocks, broken=False):
+        self.clocks, self.broken = list(clocks), broken
+        self.opened = 0
+
+    def nvmlInit(self):
+        self.opened += 1
+
+    def nvmlShutdown(self):
+        self.opened -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, number):
+        return number
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
+        return 1980
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        if self.broken:
+            raise self.NVMLError("not supported")
+        return 600_000
+
+    def nvmlDeviceGetClockInfo(self, gpu, kind):
+        return self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]
+
+
+GPU = SimpleNamespace(platform="gpu", local_hardware_id=0)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    def use(clocks, broken=False):
+        made = Library(clocks, broken)
+        monkeypatch.setitem(sys.modules, "pynvml", made)
+        monkeypatch.setattr(meter, "numbers_of", lambda ordinals: [0])
+        monkeypatch.setattr(meter, "_SECONDS", 0.0)
+        return made
+
+    return use
+
+
+def waited(library):
+    """The load once the library's clocks were all read."""
+    with metered(GPU) as found:
+        while len(library.clocks) > 1 or len(found.clocks_mhz) < 4:
+            time.sleep(0.001)
+    return found.load
+
+
+def test_the_later_half_counts(library):
+    with metered(GPU) as found:
+        pass
+    found.clocks_mhz[:] = [345.0, 345.0, 1600.0, 1610.0, 1620.0]
+    found.powers_watts[:] = [80.0, 90.0, 600.0, 610.0, 620.0]
+    found.most_mhz = 1980.0
+    load = found.load
+    assert (load.clock_mhz, load.power_watts) == (1610.0, 610.0)
+    assert load.refused == ""
+
+
+def test_an_idle_clock_is_refused(library):
+    used = library([345])
+    load = waited(used)
+    assert (load.clock_mhz, load.most_mhz, load.power_watts) == (345, 1980, 600)
+    assert load.refused.startswith("ran at 345 MHz of 1980")
+    assert used.opened == 0
+
+
+def test_a_clock_under_load_is_not(library):
+    assert waited(library([1590])).refused == ""
+
+
+def test_what_the_driver_does_not_say_is_not_refused(library):
+    used = library([1590], broken=True)
+    with metered(GPU) as found:
+        time.sleep(0.01)
+    assert found.load == Load() and found.load.refused == ""
+    assert used.opened == 0
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_without_the_library_nothing_is_known(monkeypatch, platform):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with metered(SimpleNamespace(platform=platform, local_hardware_id=0)) as found:
+        pass
+    assert found.load == Load()

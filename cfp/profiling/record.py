@@ -186,9 +186,11 @@ def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
     """Returns True if a stored record is to be measured again.
 
     Args:
-      record: what is in the store.
+      record: what is in the store. What ran and was no measurement always is.
       retry_failures: whether what failed is, or what failed before a moment.
     """
+    if record.status == "refused":
+        return True
     if record.ok or not isinstance(retry_failures, datetime):
         return not record.ok and bool(retry_failures)
     return datetime.fromisoformat(record.created) < retry_failures

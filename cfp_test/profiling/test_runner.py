@@ -13,6 +13,7 @@ from cfp.profiling import runner
 from cfp.profiling.builder import BuildEnvironment, Built, build, one_device
 from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
 from cfp.profiling.meter import Meter
+from cfp.profiling.record import is_to_retry
 from cfp.profiling.runner import UntilLost, execute, profile, run
 from cfp.profiling.timing import measure as timing_measure
 
@@ -366,6 +367,7 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
     assert len(crashed) == 1
 
 
+@pytest.mark.explained("Results are not finite")
 def test_results_that_are_not_finite_are_no_measurement(case, quick):
     def divided(x):
         return x / (x - x), x
@@ -378,9 +380,11 @@ def test_results_that_are_not_finite_are_no_measurement(case, quick):
     assert refused.status == "refused" and refused.samples_ms
     assert refused.time_ms == math.inf
     assert "1 of 2 results are not finite: 0 (float32[8, 8])" in refused.reason
+    assert is_to_retry(refused, retry_failures=False)
     assert execute(built, [kind], mesh, timing=quick).ok
 
 
+@pytest.mark.explained("Results are not finite")
 def test_an_idle_clock_is_no_measurement(case, built, quick, monkeypatch):
     @contextlib.contextmanager
     def idle(device):

@@ -30,15 +30,31 @@ class Page:
       sources: names of the JSON files that it is made from.
       figures: from what these hold, in their order, to the page's figures.
       has_text: whether the page has a text; otherwise its figure "page" is all of it.
+      note: what is wrong with the page by now; it stands below the title.
     """
 
     name: str
     sources: tuple[str, ...]
     figures: Callable[..., Figures]
     has_text: bool = True
+    note: str = ""
 
     def text(self, results: Path = RESULTS, texts: Path = TEXTS) -> str:
-        """The page in Markdown.
+        """The page in Markdown, with its note.
+
+        Args:
+          results: the folder of the JSON files.
+          texts: the folder of the pages' texts.
+
+        Raises:
+          ValueError: the text names a figure that is not there, or leaves one out.
+        """
+        made = self._made(results, texts)
+        title, _, rest = made.partition("\n")
+        return f"{title}\n\n{self.note}\n{rest}" if self.note else made
+
+    def _made(self, results: Path, texts: Path) -> str:
+        """The page in Markdown, without its note.
 
         Args:
           results: the folder of the JSON files.

@@ -4,11 +4,11 @@
         [--threads 12] [--first N] [--platform cpu --tiny]
 
 Builds the recorded programs (`cfp_test.bench.recorded`) for the mocked devices, and
-writes below FOLDER, for each: samples of its time, which is that of the computation
-alone; what it needs of memory; for some what each kernel takes (``one_as_N.json``); and
-the text of the compiled program, from which its schedule follows
-(``one_as_N_hlo.tar.gz``). Programs that are not reached within the seconds are left
-out, and so is one that hangs, with all behind it.
+writes below FOLDER, for each: samples of one device's computation on real numbers, with
+copies in place of gathers (`cfp.program.local`); what it needs of memory; for some what
+each kernel takes (``one_as_N.json``); and the text of the compiled program, from which
+its schedule follows (``one_as_N_hlo.tar.gz``). Programs that are not reached within the
+seconds are left out, and so is one that hangs, with all behind it.
 
 On a CPU nothing is mocked: virtual devices run everything, to try the script out.
 """
@@ -38,13 +38,13 @@ from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.devices import mock
 from cfp.presets.presets import presets
-from cfp.profiling.builder import BuildEnvironment, Built, Job, build
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
 from cfp.profiling.collectives import build_probe
-from cfp.profiling.inputs import generator, input_kinds, make_inputs
+from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute, run
+from cfp.profiling.runner import TimingOptions, execute
 from cfp.program.graft import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
@@ -126,7 +126,9 @@ def build_all(
         if case.target not in sessions:
             words = case.target.split()
             sessions[case.target] = analyse(resolve(words[0], words[1:]), mesh)
-    environment = BuildEnvironment(autotune_dir=tuned)
+    environment = BuildEnvironment(
+        autotune_dir=tuned, wants_local=lambda job, text: True
+    )
 
     def make(case: Case) -> Made:
         session = sessions[case.target]
@@ -135,8 +137,9 @@ def build_all(
         started = time.perf_counter()
         built = build(program, session.mesh, job, environment)
         if isinstance(built, Built):
-            for kind in input_kinds(program, job.part, job.in_specs):
-                generator(kind, session.mesh)
+            kinds = input_kinds(program, job.part, job.in_specs)
+            for kind in local_kinds(kinds, session.mesh):
+                generator(kind, one_device(session.mesh))
         say(f"built {case.file}, {time.perf_counter() - started:.1f} s")
         return Made(case, session, job, built)
 
@@ -192,6 +195,25 @@ def row_of(made: Made) -> dict[str, Any]:
         "build_seconds": built.build_seconds,
         "collectives": [asdict(one) for one in built.collectives],
     }
+
+
+def record_of(made: Made) -> ProfileRecord:
+    """Times one device's computation, on real numbers."""
+    assert isinstance(made.built, Built)
+    local, job = made.built.local, made.job
+    if not isinstance(local, Built):
+        assert local is not None, "it is asked for"
+        return local
+    program = made.session.analysis.frame.program
+    kinds = input_kinds(program, job.part, job.in_specs)
+    return execute(
+        local,
+        local_kinds(kinds, made.session.mesh),
+        one_device(made.session.mesh),
+        feedback=job.feedback,
+        timing=_TIMING,
+        checked=True,
+    )
 
 
 def kernels_of(made: Made) -> dict[str, tuple[float, float]]:
@@ -293,8 +315,7 @@ def main() -> None:
             say("the time is over")
             break
         faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True)
-        program = made.session.analysis.frame.program
-        record = run(made.built, made.job, program, made.session.mesh, timing=_TIMING)
+        record = record_of(made)
         row["samples_ms"] = list(record.samples_ms)
         if not record.ok:
             row["failure"] = f"{record.status}: {record.reason}"

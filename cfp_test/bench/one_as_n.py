@@ -1,9 +1,10 @@
 """Whole steps predicted on one GPU beside those recorded on 2 and 4.
 
-    python -m cfp_test.bench.one_as_n    # the page and its picture
+    python -m cfp_test.bench.one_as_n          # the page and its picture
+    python -m cfp_test.bench.one_as_n DIR      # a table, of new times on one GPU
 
-Reads ``docs/results/one_as_four_h200_202611.json``. Its predictions are those of the
-day: they stand in the file, since the computation was timed where collectives do
+The page is of ``docs/results/one_as_four_h200_202611.json``. Its predictions are those
+of the day, and stand in the file: the computation was timed where collectives do
 nothing, and no later prediction takes such times.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from cfp.cost.stand_in import StepTime, step_time
+from cfp.cost.stand_in import StepTime, computed_alone_ms, step_time
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import carried_over, rates_from_page, without_launches
 from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json
@@ -96,19 +99,19 @@ def pairs(data: dict[str, Any], devices: int) -> list[Pair]:
 
 
 def predict(data: dict[str, Any]) -> None:
-    """Adds to each program what is predicted of it, by kinds of links."""
-    rates = link_rates(data)
+    """Adds to each program what is predicted of it, by kinds of links.
+
+    Args:
+        data: with times of computations on real numbers.
+    """
     for row in data["programs"]:
-        row["predicted"] = {
-            links: asdict(
-                step_time(
-                    schedule_from_json(row),
-                    rates[row["devices"], links],
-                    computation_ms=statistics.median(row["alone_ms"]),
-                )
-            )
-            for links in row["recorded_ms"]
-        }
+        row["predicted"] = {}
+        schedule, ms = schedule_from_json(row), statistics.median(row["alone_ms"])
+        for links in row["recorded_ms"]:
+            rates = link_rates(data)[row["devices"], links]
+            alone = computed_alone_ms(schedule, rates, ms)
+            found = step_time(schedule, rates, computation_ms=alone)
+            row["predicted"][links] = asdict(found)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -148,10 +151,32 @@ def summary(name: str, found: Sequence[Pair]) -> list[str]:
 
 
 def main() -> None:
-    data = json.loads(FILE.read_text())
+    if folder := sys.argv[1:]:
+        data = played_again(Path(folder[0]))
+        predict(data)
+        for name, found in groups(pairs(data, 4)).items():
+            print(*summary(name, found), sep=" | ")
+        return
     from cfp_test.bench import one_as_n_page
 
-    one_as_n_page.write(data)
+    one_as_n_page.write(json.loads(FILE.read_text()))
+
+
+def played_again(folder: Path) -> dict[str, Any]:
+    """The recorded programs of 4 H200 with times of `cfp_test.bench.one_as_four`."""
+    data = json.loads(FILE.read_text())
+    new = json.loads((folder / "one_as_4.json").read_text())
+    times = {
+        (row["target"], row["name"]): row["samples_ms"]
+        for row in new["rows"]
+        if row.get("samples_ms")
+    }
+    data["programs"] = [
+        {**row, "alone_ms": times[row["target"], row["name"]]}
+        for row in data["programs"]
+        if row["devices"] == 4 and (row["target"], row["name"]) in times
+    ]
+    return data
 
 
 if __name__ == "__main__":

@@ -144,9 +144,9 @@ _PLANNED = ("planning_h200x2_202611.json", "planning_budget_h200x2_202611.json")
 _TOO_SHORT = (
     "**Times of one GPU that plays several are too short on this page.** Their\n"
     "collectives did nothing, and what these left was soon NaN, at which a GPU keeps\n"
-    "a higher clock: on real numbers fully sharded steps of GPT and LLaMA compute 14 to\n"
-    "22 % longer ([measured](played_h200x2_202611.md)). What was predicted from such\n"
-    "times has constants that made up for it. Memory, and what programs send, hold;\n"
+    "a higher clock: on real numbers fully sharded steps of GPT and LLaMA compute\n"
+    "14 to 22 % longer ([measured](played_h200x2_202611.md)). What was predicted from\n"
+    "such times has constants that made up for it. Memory, and what programs send, hold;\n"
     "the times were not measured again."
 )
 

@@ -19,6 +19,7 @@ from cfp.cost import stand_in
 from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import mock
 from cfp.errors import DeviceError, TargetError
+from cfp.profiling import runner
 from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
@@ -71,14 +72,14 @@ def folder(tmp_path_factory):
 def ran(folder):
     """Keys of what ran, with an environment as a GPU has it."""
     keys = []
-    execute, parts = stand_in.execute, context.environment_parts
+    run_local, parts = stand_in.run_local, context.environment_parts
 
     def noted(built, *args, **options):
         keys.append(built.key.digest)
-        return execute(built, *args, **options)
+        return run_local(built, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "execute", noted)
+        patch.setattr(stand_in, "run_local", noted)
         patch.setattr(context, "environment_parts", lambda d: parts(d) + _OF_A_GPU)
         yield keys
 
@@ -160,7 +161,7 @@ def test_what_runs_is_one_devices_computation(folder, monkeypatch):
         ran.append((built, kinds, mesh.size, options["checked"]))
         return execute(built, kinds, mesh, **options)
 
-    monkeypatch.setattr(stand_in, "execute", noted)
+    monkeypatch.setattr(stand_in, "run_local", noted)
     how = {"preset": "data_parallel", "donate_argnums": 0, "cache_dir": folder}
     cfp.plan(step, *arguments(48), mesh=playing("4xh200"), **how)
     [(built, kinds, devices, checked)] = ran

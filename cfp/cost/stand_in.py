@@ -28,13 +28,12 @@ from types import MappingProxyType
 from jax.sharding import Mesh
 
 from cfp.cost.schedule import Schedule, Sent, schedule_of
-from cfp.profiling.builder import Built, Job, one_device
+from cfp.profiling.builder import Built, Job
 from cfp.profiling.hlo_text import modules_in
-from cfp.profiling.inputs import input_kinds, local_kinds
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import TimingOptions, run_local
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 
@@ -341,22 +340,11 @@ class StepPredictor:
         kept = self.store.get(key.digest)
         if kept is not None and kept.ok:
             return kept
-        local = built.local
-        if not isinstance(local, Built):
-            # Known when it was built: another process's records went meanwhile.
-            assert local is not None, "what is not known is built"
-            return local
-        self.timed.append(key.digest)
-        kinds = input_kinds(program, job.part, job.in_specs)
-        record = execute(
-            replace(local, key=key),
-            local_kinds(kinds, mesh),
-            one_device(mesh),
-            feedback=job.feedback,
-            timing=_TIMING,
-            checked=True,
-        )
-        self.store.put(record, replace=True)
+        if isinstance(built.local, Built):
+            self.timed.append(key.digest)
+        record = run_local(replace(built, key=key), job, program, mesh, timing=_TIMING)
+        if isinstance(built.local, Built):
+            self.store.put(record, replace=True)
         return record
 
     def wants_local(self, job: Job, text: str) -> bool:

@@ -26,9 +26,16 @@ from cfp.profiling.builder import (
     Job,
     build,
     is_out_of_memory,
+    one_device,
     reason_of,
 )
-from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
+from cfp.profiling.inputs import (
+    InputKind,
+    generator,
+    input_kinds,
+    local_kinds,
+    make_inputs,
+)
 from cfp.profiling.marks import Limits
 from cfp.profiling.meter import metered
 from cfp.profiling.place import Place, place_for
@@ -49,6 +56,7 @@ __all__ = [
     "execute",
     "profile",
     "run",
+    "run_local",
 ]
 
 
@@ -182,6 +190,40 @@ def run(
     """
     kinds = input_kinds(program, job.part, job.in_specs)
     return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
+
+
+def run_local(
+    built: Built,
+    job: Job,
+    program: Program,
+    mesh: Mesh,
+    *,
+    timing: TimingOptions | None = None,
+) -> ProfileRecord:
+    """Times one device's computation of a built job, as a program of its own.
+
+    Args:
+      built: with its `local` program.
+      job: what was built.
+      program: the program that its part belongs to.
+      mesh: the devices that it was built for, of which one is here.
+      timing: how long to measure.
+
+    Returns:
+      Every sample, with copies in place of gathers; or why there is none.
+    """
+    local = built.local
+    if not isinstance(local, Built):
+        assert local is not None, "it was built without wants_local"
+        return local
+    return execute(
+        replace(local, key=built.key),
+        local_kinds(input_kinds(program, job.part, job.in_specs), mesh),
+        one_device(mesh),
+        feedback=job.feedback,
+        timing=timing,
+        checked=True,
+    )
 
 
 def execute(

@@ -364,7 +364,8 @@ class Maker:
         options = {} if self.tiny else dict(mock.OPTIONS)
         job = whole_job(analysis, choice, (), "by hand", options=options)
         started = time.perf_counter()
-        built = build(program, here, job, BuildEnvironment())
+        environment = BuildEnvironment(wants_local=lambda job, text: True)
+        built = build(program, here, job, environment)
         found: dict[str, Any] = {
             "build_seconds": round(time.perf_counter() - started, 1)
         }
@@ -389,12 +390,12 @@ class Maker:
         """What one device computes, collectives left out."""
         from statistics import median
 
-        from cfp.profiling.runner import TimingOptions, run
+        from cfp.profiling.runner import TimingOptions, run_local
 
         timing = TimingOptions(
             warmup_seconds=0.4, min_samples=3, max_samples=5, budget_seconds=6
         )
-        record = run(built, job, program, self.mesh.stand_in, timing=timing)
+        record = run_local(built, job, program, self.mesh.stand_in, timing=timing)
         if not record.ok:
             return {"not_run": f"{record.status}: {record.reason}"[:300]}
         samples = list(record.samples_ms)

@@ -44,7 +44,7 @@ from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_input
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import TimingOptions, execute, run_local
 from cfp.program.graft import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
@@ -197,25 +197,6 @@ def row_of(made: Made) -> dict[str, Any]:
     }
 
 
-def record_of(made: Made) -> ProfileRecord:
-    """Times one device's computation, on real numbers."""
-    assert isinstance(made.built, Built)
-    local, job = made.built.local, made.job
-    if not isinstance(local, Built):
-        assert local is not None, "it is asked for"
-        return local
-    program = made.session.analysis.frame.program
-    kinds = input_kinds(program, job.part, job.in_specs)
-    return execute(
-        local,
-        local_kinds(kinds, made.session.mesh),
-        one_device(made.session.mesh),
-        feedback=job.feedback,
-        timing=_TIMING,
-        checked=True,
-    )
-
-
 def kernels_of(made: Made) -> dict[str, tuple[float, float]]:
     """What each kernel of a step takes: (milliseconds, executions), by op and name."""
     built, job, session = made.built, made.job, made.session
@@ -315,7 +296,9 @@ def main() -> None:
             say("the time is over")
             break
         faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True)
-        record = record_of(made)
+        program = made.session.analysis.frame.program
+        mesh = made.session.mesh
+        record = run_local(made.built, made.job, program, mesh, timing=_TIMING)
         row["samples_ms"] = list(record.samples_ms)
         if not record.ok:
             row["failure"] = f"{record.status}: {record.reason}"

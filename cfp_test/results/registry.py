@@ -146,8 +146,8 @@ _TOO_SHORT = (
     "collectives did nothing, and what these left was soon NaN, at which a GPU keeps\n"
     "a higher clock: on real numbers fully sharded steps of GPT and LLaMA compute\n"
     "14 to 22 % longer ([measured](played_h200x2_202611.md)). What was predicted from\n"
-    "such times has constants that made up for it. Memory, and what programs send, hold;\n"
-    "the times were not measured again."
+    "such times has constants that made up for it. Memory, and what programs send,\n"
+    "hold; the times were not measured again."
 )
 
 

@@ -32,7 +32,7 @@ from cfp.cli.session import analyse
 from cfp.devices import mock
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.runner import TimingOptions, run_local
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
@@ -170,7 +170,8 @@ def _measured(
         choice = replace(choice, kernels=every)
     job = whole_job(analysis, choice, (), target, options=common)
     started = time.perf_counter()
-    built = build(program, session.mesh, job, BuildEnvironment())
+    environment = BuildEnvironment(wants_local=lambda job, text: True)
+    built = build(program, session.mesh, job, environment)
     row: dict[str, Any] = {
         "attentions": len(found.matches),
         "left_alone": [one.reason for one in found.left_alone],
@@ -186,7 +187,7 @@ def _measured(
     }
     row["fused"] = (built.compiled.as_text() or "").count('custom_call_target="__cudnn')
     if runs:
-        record = run(built, job, program, session.mesh, timing=_TIMING)
+        record = run_local(built, job, program, session.mesh, timing=_TIMING)
         row["samples_ms"] = list(record.samples_ms)
         if record.ok:
             row["time_ms"] = median(record.samples_ms)

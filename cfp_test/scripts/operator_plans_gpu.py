@@ -139,7 +139,7 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     from cfp.devices import mock
     from cfp.presets.presets import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
-    from cfp.profiling.runner import TimingOptions, run
+    from cfp.profiling.runner import TimingOptions, run_local
     from cfp.program.trace import planning_mesh
     from cfp.search.jobs import whole_job
     from cfp.targets import resolve
@@ -162,13 +162,14 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
         every = tuple((segment.index, kernels) for segment in segments)
         choice = replace(choice, kernels=every)
     job = whole_job(analysis, choice, (), target, options=common)
-    built = build(frame.program, session.mesh, job, BuildEnvironment())
+    environment = BuildEnvironment(wants_local=lambda job, text: True)
+    built = build(frame.program, session.mesh, job, environment)
     if not isinstance(built, Built):
         return {"failure": f"{built.status}: {built.reason}"[:1500]}
     timing = TimingOptions(
         warmup_seconds=0.4, min_samples=6, max_samples=20, budget_seconds=2.0
     )
-    record = run(built, job, frame.program, session.mesh, timing=timing)
+    record = run_local(built, job, frame.program, session.mesh, timing=timing)
     found: dict[str, Any] = {
         "target": target,
         "replaced": [one.name for one in job.constraints.replaced],

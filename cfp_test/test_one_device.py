@@ -19,7 +19,6 @@ from cfp.cost import stand_in
 from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import mock
 from cfp.errors import DeviceError, TargetError
-from cfp.profiling import runner
 from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
@@ -155,7 +154,7 @@ def test_without_a_race_what_a_plan_needs_is_compiled_and_nothing_runs(ran, tmp_
 
 def test_what_runs_is_one_devices_computation(folder, monkeypatch):
     ran = []
-    execute = stand_in.execute
+    execute = runner.execute
 
     def noted(built, kinds, mesh, **options):
         ran.append((built, kinds, mesh.size, options["checked"]))

@@ -19,6 +19,7 @@ from cfp.cost import stand_in
 from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import mock
 from cfp.errors import DeviceError, TargetError
+from cfp.profiling import runner
 from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
@@ -160,7 +161,7 @@ def test_what_runs_is_one_devices_computation(folder, monkeypatch):
         ran.append((built, kinds, mesh.size, options["checked"]))
         return execute(built, kinds, mesh, **options)
 
-    monkeypatch.setattr(stand_in, "run_local", noted)
+    monkeypatch.setattr(runner, "execute", noted)
     how = {"preset": "data_parallel", "donate_argnums": 0, "cache_dir": folder}
     cfp.plan(step, *arguments(48), mesh=playing("4xh200"), **how)
     [(built, kinds, devices, checked)] = ran

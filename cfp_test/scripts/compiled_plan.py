@@ -5,7 +5,8 @@
         --plan plan.json [--device FILE] [--hlo FILE]
 
 XLA compiles for devices that a file describes, with the wheels that
-`compiled_memory.py` names. Kernels are not tuned, so that times say nothing.
+`compiled_memory.py` names; cuDNN's attention takes those of cuDNN and cuBLAS, too,
+whose libraries LD_LIBRARY_PATH finds. Kernels are not tuned: times say nothing.
 """
 
 from __future__ import annotations

@@ -192,9 +192,7 @@ def local_kinds(kinds: Sequence[InputKind], mesh: Mesh) -> tuple[InputKind, ...]
             given = whole[tuple(slice(size) for size in shape)].tobytes()
         count = max(1, kind.count // mesh.size) if kind.count else 0
         none: Spec = ((),) * len(kind.spec)
-        return replace(
-            kind, shape=shape, spec=none, given=given, count=count, memory=""
-        )
+        return replace(kind, shape=shape, spec=none, given=given, count=count)
 
     return tuple(map(local, kinds))
 

@@ -14,7 +14,7 @@ partition number    zero, which the compiler does not know
 
 Optimization barriers stand where the collectives stood: nothing is fused or simplified
 across them, as nothing is across a collective. So all kernels are those of the
-partitioned program, but for the copies.
+partitioned program, but for the copies. What is in the memory of the host stays there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cfp.program import shardy
 from cfp.program.signature import Signature
 
 _PASS = "spmd-partitioning"
-_MARKED = ("mhlo.sharding", "mhlo.frontend_attributes")
+_SHARDING = "mhlo.sharding"
 _AS_IT_IS = frozenset(
     "stablehlo.all_reduce stablehlo.collective_broadcast stablehlo.collective_permute"
     " stablehlo.cross-replica-sum".split()
@@ -83,6 +83,7 @@ def lower_local(
     local = Signature(
         tuple(map(_local, types.inputs, shardings[0])),
         tuple(map(_local, types.outputs, shardings[1])),
+        types.memory,
     )
     specs = [((),) * len(one.shape) for one in (*local.inputs, *local.outputs)]
     count = len(local.inputs)
@@ -149,9 +150,8 @@ def _make_local(op: ir.Operation) -> None:
     """Replaces an op that needs other devices by one that does not."""
     with ir.InsertionPoint(op):
         found = _stands_for(op)
-    for name in _MARKED:
-        if name in op.attributes:
-            del op.attributes[name]
+    if _SHARDING in op.attributes:
+        del op.attributes[_SHARDING]
     if found is None:
         return
     for old, new in zip(op.results, found, strict=True):
@@ -165,8 +165,6 @@ def _stands_for(op: ir.Operation) -> list[ir.Value] | None:
         return _barred([_zero(op.results[0].type)])
     if op.name == "mhlo.copy":
         return [op.operands[0]]  # StableHLO has none.
-    if shardy.moves_to_memory(op):
-        return [op.operands[0]]  # All of it is in the device's memory.
     if op.name in _AS_IT_IS:
         return _barred(list(op.operands))
     if op.name in ("stablehlo.all_gather", "stablehlo.all_to_all"):

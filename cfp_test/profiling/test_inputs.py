@@ -211,11 +211,14 @@ def test_inputs_of_one_device_are_its_shards(mesh):
     axis, size = next(iter(mesh.shape.items()))
     given = np.arange(4 * size, dtype=np.float32)
     kinds = (
-        InputKind((8 * size, 3), "float32", ((axis,), ()), signed=True),
+        InputKind(
+            (8 * size, 3), "float32", ((axis,), ()), signed=True, memory="pinned_host"
+        ),
         InputKind((5,), "int32", ((),), count=64 * mesh.size),
         InputKind((4 * size,), "float32", ((axis,),), given=given.tobytes()),
     )
     rows, ids, values = local_kinds(kinds, mesh)
     assert (rows.shape, rows.spec, rows.signed) == ((8, 3), ((), ()), True)
+    assert rows.memory == "pinned_host"
     assert (ids.shape, ids.count) == ((5,), 64)
     assert np.frombuffer(values.given, np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]

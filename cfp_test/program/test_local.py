@@ -144,6 +144,28 @@ def test_loops_keys_and_integers_have_results_that_are_finite(tmp_path, mesh):
     assert 0 <= np.min(found[2]) and np.max(found[2]) < 8
 
 
+def test_state_in_the_memory_of_the_host_stays_there(tmp_path, mesh):
+    kinds = {one.kind for one in jax.devices()[0].addressable_memories()}
+    kind = "pinned_host" if "pinned_host" in kinds else "unpinned_host"
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    host = rows.with_memory_kind(kind)
+
+    def step(w, x):
+        w = jax.device_put(w, rows) - (x.T @ x).sum()
+        return (jax.device_put(w, host),)
+
+    args = floats(64, 32), floats(128, 64)
+    shardings = (host, rows), (host,)
+    jitted = jax.jit(step, in_shardings=shardings[0], out_shardings=shardings[1])
+    jitted.lower(*args).compile(compiler_options=dict(dump_options(tmp_path)))
+    types = Signature(args, (args[0],), ((kind, ""), (kind,)))
+    one = Mesh(np.array(jax.devices()[:1]), ("one",))
+    partitioned = partitioned_program(tmp_path)
+    local = lower_local(partitioned, types, shardings, one).compile()
+    assert [s.memory_kind == kind for s in local.input_shardings[0]] == [True, False]
+    assert local.output_shardings[0].memory_kind == kind
+
+
 def test_a_program_that_was_not_partitioned_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a dump after spmd-partitioning"):
         partitioned_program(tmp_path)

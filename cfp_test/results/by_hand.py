@@ -66,3 +66,22 @@ def by_hand(data: Mapping[str, Any]) -> Figures:
         *data.get("notes", []),
     ]
     return {"page": "\n".join(lines).rstrip("\n") + "\n"}
+
+
+def with_kernel(data: Mapping[str, Any]) -> Figures:
+    """A step by hand and as planned, both with the kernel that the model calls."""
+    named = {
+        "hand": "by hand: parameters on their largest dim, activations on the batch",
+        "planned": "plan, at defaults",
+    }
+    rows = [
+        [
+            named[way],
+            fixed(data["ms"][way], 1),
+            f"{min(samples):.1f} to {max(samples):.1f}",
+            fixed(data["losses"][way][-1], 4),
+        ]
+        for way, samples in data["samples_ms"].items()
+    ]
+    head = "way | ms | fastest to slowest sample | loss of step 6"
+    return {"table": table(head, rows)}

@@ -48,3 +48,31 @@ def estimated(data: Mapping[str, Any]) -> Figures:
 
 def _parts(row: Mapping[str, Any]) -> list[str]:
     return [f"vocabulary/{row['parts']}"] if row["parts"] else []
+
+
+def in_host(data: Mapping[str, Any]) -> Figures:
+    """Plans with state in the memory of the host and without, as they ran."""
+    rows = []
+    for row in data["rows"].values():
+        moved, budget = row["arguments_in_host"], row["budget_bytes"]
+        name = f"{moved} arguments of the state in the host"
+        rows.append(
+            [
+                name if moved else "plenty of memory",
+                _gib(budget) if budget else "none",
+                _gib(row["peak_bytes"]),
+                _gib(row["host_bytes"]) if moved else "0",
+                fixed(row["predicted_ms"], 1),
+                fixed(row["step_ms"], 1),
+                len(row["samples_ms"]),
+            ]
+        )
+    head = (
+        "plan | budget | memory of the device, compiled | in the memory of the host "
+        "| predicted ms | ms | samples"
+    )
+    return {"table": table(head, rows)}
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

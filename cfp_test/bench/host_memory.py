@@ -2,8 +2,8 @@
 
 A GPT with Adam in float32 is planned with plenty of memory, and in a budget in which
 nothing fits with all of its state on the devices; what each plan takes is measured in
-turn. One GPU plays one of two: it computes what one device does, on real numbers, memory
-and transfers are real, and collectives take no time:
+turn. One GPU plays one of two: it computes what one device does, on real numbers;
+memory and transfers are real, and collectives take no time:
 
     python -m cfp_test.bench.host_memory --kind h100 --out host_memory.json
 

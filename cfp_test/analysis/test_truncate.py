@@ -313,17 +313,27 @@ def check_like(make, layers, weight, choose, mesh, level=ConstraintLevel.EVERYTH
     assert less.collectives == whole.collectives
 
 
-@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
-@pytest.mark.parametrize("level", list(ConstraintLevel))
+EVERY_WAY = [
+    (preset, level)
+    for preset in ("data_parallel", "fully_sharded")
+    for level in ConstraintLevel
+]
+# Whole and sharded state, constrained least and most.
+TWO_WAYS = [
+    ("data_parallel", ConstraintLevel.ARGUMENTS),
+    ("fully_sharded", ConstraintLevel.EVERYTHING),
+]
+
+
 @pytest.mark.parametrize(
-    ("loss", "optimizer"),
+    ("loss", "optimizer", "preset", "level"),
     [
-        (plain, ADAM),
-        (plain, CLIPPED),
-        (with_side_losses, ADAM),
-        (with_shared_weight, ADAM),
-        (with_loops, ADAM),
-        (with_rows, ADAM),
+        *((plain, ADAM, *way) for way in EVERY_WAY),
+        *((plain, CLIPPED, *way) for way in TWO_WAYS),
+        *((with_side_losses, ADAM, *way) for way in TWO_WAYS),
+        *((with_shared_weight, ADAM, *way) for way in TWO_WAYS),
+        *((with_loops, ADAM, *way) for way in TWO_WAYS),
+        *((with_rows, ADAM, *way) for way in TWO_WAYS),
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(
@@ -366,7 +376,16 @@ def test_results_that_depend_on_nothing_stay(mesh):
     check_like(make, 13, WEIGHT, by_name("data_parallel"), mesh)
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "moe",
+        # Stacks of equal layers, as gpt is one.
+        pytest.param("bert", marks=pytest.mark.nightly),
+        pytest.param("llama", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
     def make(layers):
         return model(name, layers, mesh)

@@ -176,9 +176,12 @@ def test_with_activations_constrained_it_is_what_is_sharded_by_hand(sizes):
     assert counted(built.collectives) == counted(wanted)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [*((BY_HAND, sizes) for sizes in MESHES), (FROM_ARGUMENTS, MESHES[1])],
+    ids=str,
+)
 @pytest.mark.parametrize("model", ZOO)
-@pytest.mark.parametrize("name", [BY_HAND, FROM_ARGUMENTS])
 def test_with_arguments_constrained_it_is_jit_with_those_shardings(model, sizes, name):
     step, args = build(model, **ZOO[model])
     analysis, mesh, flat = analysed(step, args, sizes)

@@ -24,6 +24,7 @@ from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Outlook
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.settings import (
@@ -191,6 +192,7 @@ def open_context(
                 reserve_bytes=defaults.reserve_bytes,
             )
         place, path = settings.place, store_path(cache_dir)
+        end = time.monotonic() + settings.seconds
         with (
             open_store(path, agreement)
             if place is None
@@ -212,10 +214,11 @@ def open_context(
                     compiler_options=stand_in.compiler_options if stand_in else {},
                     run=stand_in,
                     wants_local=_wants_local(stand_in, settings),
+                    outlook=Outlook(end),
                 ),
                 memory=memory,
                 device_bytes=device_bytes,
-                end=time.monotonic() + settings.seconds,
+                end=end,
                 stand_in=stand_in,
             )
 

@@ -138,7 +138,9 @@ def plan_fastest(
         end = now() + how.seconds
 
         def plan_one(variant: Variant, seconds: float) -> FoundPlan:
-            told = _telling(how, variant.name) if several else how
+            place = [one.name for one in first].index(variant.name) + 1
+            which = f"{variant.name} ({place} of {len(first)})"
+            told = _telling(how, which) if several else how
             step, analyzed = steps.analyzed(variant)
             return find_plan(
                 step,
@@ -153,14 +155,19 @@ def plan_fastest(
         first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
-        if rule_out and len(first) > 1 and preset is None:
-            first, ruled_out, estimates = _near_by_estimate(first, steps, how, asked)
+        if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
+            near, far, estimates = _near_by_estimate(first, steps, how, asked)
+            if rule_out:
+                first, ruled_out = near, far
+            else:  # In the time that there is, the most promising come first.
+                first.sort(key=lambda one: _rank_of(estimates.get(one.name)))
         tries = _plan_all(first, plan_one, end)
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.
             spare = {one.name for one in ruled_out}
             spared = [one for one in variants if one.name in spare]
             spared.sort(key=lambda one: _rank(estimates[one.name]))
+            first = [*first, *spared]
             for one in spared:
                 tries += _plan_all([one], plan_one, end)
                 if tries[-1].found is not None or tries[-1].interrupted:
@@ -196,6 +203,7 @@ def plan_fastest(
                 if not _may_fit(one, steps, how, asked):
                     continue
                 names.append(one.name)
+                first = [*first, one]
                 tries += _plan_all([one], plan_one, end)
                 if tries[-1].found is not None or tries[-1].interrupted:
                     break
@@ -225,7 +233,7 @@ def plan_fastest(
             plan=found[name].plan if name in found else None,
             step_ms=times.get(name),
             seconds=seconds.get(name, 0.0),
-            note=notes.get(name, _INTERRUPTED),
+            note=_note(notes.get(name, _INTERRUPTED), estimates.get(name)),
             estimated_ms=estimates[name].time_ms if name in estimates else None,
             is_too_large=name in too_large,
         )
@@ -375,6 +383,19 @@ def _near_by_estimate(
 def _rank(estimate: Estimate) -> tuple[bool, float]:
     """Sort key: choices that fit come first, then fast ones."""
     return not estimate.fits, estimate.time_ms
+
+
+def _note(note: str, estimate: Estimate | None) -> str:
+    """A variant's note; with its estimate if there was no time to plan it."""
+    if note != _OVER or estimate is None:
+        return note
+    memory = "" if estimate.fits else ", does not fit in memory"
+    return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
+
+
+def _rank_of(estimate: Estimate | None) -> tuple[bool, float]:
+    """Sort key: what cannot be estimated comes first, and says why it cannot be."""
+    return (False, 0.0) if estimate is None else _rank(estimate)
 
 
 def _may_fit(

@@ -267,6 +267,13 @@ def _memory_text(outcome: Outcome) -> str:
     return "-"
 
 
+def _behind_text(step_ms: float | None, best_ms: float | None) -> str:
+    """Says how much slower than the fastest something is; empty for the fastest."""
+    if step_ms is None or not best_ms or step_ms <= best_ms:
+        return ""
+    return f"{step_ms / best_ms - 1.0:.1%} slower".replace("%", " %")
+
+
 def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     """The variants as a table, the fastest first."""
     table = Table(box=border, title="Variants", title_justify="left", pad_edge=False)
@@ -276,7 +283,9 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     for heading in ("step ms", "memory", "planned in"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
-    for outcome in ranked(found.outcomes):
+    every = ranked(found.outcomes)
+    best_ms = every[0].step_ms
+    for outcome in every:
         plan, won = outcome.plan, outcome.name == found.name
         table.add_row(
             "*" if won else "",
@@ -285,7 +294,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
             _memory_text(outcome),
             f"{outcome.seconds:.1f} s",
-            outcome.note.partition("\n")[0],
+            outcome.note.partition("\n")[0] or _behind_text(outcome.step_ms, best_ms),
             style="bold" if won else None,
         )
     compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import PlanContext
+from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
@@ -17,6 +17,8 @@ from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
+from cfp.profiling.outlook import Stage
+from cfp.race.candidates import named_candidates
 from cfp.search.build import build_problem
 from cfp.search.choices import estimate_among, leading_presets
 from cfp.search.expected import estimate_options
@@ -94,6 +96,9 @@ def profile_segments(
         context.end,
     )
 
+    if context.decided_by() is DecidedBy.RACE:
+        context.measure.outlook.expect(expected_race(context, first))
+
     def explored(leading: Mapping[str, Choice]) -> Explored:
         maker = WantedMaker(
             costs=costs,
@@ -124,6 +129,28 @@ def profile_segments(
         if more.tight or not looker.interrupted:
             return every, more, looker
     return first, found, looker
+
+
+def expected_race(
+    context: PlanContext, presets: Mapping[str, Choice]
+) -> Mapping[Stage, int]:
+    """Guesses how many programs are compiled and timed for a race.
+
+    Each named choice at its levels, and the best by two predictions. The leader and the
+    best preset race with other options; half of the others beside them, and half of all
+    these twice.
+    """
+    rules = context.rules
+    options = len(rules.compiler_options)
+    count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
+    again = options + options // 2 + len(rules.later_levels)
+    turns = 0 if not again else count // 2 + again + (count // 2 + again) // 2
+    return {
+        Stage.WHOLE: count,
+        Stage.LOOKS: count,
+        Stage.VARIANTS: again,
+        Stage.TURNS: turns,
+    }
 
 
 def tuning_jobs(
@@ -201,7 +228,7 @@ def measured_rates(context: PlanContext) -> Rates:
         context.devices,
         context.store,
         retry_failures=options.retry_failures,
-        progress=options.progress,
+        progress=options.tell_of_rates,
         limits=options.limits,
     )
 

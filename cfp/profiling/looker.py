@@ -24,6 +24,7 @@ from cfp.profiling.builder import BuildEnvironment, Job, build
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.private import make_private_folder
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
@@ -41,6 +42,7 @@ def tune_kernels(
     *,
     retry_failures: bool | datetime = False,
     progress: Callable[[str], None] | None = None,
+    outlook: Outlook | None = None,
     limits: Limits | None = None,
 ) -> int:
     """Builds jobs, one on each device, for what the compiler learns from them.
@@ -56,6 +58,7 @@ def tune_kernels(
       store: beside it lies what the compiler has learnt.
       retry_failures: build again what a process died of, or died of before a moment.
       progress: called with what is being built.
+      outlook: expects how long planning takes.
       limits: what counts as hung.
 
     Returns:
@@ -96,11 +99,15 @@ def tune_kernels(
                 orders.put(order)
             (learnt / job.key.digest).touch()
 
+        started, count, outlook = time.monotonic(), len(todo), outlook or Outlook()
         with builders(most) as pool:
             builds = pool.map(with_settings(learn), todo)
-            for number, job in enumerate(todo, 1):
+            for done, job in enumerate(todo):
                 if progress is not None:
-                    progress(f"tuning kernels for {job.label}, {number} of {len(todo)}")
+                    seconds = time.monotonic() - started
+                    left = outlook.left_text(Stage.TUNING, done, count, seconds)
+                    place = f"{done + 1} of {count}{left}"
+                    progress(f"tuning kernels for {job.label}, {place}")
                 next(builds)
     return len(todo)
 
@@ -189,6 +196,8 @@ class Looker:
             return known
         self._measured |= digests - answered
         try:
+            new = len(digests - answered)
+            how.outlook.expect(dict.fromkeys((Stage.BUILDS, Stage.RUNS), new))
             if self._tuning is not None and not answered >= digests:
                 tune_kernels(
                     *where,
@@ -196,6 +205,7 @@ class Looker:
                     self._store,
                     retry_failures=how.retry_failures,
                     progress=how.progress,
+                    outlook=how.outlook,
                     limits=how.limits,
                 )
                 self._tuning = None
@@ -204,7 +214,7 @@ class Looker:
                 jobs,
                 self._store,
                 retry_failures=how.retry_failures,
-                progress=how.progress,
+                progress=how.tell_of_segments,
                 limits=how.limits,
                 place=how.place,
                 is_late=None if anyway else self._is_late,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from cfp.profiling.builder import Job
 from cfp.profiling.marks import Limits
+from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.place import Place
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress
@@ -27,6 +29,7 @@ class MeasureOptions:
         run: times a program in place of `cfp.profiling.runner.run`, where not all of
             its devices are here.
         wants_local: see `cfp.profiling.builder.BuildEnvironment`.
+        outlook: expects how long planning takes.
     """
 
     retry_failures: bool | datetime = False
@@ -36,8 +39,22 @@ class MeasureOptions:
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     run: Callable[..., ProfileRecord] | None = None
     wants_local: Callable[[Job, str], bool] | None = None
+    outlook: Outlook = field(default_factory=Outlook, compare=False)
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""
         if self.progress is not None:
             self.progress(event)
+
+    def tell_of_rates(self, event: Progress) -> None:
+        """Passes an event of timing devices on; what follows is not known yet."""
+        self.tell(replace(event, left_seconds=math.inf))
+
+    def tell_of_segments(self, event: Progress) -> None:
+        """Passes an event of measuring segments on, with the time that is left."""
+        built, done = event.built - event.cached, event.done - event.cached
+        total, outlook = event.total - event.cached, self.outlook
+        seconds = event.elapsed_seconds - event.run_seconds
+        outlook.note(Stage.RUNS, done, total, event.run_seconds)
+        left = outlook.left_seconds(Stage.BUILDS, built, total, seconds)
+        self.tell(replace(event, left_seconds=left))

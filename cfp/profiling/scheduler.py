@@ -35,6 +35,7 @@ _WAITING_BESIDE_THREADS = 2
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
+_TELL_SECONDS = 5.0  # While a batch is built.
 
 Outcome = Built | ProfileRecord
 Building = Future[Outcome]
@@ -119,7 +120,11 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                         continue
                     if not overlap:
                         state.tell(ahead[0][0].label, "build")
-                        wait([built for _, built in ahead])
+                        pending = {built for _, built in ahead}
+                        while pending:
+                            _, pending = wait(pending, timeout=_TELL_SECONDS)
+                            if pending:
+                                state.tell(ahead[0][0].label, "build")
                 # No name here: what was built goes when its turn is over.
                 if not state.ends:
                     state.take_turn(*ahead.popleft())
@@ -150,6 +155,7 @@ def _in_thread(state: _State) -> Build:
             raise CancelledError  # Nothing waits for it any more.
         with state.marks.doing(task.key, task.label, "build", then_wait=True):
             outcome = task.build()
+            state.built.add(task.key.digest)
             if isinstance(outcome, ProfileRecord):
                 state.keep(outcome)
             return outcome
@@ -168,6 +174,7 @@ class _State:
     is_late: Callable[[], bool] | None = None
     is_over: bool = False
     records: dict[str, ProfileRecord] = field(default_factory=dict)
+    built: set[str] = field(default_factory=set)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
     measured: int = 0
@@ -276,6 +283,8 @@ class _State:
                 label=label,
                 phase=phase,
                 elapsed_seconds=time.perf_counter() - self.started,
+                built=len(self.built | self.records.keys()),
+                run_seconds=self.run_seconds,
             )
         )
 

@@ -53,6 +53,10 @@ class Progress:
         to be awaited; "run" when it starts to run; "wait" when only another process
         with the same store is at what is left; "done" when it has its record.
       elapsed_seconds: since the beginning.
+      built: tasks that are built or have a record.
+      run_seconds: of the elapsed, those in which something was timed.
+      left_seconds: expected until planning ends; None if none was given, and infinite
+        if it is not known yet.
     """
 
     done: int
@@ -63,6 +67,9 @@ class Progress:
     label: str
     phase: Phase
     elapsed_seconds: float
+    built: int = 0
+    run_seconds: float = 0.0
+    left_seconds: float | None = None
 
 
 ProgressCallback = Callable[[Progress], object]

@@ -13,6 +13,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Stage
 from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
@@ -28,7 +29,6 @@ from cfp.race.programs import (
     was_refused,
 )
 from cfp.settings import MOST_REFUSED
-from cfp.units import left_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Builder:
             program is that fits, and none is timed again.
         options: how to build and to time.
         built: compiled programs by identity: used, and added to.
+        stages: of planning: what compiling and timing these is.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class Builder:
     end: float = math.inf
     options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
+    stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS)
 
     @property
     def marks(self) -> Marks:
@@ -134,7 +136,8 @@ def build_each(
                 seconds = time.monotonic() - started
                 total = len(wanted) - len(there)
                 which = f", {over + 1} of {total}" if total > 1 else ""
-                rest = left_text(over, total, seconds)
+                stage, _ = builder.stages
+                rest = options.outlook.left_text(stage, over, total, seconds)
                 options.tell(f"compiling {one.job.label}{which}{rest}")
                 over += 1
             if (outcome := next(outcomes)) is None:

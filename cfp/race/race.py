@@ -29,6 +29,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import (
     at_levels,
@@ -160,13 +161,15 @@ class Run:
         self,
         candidates: Sequence[Candidate],
         rounds: int,
-        stage: Parts = (),
+        race: Parts = (),
         truncated: Truncated | None = None,
+        stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS),
     ) -> list[RaceResult]:
         """Times candidates in turn."""
-        where = (*self.context.environment, *stage)
+        where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where, truncated)
-        return self._noted(race_programs(self.builder, programs, rounds))
+        builder = replace(self.builder, stages=stages)
+        return self._noted(race_programs(builder, programs, rounds))
 
     def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
         self.fresh.extend(one.name for one in results if not one.cached)
@@ -182,13 +185,16 @@ class Run:
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
         first, new = second_race(raced, rules.compiler_options, rules.later_levels)
+        stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
         if not new or context.agreement.is_over(context.end):
+            outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
         for identity in self.built.keys() - kept:
             del self.built[identity]
-        again = self.time([*first, *new], rules.rounds, SECOND, truncated)
+        again = self.time([*first, *new], rules.rounds, SECOND, truncated, stages)
+        outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
         return Ranking(again, [one for one in raced if one.name not in names])
 

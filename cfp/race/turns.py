@@ -34,7 +34,6 @@ from cfp.settings import (
     ConstraintLevel,
     defaults_of,
 )
-from cfp.units import left_text
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
@@ -161,7 +160,9 @@ def _run_in_turn(
             digest = order[(place + turn) % len(order)]
             label = by_key[digest].job.label
             rest = max(1, rounds - turn) * len(order) - place
-            about = left_text(over, over + rest, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            _, stage = builder.stages
+            about = builder.options.outlook.left_text(stage, over, over + rest, seconds)
             builder.options.tell(f"timing {label}, turn {turn + 1} of {of}{about}")
             over += 1
             records[digest] = _join(records.get(digest), timed(digest, timing))

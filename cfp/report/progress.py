@@ -196,8 +196,10 @@ def progress_text(event: Progress, clock: bool = True) -> str:
         parts.append(f"best {event.best_ms:.3g} ms")
     if clock:
         parts.append(clock_text(event.elapsed_seconds))
-    left = seconds_left(event)
-    if left is not None:
+    left = event.left_seconds
+    if left is None:
+        left = seconds_left(event)
+    if left is not None and math.isfinite(left):
         parts.append(f"about {clock_text(left)} left")
     return ", ".join(parts)
 

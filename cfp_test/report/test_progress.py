@@ -4,6 +4,7 @@ import io
 import math
 import threading
 from contextlib import redirect_stderr
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 import cfp
 from cfp.profiling.runner import Progress
 from cfp.report import progress as room
-from cfp.report.progress import Display, PlainLines, shown
+from cfp.report.progress import Display, PlainLines, progress_text, shown
 from cfp_test.waiting import until
 
 
@@ -47,6 +48,13 @@ def test_a_line_stands_at_each_beginning_and_every_half_minute():
         80: "cfp 1:20: compiling planned",
         110: "cfp 1:50: compiling planned",
     }
+
+
+def test_time_that_is_left_is_all_of_plannings_where_that_is_known():
+    event = measuring(4, 40.0)
+    assert progress_text(event).endswith("0:40, about 1:07 left")
+    assert progress_text(replace(event, left_seconds=90.0)).endswith("about 1:30 left")
+    assert progress_text(replace(event, left_seconds=math.inf)).endswith("0:40")
 
 
 def test_the_same_kind_of_work_is_one_phase():

@@ -1,0 +1,110 @@
+"""Estimates of how long the rest of planning takes, by what it took so far.
+
+Planning on GPUs has seven stages, and lines of progress say how long all of the rest
+takes, not the stage that is at work. What is at work goes on as it went; of what
+follows the number of programs is known or guessed, and each takes what it took in
+recorded runs on 2 H100: kernels were tuned for 0.2 to 1.3 s a program, segments took
+0.25 to 0.6 s, whole programs 0.4 to 1.2 s (docs/results/by_hand_h100x2_202611.json).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+from cfp.units import clock_text
+
+
+class Stage(StrEnum):
+    """The stages of planning that take long, in their order."""
+
+    TUNING = "tuning"
+    BUILDS = "segments built"
+    RUNS = "segments run"
+    WHOLE = "whole programs"
+    LOOKS = "looks"
+    VARIANTS = "whole programs with other options"
+    TURNS = "turns"
+
+
+# Seconds for each program of a stage, if nothing is known of an earlier stage;
+# otherwise so many, and a multiple of what each takes there.
+_SECONDS: Mapping[Stage, tuple[float, float, Stage | None, float]] = MappingProxyType(
+    {
+        Stage.TUNING: (0.8, 0.0, None, 0.0),
+        Stage.BUILDS: (0.25, 0.0, Stage.TUNING, 0.3),
+        Stage.RUNS: (0.2, 0.0, None, 0.0),
+        Stage.WHOLE: (0.7, 0.3, Stage.BUILDS, 1.8),
+        Stage.LOOKS: (0.5, 0.0, None, 0.0),
+        Stage.VARIANTS: (0.5, 0.0, None, 0.0),
+        Stage.TURNS: (0.7, 0.0, Stage.LOOKS, 1.35),
+    }
+)
+# So many programs of a stage count as much as what is usual: the first few say little.
+_TRUSTED = 6
+
+
+class Outlook:
+    """Expects how long planning takes, from what is known of its stages.
+
+    Args:
+        end: when planning is to end in any case, as `time.monotonic` counts.
+    """
+
+    def __init__(self, end: float = math.inf) -> None:
+        self._end = end
+        self._expected: set[Stage] = set()
+        self._rest: dict[Stage, int] = {}
+        self._each: dict[Stage, float] = {}
+
+    def expect(self, counts: Mapping[Stage, int]) -> None:
+        """Takes note of how many programs stages are to have."""
+        self._expected |= counts.keys()
+        self._rest |= counts
+
+    def note(self, stage: Stage, done: int, total: int, seconds: float) -> None:
+        """Takes note of how a stage goes; see `left_seconds`."""
+        known = _TRUSTED if stage in self._expected else 0
+        if done + known:
+            spent = seconds + known * self._usual(stage)
+            self._each[stage] = spent / (done + known)
+            self._rest[stage] = total - done
+
+    def left_seconds(
+        self, stage: Stage, done: int, total: int, seconds: float
+    ) -> float | None:
+        """Estimates the time until planning ends.
+
+        Args:
+            stage: what is at work.
+            done: how many of its programs are done.
+            total: how many there are.
+            seconds: what those that are done took.
+
+        Returns:
+            None if nothing is known: the stage was not expected, and nothing is done.
+        """
+        self.note(stage, done, total, seconds)
+        if stage not in self._each:
+            return None
+        order = [*Stage]
+        left = sum(
+            self._rest.get(one, 0) * self._each.get(one, self._usual(one))
+            for one in order[order.index(stage) :]
+        )
+        return min(left, max(0.0, self._end - time.monotonic()))
+
+    def left_text(self, stage: Stage, done: int, total: int, seconds: float) -> str:
+        """The same as the end of a line: ``, about 0:40 left``; empty if not known."""
+        left = round(self.left_seconds(stage, done, total, seconds) or 0.0)
+        return f", about {clock_text(left)} left" if left else ""
+
+    def _usual(self, stage: Stage) -> float:
+        """Seconds for each program of a stage, by an earlier one if that is known."""
+        usual, least, earlier, times = _SECONDS[stage]
+        if earlier is None or earlier not in self._each:
+            return usual
+        return least + times * self._each[earlier]

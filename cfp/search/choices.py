@@ -10,6 +10,7 @@ unless they are estimated to take far longer than the best of all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from math import isfinite
 
 import numpy as np
 
@@ -21,11 +22,11 @@ from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.presets.presets import PRESETS, REPLICATED, plainest
-from cfp.presets.propagated import PROPAGATED
+from cfp.presets.propagated import FROM_ARGUMENTS, PROPAGATED
 from cfp.profiling.collectives import Rates
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem, Solved
-from cfp.settings import MIXED_PRESETS, Dimension
+from cfp.settings import FROM_ARGUMENTS_REACH, MIXED_PRESETS, Dimension
 
 # Partial choices that a search for the best by estimate goes on with.
 BEAM_WIDTH = 256
@@ -227,7 +228,9 @@ def leading_presets(
         analysis: of the program.
         estimates: of its kinds of segments.
         presets: all of them, by name.
-        reach: how many times as long as the best of them one may be estimated to take.
+        reach: how many times as long as the best of them one may be estimated to take;
+            what propagation makes of arguments alone at most `FROM_ARGUMENTS_REACH`
+            times, if any is left out.
     """
     kinds = [segment.kind for segment in analysis.segments]
     # What moves between kinds is left out.
@@ -241,12 +244,15 @@ def leading_presets(
     }
     # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
-    limit_ms = reach * best_ms if best_ms else float("inf")
+    bounded, endless = bool(best_ms) and isfinite(reach), float("inf")
+    limit_ms = dict.fromkeys(presets, reach * best_ms if bounded else endless)
+    if bounded and FROM_ARGUMENTS in presets:
+        limit_ms[FROM_ARGUMENTS] = min(reach, FROM_ARGUMENTS_REACH) * best_ms
     always = {*PRESETS, REPLICATED, *PROPAGATED}
     mixed = sorted(presets.keys() - always, key=total_ms.__getitem__)
     leading = {*always, *mixed[:MIXED_PRESETS]}
     return {
         name: choice
         for name, choice in presets.items()
-        if name in leading and total_ms[name] <= limit_ms
+        if name in leading and total_ms[name] <= limit_ms[name]
     }

@@ -58,7 +58,7 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 def summed_in_two_orders(program: Program) -> frozenset[int]:
     """Values that sums read and that are made of tensors read in two orders."""
-    known = program.search_cache
+    known = program.looked_for
     if _KEY not in known:
         known[_KEY] = _find(program)
     return known[_KEY]

@@ -229,7 +229,7 @@ class CrossEntropies:
 
 def cross_entropies(program: Program) -> CrossEntropies:
     """Finds and proves all cross-entropies of a program; once for each program."""
-    known = program.search_cache
+    known = program.looked_for
     if _KEY not in known:
         known[_KEY] = _find(program)
     return known[_KEY]

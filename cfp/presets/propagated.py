@@ -32,7 +32,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
 
     Nothing where there is no state to shard, and no two alike.
     """
-    known: dict[Any, Mapping[str, Choice]] = frame.program.search_cache.setdefault(
+    known: dict[Any, Mapping[str, Choice]] = frame.program.looked_for.setdefault(
         "propagated", {}
     )
     key = frame.mesh, tuple(sorted(frame.pins.items()))
@@ -53,7 +53,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
     A residual stream, forward and backward: what several blocks read.
     """
-    known = frame.program.search_cache.setdefault("activations", {})
+    known = frame.program.looked_for.setdefault("activations", {})
     if frame.mesh not in known:
         program = frame.program
         layout = lay_out(frame, _data_parallel(frame))

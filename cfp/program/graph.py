@@ -174,7 +174,7 @@ class Program:
         return {}
 
     @cached_property
-    def search_cache(self) -> dict[str, Any]:
+    def looked_for(self) -> dict[str, Any]:
         """Cache of searches in this program, keyed by the searcher."""
         return {}
 

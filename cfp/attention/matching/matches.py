@@ -61,7 +61,7 @@ class Attentions:
 
 def attentions(program: Program) -> Attentions:
     """Finds and proves all attentions of a program; once for each program."""
-    known = program.search_cache
+    known = program.looked_for
     if _KEY not in known:
         known[_KEY] = _find(program)
     return known[_KEY]
@@ -69,7 +69,7 @@ def attentions(program: Program) -> Attentions:
 
 def was_searched(program: Program) -> bool:
     """True if the program was searched for attentions, as kernels require."""
-    return _KEY in program.search_cache
+    return _KEY in program.looked_for
 
 
 def _find(program: Program) -> Attentions:

@@ -64,17 +64,26 @@ def mean_ms(runs: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(ms for run in runs for ms in run["samples_ms"])
 
 
-def pairs(data: dict[str, Any], rates: Rates) -> list[Pair]:
-    """All programs."""
+def median_ms(runs: Sequence[dict[str, Any]]) -> float:
+    """The median of runs of one program, as plans take it."""
+    return statistics.median(ms for run in runs for ms in run["samples_ms"])
+
+
+def pairs(
+    data: dict[str, Any],
+    rates: Rates,
+    centre: Callable[[Sequence[dict[str, Any]]], float] = mean_ms,
+) -> list[Pair]:
+    """All programs; what a program's runs come to is their centre."""
     found = []
     for row in data["programs"]:
         schedule = schedule_from_json(row)
-        local = mean_ms(row["runs"]["local"])
+        local = centre(row["runs"]["local"])
         found.append(
             Pair(
                 row=row,
                 schedule=schedule,
-                measured_ms=mean_ms(row["runs"]["two"]),
+                measured_ms=centre(row["runs"]["two"]),
                 local_ms=local,
                 computation_ms=computed_alone_ms(schedule, rates, local),
             )
@@ -141,6 +150,10 @@ def summary(found: Sequence[Pair], off: Sequence[float]) -> list[str]:
     ]
 
 
+def _summary_of(found: Sequence[tuple[Pair, float]]) -> list[str]:
+    return summary([one for one, _ in found], [error for _, error in found])
+
+
 def by_rates(found: Sequence[Pair], rates: Rates) -> list[float]:
     """Errors of computations that did not run, from rates alone."""
     return [
@@ -165,6 +178,9 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
     found = pairs(data, rates)
     off, used = errors(found, rates), Constants()
     cross = left_out(found, rates)
+    medians = pairs(data, rates, median_ms)
+    off_medians = errors(medians, rates)
+    cross_medians = left_out(medians, rates)
     kinds: list[tuple[str, Callable[[Pair], Any]]] = [
         ("two", lambda one: one.row["runs"]["two"]),
         ("local", lambda one: one.row["runs"]["local"]),
@@ -232,13 +248,12 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
             rows,
         ),
         "summary": table(
-            "constants | median error | worst | mean | rank correlation",
+            "samples | constants | median error | worst | mean | rank correlation",
             [
-                ["of all programs", *summary(found, off)],
-                [
-                    "of the other models",
-                    *summary([one for one, _ in cross], [e for _, e in cross]),
-                ],
+                ["mean", "of all programs", *summary(found, off)],
+                ["mean", "of the other models", *_summary_of(cross)],
+                ["median", "of all programs", *summary(medians, off_medians)],
+                ["median", "of the other models", *_summary_of(cross_medians)],
             ],
         ),
         "beside_ratio": f"{used.beside:.3f}",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.ray.planning import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError, OptionError, nearest
+from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
 from cfp.find import find_plan_that_fits
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
@@ -248,6 +249,22 @@ class _Planned(NamedTuple):
     compiled: CompiledStep
 
 
+@contextmanager
+def _named_by_environment(may_be: bool) -> Iterator[None]:
+    """Has errors of a plan that the environment names say so."""
+    path = os.environ.get(PLAN_VARIABLE)
+    try:
+        yield
+    except PlanMismatch as error:
+        if not (may_be and path):
+            raise
+        raise type(error)(
+            f"{error}\nThe plan is {path}, which {PLAN_VARIABLE} names for each step "
+            "that cfp.parallelize is given without plan=. If there are several, give "
+            f"each its own plan, and unset {PLAN_VARIABLE}."
+        ) from error
+
+
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
@@ -318,24 +335,33 @@ class ParallelStep:
         path = os.environ.get(PLAN_VARIABLE)
         return Plan.load(path) if path else None
 
+    def _as_saved(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
+    ) -> _Planned | None:
+        """The saved plan for some arguments, with the step; None if there is none."""
+        if (saved := self._saved()) is None:
+            return None
+        # A plan that was given refuses these at once.
+        ignored = sorted(self._options.keys() & _DECIDES)
+        if ignored and not self._quiet:
+            warnings.warn(
+                f"{PLAN_VARIABLE} names a saved plan, which has decided what "
+                f"{', '.join(ignored)} would decide: not used.",
+                stacklevel=4,
+            )
+        bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
+        bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
+        kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
+        bound = replace(bound, tuned=kept)
+        return _Planned(now, bound, bound.compile_bound())
+
     def _planned(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
     ) -> _Planned:
         """The plan for some arguments, and the step compiled under it."""
-        if (saved := self._saved()) is not None:
-            # A plan that was given refuses these at once.
-            ignored = sorted(self._options.keys() & _DECIDES)
-            if ignored and not self._quiet:
-                warnings.warn(
-                    f"{PLAN_VARIABLE} names a saved plan, which has decided what "
-                    f"{', '.join(ignored)} would decide: not used.",
-                    stacklevel=3,
-                )
-            bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
-            bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
-            kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
-            bound = replace(bound, tuned=kept)
-            return _Planned(now, bound, bound.compile_bound())
+        with _named_by_environment(self._given is None):
+            if (saved := self._as_saved(args, kwargs, now)) is not None:
+                return saved
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
         silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)

@@ -128,6 +128,8 @@ def type_text(aval: Any) -> str:
 def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) -> None:
     """Refuses a step whose argument leaves are not those of a plan.
 
+    The arguments may have other names: paths inside them are compared.
+
     Args:
         names, types: the plan's, leaf by leaf.
         step: the step.
@@ -135,13 +137,11 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     Raises:
         PlanMismatch: they differ; the first few differences are named.
     """
-    found = {
-        name: type_text(aval)
-        for name, aval in zip(step.arg_names, step.avals, strict=True)
-    }
-    planned = dict(zip(names, types, strict=True))
-    if found == planned and tuple(step.arg_names) == tuple(names):
+    own = [type_text(aval) for aval in step.avals]
+    if own == [*types] and _inside(step.arg_names) == _inside(names):
         return
+    found = dict(zip(step.arg_names, own, strict=True))
+    planned = dict(zip(names, types, strict=True))
     both = [name for name in names if name in found]
     missing = [name for name in names if name not in found]
     new = [name for name in step.arg_names if name not in planned]
@@ -160,8 +160,16 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         "The arguments do not fit the plan:\n"
         + "\n".join(lines[:5])
         + more
-        + "\nPass the arguments that were planned for, or plan again."
+        + "\nPass the arguments that were planned for, carry the plan over to these "
+        "with cfp.adapt(plan, step, *args), or plan again."
     )
+
+
+def _inside(names: Sequence[str]) -> list[tuple[int, str]]:
+    """For each leaf the position of its argument, and its path inside that."""
+    arguments = [name.partition("/")[0] for name in names]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(arguments))}
+    return [(numbers[name.partition("/")[0]], name.partition("/")[2]) for name in names]
 
 
 # Options of `Plan.bind`; and what decides a plan, and nothing of one that is there.

@@ -106,6 +106,30 @@ print([str(one.message) for one in said if "CFP_PLAN" in str(one.message)])
     assert said.count("memory_budget would decide: not used") == 1
 
 
+def test_errors_say_that_the_environment_named_the_plan(folder):
+    program = f"""{STEP}
+evaluate = cfp.parallelize(lambda batch: batch.sum())
+try:
+    evaluate(jnp.ones((32, 64)))
+except cfp.PlanMismatch as error:
+    print(error)
+"""
+    fits_not = run(program, folder, CFP_PLAN="plan.json")
+    assert "carry the plan over" in fits_not
+    assert "The plan is plan.json, which CFP_PLAN names" in fits_not
+    not_there = run(program, folder, CFP_PLAN="nope.json")
+    assert "which CFP_PLAN names" in not_there
+
+
+def test_a_plan_fits_a_step_whose_arguments_have_other_names(folder):
+    program = f"""{STEP}
+made = make_train_step()
+step = cfp.parallelize(lambda s, b: made(s, b), plan="plan.json")
+step(make_state(jax.random.key(0)), jnp.ones((32, 64)))
+"""
+    run(program, folder)
+
+
 def test_a_second_process_finds_plan_and_executable(folder, first):
     """It compiles nothing, and its results are equal in every bit."""
     second = run(NO_COMPILE + STEP + PARALLELIZED, folder).split()

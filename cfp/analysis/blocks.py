@@ -17,7 +17,7 @@ from math import prod
 from cfp.analysis.classes import DimClasses
 from cfp.analysis.contractions import Member, find_members
 from cfp.analysis.flow import Flow, first_downstream, passes
-from cfp.analysis.naming import block_names
+from cfp.analysis.naming import block_names, weight_place
 from cfp.analysis.numbering import Numbers
 from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
@@ -391,12 +391,15 @@ class Block:
         members: its contractions, the anchor first.
         ops: ids of all its ops, contractions included, in program order.
         name: its place in the user's model; see :mod:`cfp.analysis.naming`.
+        weight: place of the anchor's operand that is a parameter; -1 if none is, or
+            several are.
     """
 
     index: int
     members: tuple[Member, ...]
     ops: tuple[int, ...]
     name: str
+    weight: int = -1
 
     @property
     def anchor(self) -> int:
@@ -431,8 +434,11 @@ def find_blocks(
         if label >= 0:
             ops[label].append(op_id)
     names = block_names(flow, [m[0].op for m in members], parameters)
+    anchors = [program.ops[m[0].op] for m in members]
+    weights = [weight_place(flow, anchor, parameters) for anchor in anchors]
     return tuple(
-        Block(i, tuple(m), tuple(ops[i]), names[i]) for i, m in enumerate(members)
+        Block(i, tuple(m), tuple(ops[i]), names[i], weights[i])
+        for i, m in enumerate(members)
     )
 
 

@@ -120,6 +120,13 @@ def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
     return max(reversed(names), key=lambda name: name.count("/"), default="")
 
 
+def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
+    """The place of the one operand that is a parameter; -1 if there is not one."""
+    weights = {flow.program.args[position] for position in parameters}
+    places = [i for i, v in enumerate(op.operands) if _origin(flow, v) in weights]
+    return places[0] if len(places) == 1 else -1
+
+
 def _origin(flow: Flow, value: int) -> int:
     """The value that another one is a view, or a part, of."""
     while True:

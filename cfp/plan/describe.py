@@ -284,7 +284,7 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
     """Returns the role of each mesh axis that a strategy uses for an anchor."""
     rule = op.rule
     assert rule is not None
-    roles = []
+    roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
     for (axis, _), choice in zip(frame.mesh, strategy, strict=True):
         factor, scattered_dim = choice.inner, None
         if factor == NONE:
@@ -299,7 +299,10 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
                 scattered_dim = _result_dim(op, choice.exit)
         elif len(op.operands) < 2 or len(holders) > 1:
             role = Role.BATCH
-        # What a lookup gives has the dims of its indices as rows.
+        # What a lookup gives has the dims of its indices as rows, and what a parameter
+        # makes of data those of the data.
+        elif weight >= 0 and len(op.operands) == 2:
+            role = Role.COLUMNS if holders == [weight] else Role.ROWS
         elif holders == [int(op.kind == "gather")] or dim == 0:
             role = Role.ROWS
         else:

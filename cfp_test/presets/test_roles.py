@@ -421,6 +421,28 @@ def test_a_lookups_rows_are_the_dims_of_its_indices():
     assert text == "x: columns (dim 2 of 32)"
 
 
+@pytest.mark.parametrize("order", ["data first", "weight first"])
+def test_rows_are_those_of_the_data_in_either_order(order):
+    """Libraries that map over the batch, such as Equinox, write the weight first."""
+
+    def step(w, x):
+        def loss(w):
+            made = x @ w.T if order == "data first" else jax.vmap(lambda v: w @ v)(x)
+            return (made**2).mean()
+
+        return w - jax.grad(loss)(w)
+
+    frame = frame_of(step, (normal(32, 16), normal(64, 16)))
+    [block] = [one for one in frame.blocks if one.weight >= 0]
+    op = frame.program.ops[block.anchor]
+    sizes = {op.rule.sizes[f]: f for (f,) in op.rule.results[0]}
+    texts = [
+        roles_text(axis_roles(frame, op, (AxisChoice(sizes[size]),))).partition(" (")[0]
+        for size in (64, 32)
+    ]
+    assert texts == ["x: rows", "x: columns"]
+
+
 def test_a_weight_with_a_scale_of_its_own_is_a_weight():
     """Fake quantization: the scale is state, or made of the weight as the step runs."""
 

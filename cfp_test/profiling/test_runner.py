@@ -384,7 +384,6 @@ def test_results_that_are_not_finite_are_no_measurement(case, quick):
     assert execute(built, [kind], mesh, timing=quick).ok
 
 
-@pytest.mark.explained("Results are not finite")
 def test_an_idle_clock_is_no_measurement(case, built, quick, monkeypatch):
     @contextlib.contextmanager
     def idle(device):

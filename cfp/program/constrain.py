@@ -6,6 +6,7 @@ not survive until it runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from cfp.program.graph import Program, Spec
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize
 from cfp.program.replace import Replacement, replace_ops
+
+_AXIS = re.compile(r'"([^"]*)"=(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +175,20 @@ def _location(value: ir.Value) -> ir.Location:
 
 
 def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
-    """The name of the module's mesh with these axes; adds it where there is none."""
+    """The name of the module's mesh with these axes; adds it where there is none.
+
+    One with further axes of one device is the same to Shardy: it leaves those out, and
+    has no two meshes with the same axes then.
+    """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     wanted = f"<[{axes}]>"
     for op in module.body.operations:
-        if op.operation.name == "sdy.mesh" and wanted in str(op.attributes["mesh"]):
+        if op.operation.name != "sdy.mesh":
+            continue
+        there = _AXIS.findall(str(op.attributes["mesh"]))
+        names = mesh.shape.keys()
+        kept = [axis for axis in there if axis[0] in names or axis[1] != "1"]
+        if kept == [(name, str(size)) for name, size in mesh.shape.items()]:
             return ir.StringAttr(op.attributes["sym_name"]).value
     with ir.InsertionPoint.at_block_begin(module.body):
         ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")

@@ -244,3 +244,22 @@ def test_without_state_there_is_nothing_to_propagate():
     analysis, *_ = analysed(predict, args, {"x": 4}, donated=())
     assert propagated(analysis.frame) == {}
     assert named_choices(analysis.frame) == presets(analysis.frame)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 4, "y": 1}, {"y": 1, "x": 4}])
+def test_an_axis_of_one_device_changes_nothing(sizes):
+    """Shardy takes such axes out of meshes, of which it then keeps one of each kind."""
+    step, args = decoder()
+    found = []
+    for axes in ({"x": 4}, sizes):
+        devices = jax.devices()[:4]
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+        program, _ = trace(flatten_step(step, args, {}), mesh)
+        frame = analyze(program, tuple(axes.items())).frame
+        choices = propagated(frame)
+        layouts = {name: lay_out(frame, one) for name, one in choices.items()}
+        count = range(len(program.args))
+        found.append(
+            {name: [*map(one.arg_spec, count)] for name, one in layouts.items()}
+        )
+    assert found[0] and found[0] == found[1]

@@ -52,6 +52,38 @@ def spread_attention(
     return _forward(q, k, v, query_segments, key_segments, ring)[0]
 
 
+def attend_ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, ring: Ring
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of a rank's queries, without segments.
+
+    Returns:
+      (output like q; log-sum-exp over all keys, [batch, queries, heads] float32).
+    """
+    out, (*_, lse) = _forward(q, k, v, None, None, ring)
+    return out, lse
+
+
+def ring_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    ring: Ring,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of a rank's queries, keys and values, given what `attend_ring` makes.
+
+    Args:
+      q, k, v, ring: as of `attend_ring`.
+      out, lse: its results.
+      dout: gradient of the output.
+    """
+    dq, dk, dv, *_ = _backward(ring, (q, k, v, None, None, out, lse), dout)
+    return dq, dk, dv
+
+
 def _forward(q, k, v, query_segments, key_segments, ring: Ring):
     def attend(so_far: Partial, piece: Piece, kv: jax.Array) -> Partial:
         attend = ring.kernel.attend

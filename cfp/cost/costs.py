@@ -11,6 +11,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS, ScoreMemory
+from cfp.attention.matching.called import called_among, token_axes
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import Match, among, share_at_once
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
@@ -188,19 +189,30 @@ class Costs:
         return 0
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Computes the memory saved by a candidate's kernel, less its own.
+        """Computes the time saved by a candidate's kernels, less their own.
 
-        Over parts of the vocabulary a cross-entropy makes its logits twice.
+        Over parts of the vocabulary a cross-entropy makes its logits twice. Attention
+        that the step's own kernel computes is slower without another one where its
+        tokens are sharded: it gathers them.
         """
-        if not candidate.kernels:
-            return 0.0
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
+        called = called_among(program, ops)
+        if not candidate.kernels and not called:
+            return 0.0
         layout, terms = self._layout(kind, candidate), self._terms
         attentions, losses = kernel_sites(layout, ops, candidate.kernels)
+        ways = {match.found.op: way for match, way in attentions}
         saved = 0.0
+        for one in called:
+            op, axes = program.ops[one.op], layout.axes[one.op]
+            if token_axes(program, one, axes):
+                saved += sum(terms.compute_ms(op, axes))
+                saved -= sum(terms.attention_ms(one, axes, ways.get(one.op)))
         for one in losses:
             saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]
         for match, way in attentions:
+            if match.called is not None:
+                continue
             times = [
                 terms.compute_ms(program.ops[op], layout.axes[op])
                 for op in match.ops

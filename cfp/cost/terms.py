@@ -24,11 +24,20 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
+from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.called import (
+    Called,
+    called_attentions,
+    token_axes,
+    way_of_called,
+    work_ratio,
+)
+from cfp.attention.matching.graft import Way
 from cfp.cost.transitions import transition
 from cfp.profiling.collectives import Rates
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, dtype_bytes
-from cfp.program.rules import padded_size
+from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
@@ -117,11 +126,12 @@ class Terms:
         """Time as a contraction, and as anything else."""
         rule, program = op.rule, self.frame.program
         assert rule is not None
-        share = 1.0  # of the op's work that one device does, padding included
-        for size, names in zip(rule.sizes, axes, strict=True):
-            ways = prod(self._sizes[a] for a in names)
-            if size:  # an operand that is left out may be an array of no elements
-                share *= padded_size(size, ways) / (size * ways)
+        called = called_attentions(program).get(op.id)
+        if called is not None:
+            # Where tokens are sharded, as a ring of the same kernel computes it: what a
+            # choice has besides is `Costs.saved_by_kernel_ms`.
+            return self.attention_ms(called, axes, self._ring(called, axes))
+        share = self._share(rule, axes)
         if is_contraction(op):
             flops = float(call_flops(op) or 2 * prod(rule.sizes))
             dtype = program.values[op.operands[0]].dtype
@@ -130,6 +140,60 @@ class Terms:
         written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
         moved = sum(program.values[v].size_bytes for v in written)
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
+
+    def _share(self, rule: Rule, axes: FactorAxes) -> float:
+        """The share of an op's work that one device does, padding included."""
+        share = 1.0
+        for size, names in zip(rule.sizes, axes, strict=True):
+            ways = prod(self._sizes[a] for a in names)
+            if size:  # an operand that is left out may be an array of no elements
+                share *= padded_size(size, ways) / (size * ways)
+        return share
+
+    def _ring(self, called: Called, axes: FactorAxes) -> Way | None:
+        program, kernel = self.frame.program, called.kernel
+        way = way_of_called(program, called, kernel, axes, "ring")
+        return way if isinstance(way, Way) else None
+
+    def attention_ms(
+        self, called: Called, axes: FactorAxes, way: Way | None
+    ) -> tuple[float, float]:
+        """Time of an attention that a kernel of the step's own computes.
+
+        Args:
+            called: the attention.
+            axes: of its op's factors.
+            way: what takes its place; None for the kernel itself, which gathers what
+                is sharded along tokens, and computes it whole.
+
+        Returns:
+            Of its products, and of the collectives within.
+        """
+        program = self.frame.program
+        op = program.ops[called.op]
+        assert op.rule is not None
+        tokens = token_axes(program, called, axes)
+        share, kernel = self._share(op.rule, axes), called.kernel
+        moved = [*called.call.reads] if tokens else []
+        if way is not None:
+            kernel, moved = way.implementation, moved[1:3]
+            share *= work_ratio(called, way, self._sizes)
+        else:
+            share *= prod(self._sizes[a] for a in tokens)
+        dtype = program.values[op.operands[0]].dtype
+        products = self.rates.matmul_ms(call_flops(op) * share, dtype)
+        collectives = 0.0
+        for place in moved:
+            v = op.operands[place]
+            have = tensor_spec(op.rule, op.rule.operands[place], axes)
+            whole = tuple(tuple(a for a in dim if a not in tokens) for dim in have)
+            size = program.values[v].size_bytes
+            collectives += self.transition_ms(size, have, (), whole)
+            if way is not None and called.call.is_backward:
+                wide = size * dtype_bytes("f32") / dtype_bytes(dtype)
+                collectives += self.transition_ms(wide, whole, tokens, have)
+        products /= KERNELS[kernel].matmul_share
+        return op.repeat * products, op.repeat * collectives
 
     def _transition_ms(
         self, size: float, have: Spec, unreduced: tuple[str, ...], want: Spec

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.pins import resolve_pins
+from cfp.attention.matching.called import with_token_factors
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.plan.compose import common_plan, compose_plan
@@ -62,6 +63,7 @@ def analyze_step(
     lowered_for = mesh.abstract if isinstance(mesh, DescribedMesh) else mesh
     program, lowering = trace(step, lowered_for)
     axes = tuple(mesh.shape.items())
+    program = with_token_factors(program)
     analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
     return Analyzed(
         mesh=mesh,

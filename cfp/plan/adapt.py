@@ -23,6 +23,7 @@ from cfp.analysis.host_state import movable_state
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.attention.matching.called import with_token_factors
 from cfp.errors import PlanMismatch, compose
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
@@ -109,11 +110,11 @@ def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
     mesh = planning_mesh(mesh)
     axes = tuple(mesh.shape.items())
     program, lowering = trace(step, mesh)
-    analysis = analyze(program, axes)
+    analysis = analyze(with_token_factors(program), axes)
     if plan.in_host:
         step = step.with_state_in_host(_host_pairs(plan, analysis))
         program, lowering = trace(step, mesh)
-        analysis = analyze(program, axes)
+        analysis = analyze(with_token_factors(program), axes)
     return carry_over(plan, analysis, step, lowering.out_tree, mesh)
 
 

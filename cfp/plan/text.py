@@ -325,7 +325,7 @@ def replaced_text(plan: Plan) -> str:
         f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
         for (name, how), count in counts.items()
     ]
-    names = [name for name in _AS_WRITTEN if any(n == name for n, _ in counts)]
+    names = [name for name in _AS_WRITTEN if any(n.startswith(name) for n, _ in counts)]
     options = " and ".join(_AS_WRITTEN[name][0] for name in names)
     settings = ", ".join(_AS_WRITTEN[name][1] for name in names)
     return (
@@ -374,7 +374,11 @@ def _worth_text(one: WorthFigures) -> str:
     return f"{one.name} {one.without_ms - one.with_ms:.3f} ms"
 
 
-_PLURALS = {"attention": "attentions", "cross-entropy": "cross-entropies"}
+_PLURALS = {
+    "attention": "attentions",
+    "attention gradient": "gradients of attentions",
+    "cross-entropy": "cross-entropies",
+}
 
 
 def _way_words(how: Sequence[str]) -> str:

@@ -385,15 +385,20 @@ def unbound(module: ir.Module) -> str | None:
     return None
 
 
+def is_call(op: ir.Operation) -> bool:
+    """True if an op calls a custom_partitioning op, which has no effects."""
+    if op.name != "stablehlo.custom_call":
+        return False
+    if ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
+        return False
+    return ir.StringAttr(op.attributes[_CONFIG]).value.startswith(f"{_PREFIX}:")
+
+
 def _calls_in(module: ir.Module) -> Iterator[tuple[ir.Operation, str]]:
     for function in shardy.functions(module.operation):
         for op in shardy.walk(function):
-            if op.name != "stablehlo.custom_call":
-                continue
-            if ir.StringAttr(op.attributes["call_target_name"]).value == TARGET:
-                name = ir.StringAttr(op.attributes[_CONFIG]).value
-                if name.startswith(f"{_PREFIX}:"):
-                    yield op, name
+            if is_call(op):
+                yield op, ir.StringAttr(op.attributes[_CONFIG]).value
 
 
 def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:

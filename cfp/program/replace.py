@@ -42,6 +42,7 @@ from jax.sharding import Mesh
 from cfp.program import shardy
 from cfp.program.dtypes import numpy_dtype
 from cfp.program.graph import Program
+from cfp.program.partitioned import is_call
 from cfp.program.rematerialize import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
@@ -49,7 +50,7 @@ _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _EMPTY_MESH = re.compile(r"\s*sdy\.mesh @\w+ = <\[\]>")
 _MESH = re.compile(r"\s*sdy\.mesh @[^=]+= ")
 _CONSTRAINT = "sdy.sharding_constraint"
-_STAY = ("custom_call", "send", "recv", "outfeed", "infeed")
+_STAY = ("send", "recv", "outfeed", "infeed")
 
 Function = Callable[..., Sequence[jax.Array]]
 
@@ -376,5 +377,7 @@ def erase_unread(module: ir.Module) -> None:
         is_pure = op.name.startswith(("stablehlo.", "chlo.", _CONSTRAINT))
         if not is_pure or op.name.endswith(_STAY) or op.name in shardy.REGION_OPS:
             continue
+        if op.name == "stablehlo.custom_call" and not is_call(op):
+            continue  # It may have effects.
         if not any(list(result.uses) for result in op.results):
             op.erase()

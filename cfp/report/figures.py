@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
+from cfp.attention.matching.graft import Way
 from cfp.attention.matching.graft import refused as refused_by
 from cfp.attention.matching.matches import (
     Match,
@@ -116,6 +117,8 @@ def _kernels(
         for match in among(program, segment.ops):
             source = short_source(match.found.source)
             way = way_of(program, match, own, layout.axes) if taken else ""
+            if match.called is not None and not isinstance(way, Way):
+                continue  # What the step calls is what computes it.
             if taken and isinstance(way, str):
                 left[source, way] += 1
                 continue

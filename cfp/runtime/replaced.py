@@ -13,8 +13,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.attention.matching.graft import NAME, Way, refused
-from cfp.attention.matching.matches import attentions, replacements
+from cfp.attention.matching.called import GRADIENT
+from cfp.attention.matching.graft import NAME, Way
+from cfp.attention.matching.matches import attentions, cannot, replacements
 from cfp.errors import PlanMismatch
 from cfp.patterns.build import NAME as CROSS_ENTROPY
 from cfp.patterns.build import build, read_how
@@ -58,9 +59,8 @@ def _attention(
             f"program that is no attention that may be replaced: {reason}. Plan again."
         )
     way = Way.read(how)
-    reason = refused(
-        match.problem, way, dict(mesh.shape), mesh.devices.flat[0].platform
-    )
+    platform = mesh.devices.flat[0].platform
+    reason = cannot(match, way, dict(mesh.shape), platform)
     if reason is not None:
         raise PlanMismatch(
             f"The plan computes the attention at {match.found.source} by {way}, which "
@@ -96,5 +96,5 @@ def _cross_entropy(
 
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {NAME: _attention, CROSS_ENTROPY: _cross_entropy}
+    {NAME: _attention, GRADIENT: _attention, CROSS_ENTROPY: _cross_entropy}
 )

@@ -52,7 +52,11 @@ def expect(
     def more(options: Iterable[Option]) -> float:
         return _median((o.residual_bytes - least(o.candidate) for o in options), 0)
 
-    slower = _ratio(((o.time_ms, estimate.total_ms(o.candidate)) for o in as_is), 1.0)
+    def estimated_ms(candidate: SegmentChoice) -> float:
+        saved_ms = costs.saved_by_kernel_ms(kind, candidate)
+        return max(0.0, estimate.total_ms(candidate) - saved_ms)
+
+    slower = _ratio(((o.time_ms, estimated_ms(o.candidate)) for o in as_is), 1.0)
     again_slower = _ratio(
         ((o.time_ms, base.time_ms) for o, base in both), REMATERIALIZED_TIME_EXPECTED
     )
@@ -62,11 +66,9 @@ def expect(
     temps = [o.temp_bytes for o in plain.values()]
 
     def unmeasured(candidate: SegmentChoice) -> Option:
-        total_ms = estimate.total_ms(candidate)
-        saved_ms = costs.saved_by_kernel_ms(kind, candidate)
         return Option(
             candidate=candidate,
-            time_ms=max(0.0, slower * (total_ms - saved_ms)),
+            time_ms=slower * estimated_ms(candidate),
             state_bytes=costs.least_bytes(kind, candidate).state_bytes,
             residual_bytes=max(0, round(least(candidate) + kept)),
             temp_bytes=round(median(temps))

@@ -18,6 +18,7 @@ from cfp.analysis.layout import (
 from cfp.analysis.specs import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.analysis.truncate import TruncatedProgram
+from cfp.attention.matching.called import GRADIENT
 from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
@@ -81,7 +82,7 @@ def _constrain(
     own = {
         use
         for one in replaced
-        if one.name == ATTENTION
+        if one.name in (ATTENTION, GRADIENT)
         for stage in one.stages
         for use in stage.reads
     }

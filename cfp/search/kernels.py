@@ -13,8 +13,8 @@ from itertools import islice
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import AS_WRITTEN, QuerySpread, SegmentKernels
-from cfp.attention.matching.graft import Way, refused
-from cfp.attention.matching.matches import among, way_of
+from cfp.attention.matching.graft import Way
+from cfp.attention.matching.matches import among, cannot, way_of
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
@@ -58,7 +58,7 @@ class Kernels:
             ]
             able = [(match, way) for match, way in ways if isinstance(way, Way)]
             return bool(able) and not any(
-                refused(match.problem, way, sizes, self.platform) for match, way in able
+                cannot(match, way, sizes, self.platform) for match, way in able
             )
 
         kernels = []

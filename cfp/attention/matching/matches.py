@@ -8,6 +8,15 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels
 from cfp.attention.kernels import KERNELS, ScoreMemory
+from cfp.attention.matching.called import (
+    Called,
+    called_attentions,
+    found_of,
+    indivisible,
+    left_alone,
+    replacement_of,
+    way_of_called,
+)
 from cfp.attention.matching.dropout import dropout
 from cfp.attention.matching.find import candidates
 from cfp.attention.matching.found import Different, Found, LeftAlone
@@ -34,11 +43,18 @@ _QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """An attention of a program that may be computed by something else."""
+    """An attention of a program that may be computed by something else.
+
+    Attributes:
+        found, meaning, problem: what is computed, and where.
+        called: the kernel of the step's own that computes it, or None: then it is
+            written out. Of such a one each pass is a match of its own.
+    """
 
     found: Found
     meaning: Meaning
     problem: Problem
+    called: Called | None = None
 
     @property
     def ops(self) -> set[int]:
@@ -73,6 +89,28 @@ def was_searched(program: Program) -> bool:
 
 
 def _find(program: Program) -> Attentions:
+    written, called = _written_out(program), _called(program)
+    return Attentions(
+        matches={**written.matches, **called},
+        left_alone=(*written.left_alone, *left_alone(program)),
+    )
+
+
+def _called(program: Program) -> dict[int, Match]:
+    """Attentions that kernels of the step's own compute, if others may, too."""
+    able = [one for one in called_attentions(program).values() if not one.refusal]
+    return {
+        one.op: Match(
+            found=found_of(program, one),
+            meaning=Meaning("q0", one.problem.scale, causal=one.problem.causal),
+            problem=one.problem,
+            called=one,
+        )
+        for one in able
+    }
+
+
+def _written_out(program: Program) -> Attentions:
     if not any(op.kind == "exponential" for op in program.ops):
         return Attentions(matches={})
     view = View(program)
@@ -127,6 +165,9 @@ def way_of(
     own = axes.get(match.found.op)
     if own is None:
         return "nothing says how it is sharded"
+    if match.called is not None:
+        how = spread or "all_gather"
+        return way_of_called(program, match.called, implementation, own, how)
     where = (program, match.found, match.meaning, own)
     roles = roles_of(*where, spread or "all_gather")
     if isinstance(roles, str):
@@ -154,7 +195,23 @@ def ruled_out(
     way = way_of(program, match, kernels, axes)
     if isinstance(way, str):
         return way
-    return refused(match.problem, way, mesh, platform)
+    return cannot(match, way, mesh, platform)
+
+
+def cannot(
+    match: Match, way: Way, mesh: Mapping[str, int], platform: str
+) -> str | None:
+    """Returns the reason why an attention cannot be computed in a way, or None.
+
+    Args:
+        match, way: the attention, and the way.
+        mesh: sizes of its axes.
+        platform: of its devices, such as "cpu" or "gpu".
+    """
+    reason = refused(match.problem, way, mesh, platform)
+    if reason is None and match.called is not None:
+        return indivisible(match.problem, way, mesh)
+    return reason
 
 
 def keeps_scores(way: Way) -> bool:
@@ -180,4 +237,6 @@ def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
 
 def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:
     """Returns the replacements that compute an attention in a given way."""
+    if match.called is not None:
+        return (replacement_of(program, match.called, way),)
     return grafts(program, match.found, match.meaning, way)

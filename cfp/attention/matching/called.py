@@ -1,0 +1,382 @@
+"""Attentions that a kernel of the step's own computes already.
+
+Such a kernel is a custom_partitioning op, one for the forward and one for the backward
+pass. What it computes is read from its own program, and nothing has to be inferred. By
+its sharding rule sequences and heads may be sharded, and no tokens: it gathers those.
+Here its rule gets a factor for tokens, too, for plans to choose; where they do, a ring
+or gathered keys take the op's place. As the log-sum-exp that passes from one op to the
+other is the same number in every implementation, each op is replaced by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from cfp.attention import cudnn
+from cfp.attention.kernels import KERNELS
+from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
+from cfp.attention.matching.functions import NAME, Way
+from cfp.attention.order import from_zigzag, to_zigzag
+from cfp.attention.pieces import Ring
+from cfp.attention.problem import Problem, problem_of
+from cfp.attention.ring import attend_ring, ring_gradients
+from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
+from cfp.program.graph import Op, Program
+from cfp.program.partitioned import call_of
+from cfp.program.replace import Replacement, Stage
+from cfp.program.rules import Dims, Rule, parse_rule
+
+GRADIENT = f"{NAME} gradient"  # The name of replacements of backward passes.
+_KEY = "called attentions"
+_TOKENS_OF_LSE = 2  # It is [batch, heads, tokens].
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """One pass of an attention that a kernel of the step's own computes.
+
+    Attributes:
+        op: id of its op.
+        kernel: the name of the same kernel in `cfp.attention`.
+        call: what it computes.
+        shapes: of queries, keys and values, as [batch, tokens, heads, head_dim].
+        refusal: why its tokens are not sharded; "" if they may be.
+    """
+
+    op: int
+    kernel: str
+    call: cudnn.Call
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    refusal: str = ""
+
+    @property
+    def problem(self) -> Problem:
+        """The same as a problem for other kernels, if nothing of it is unknown."""
+        q, k, v = self.shapes
+        return problem_of(
+            q,
+            k,
+            v,
+            causal=self.call.causal,
+            window=None,
+            segment_ids=None,
+            bias=None,
+            softcap=None,
+            scale=self.call.scale,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of a replacement."""
+        return GRADIENT if self.call.is_backward else NAME
+
+    def place(self, letter: str) -> int:
+        """The dim of queries that runs over "B", "T", "N" (heads) or "H"."""
+        return self.call.layout.index(letter)
+
+
+def called_attentions(program: Program) -> Mapping[int, Called]:
+    """All of a program, by their ops; found once for each program."""
+    known = program.looked_for
+    if _KEY not in known:
+        read = (_read(program, op) for op in program.ops if op.kind == "custom_call")
+        known[_KEY] = {one.op: one for one in read if one is not None}
+    return known[_KEY]
+
+
+def called_among(program: Program, ops: Collection[int]) -> list[Called]:
+    """Those whose tokens may be sharded, among some top-level ops."""
+    inside = set(ops)
+    return [
+        one
+        for op, one in called_attentions(program).items()
+        if not one.refusal and program.top_level(op) in inside
+    ]
+
+
+def _read(program: Program, op: Op) -> Called | None:
+    found = call_of(op.attributes)
+    call = cudnn.read_call(found.whole) if found is not None else None
+    if found is None or call is None:
+        return None
+    shapes = tuple(
+        jax.ShapeDtypeStruct(_in_order(aval.shape, call), aval.dtype)
+        for aval in (found.callbacks.operands[place] for place in call.reads[:3])
+    )
+    why = _refusal(call, shapes)
+    return Called(op=op.id, kernel="cudnn", call=call, shapes=shapes, refusal=why)
+
+
+def _in_order(shape: Sequence[int], call: cudnn.Call) -> tuple[int, ...]:
+    """A shape as [batch, tokens, heads, head_dim]."""
+    return tuple(shape[call.layout.index(letter)] for letter in "BTNH")
+
+
+def _refusal(call: cudnn.Call, shapes: Sequence[jax.ShapeDtypeStruct]) -> str:
+    queries, keys = (one.shape[1] for one in shapes[:2])
+    if call.unknown:
+        return f"a kernel computes it, with {call.unknown}: tokens are not sharded"
+    if queries != keys:
+        return (
+            f"a kernel computes it, with {queries} queries and {keys} keys: tokens are "
+            "not sharded"
+        )
+    return ""
+
+
+def left_alone(program: Program) -> tuple[LeftAlone, ...]:
+    """Those of a program whose tokens cannot be sharded, with the reasons."""
+    found = called_attentions(program).items()
+    every = ((program.ops[op], one.refusal) for op, one in found)
+    return tuple(LeftAlone(op.id, op.scope, op.source, why) for op, why in every if why)
+
+
+# ------------------------------------------------------------------------ strategies
+
+
+def with_token_factors(program: Program) -> Program:
+    """The same program, with rules by which plans may shard tokens, too.
+
+    Rules are for planning: the module keeps those by which the op itself is sharded.
+    """
+    able = [one for one in called_attentions(program).values() if not one.refusal]
+    if not able:
+        return program
+    ops = [*program.ops]
+    for one in able:
+        ops[one.op] = replace(ops[one.op], rule=_with_tokens(one, ops[one.op]))
+    return replace(program, ops=tuple(ops))
+
+
+def _with_tokens(one: Called, op: Op) -> Rule:
+    """A rule in which the tokens of all operands and results are one factor."""
+    rule, tokens = op.rule, one.place("T")
+    if rule is None:  # Nothing else of it may be sharded.
+        found = call_of(op.attributes)
+        assert found is not None, "it was read of it"
+        rule = parse_rule(found.rule)
+    [factor] = rule.operands[0][tokens]
+
+    def joined(dims: Dims, place: int) -> Dims:
+        return (*dims[:place], (factor,), *dims[place + 1 :])
+
+    def tokens_of(dims: Dims) -> int:
+        return tokens if len(dims) == len(one.call.layout) else _TOKENS_OF_LSE
+
+    operands = [*rule.operands]
+    for place in one.call.reads:
+        operands[place] = joined(operands[place], tokens_of(operands[place]))
+    results = [joined(dims, tokens_of(dims)) for dims in rule.results]
+    return replace(
+        rule,
+        operands=tuple(operands),
+        results=tuple(results),
+        fixed=rule.fixed - {factor},
+        even=rule.even | {factor},
+    )
+
+
+def token_axes(
+    program: Program, one: Called, axes: Sequence[Sequence[str]]
+) -> tuple[str, ...]:
+    """The axes that shard the tokens of one, of those that its factors have."""
+    rule = program.ops[one.op].rule
+    assert rule is not None, "what has axes has a rule"
+    factor = rule.major(rule.operands[0][one.place("T")])
+    return () if factor is None else tuple(axes[factor])
+
+
+def way_of_called(
+    program: Program,
+    one: Called,
+    implementation: str,
+    axes: Sequence[Sequence[str]],
+    spread: str,
+) -> Way | str:
+    """Returns the way in which a kernel computes one with sharded tokens.
+
+    Args:
+        program: it has the rules of `with_token_factors`.
+        one: the attention.
+        implementation: the kernel.
+        axes: for each of its op's factors, its axes.
+        spread: the role of axes that shard tokens.
+
+    Returns:
+        The way, or why there is none: what shards no tokens the op computes itself.
+    """
+    if not token_axes(program, one, axes):
+        return "a kernel of the step's own computes it"
+    rule = program.ops[one.op].rule
+    assert rule is not None
+    roles = []
+    for letter, role in (("B", BATCH), ("T", spread), ("N", HEADS)):
+        factor = rule.major(rule.operands[0][one.place(letter)])
+        if factor is not None:
+            roles += [(axis, role) for axis in axes[factor]]
+    return Way(implementation, tuple(roles))
+
+
+def indivisible(problem: Problem, way: Way, mesh: Mapping[str, int]) -> str | None:
+    """Returns the reason why ranks would not have equal parts, or None.
+
+    Args:
+        problem: of the whole mesh.
+        way: how it is computed.
+        mesh: sizes of its axes.
+    """
+    strategy = AttentionStrategy.of(dict(way.roles), dict(mesh))
+    for what, count, parts in (
+        ("tokens", problem.queries, strategy.token_multiple),
+        ("heads", problem.kv_heads, strategy.parts(HEADS)),
+    ):
+        if count % parts:
+            return f"{count} {what} do not divide into {parts} parts"
+    return None
+
+
+# ------------------------------------------------------------------------ replacement
+
+
+def found_of(program: Program, one: Called) -> Found:
+    """The same as what is found in a program that writes its attention out."""
+    op, call = program.ops[one.op], one.call
+    names = ("q", "k", "v", "lse", "out", "dout")
+    reads = {
+        name: Tensor(op.operands[place], (op.id, place), ())
+        for name, place in zip(names, call.reads, strict=False)
+    }
+    names = ("dq", "dk", "dv") if call.is_backward else ("out", "lse")
+    makes = {
+        name: Tensor(v, None, ()) for name, v in zip(names, op.results, strict=False)
+    }
+    one_pass, result = Pass(reads, makes), Tensor(op.results[0], None, ())
+    return Found(
+        op=op.id,
+        scope=op.scope,
+        source=op.source,
+        sizes={},
+        scores=result,
+        argument=result,
+        inside=frozenset(),
+        between=frozenset(),
+        options=(),
+        forward=() if call.is_backward else (one_pass,),
+        backward=one_pass if call.is_backward else None,
+    )
+
+
+def replacement_of(program: Program, one: Called, way: Way) -> Replacement:
+    """What takes the place of the op of one."""
+    op = program.ops[one.op]
+    made = tuple(
+        (value.shape, _DTYPES.get(value.dtype, value.dtype))
+        for value in (program.values[v] for v in op.results)
+    )
+    functions = CalledFunctions(one.problem, way, one.call, made)
+    reads = tuple((op.id, place) for place in one.call.reads)
+    return Replacement(one.name, op.id, (Stage(reads, op.results),), functions)
+
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class CalledFunctions:
+    """The function that takes the place of one, see `cfp.program.replace`.
+
+    Attributes:
+        problem, way, call: what is computed, how, and in which form.
+        makes: shapes and dtypes of its results.
+        jax_version: kernels and their times may depend on it.
+    """
+
+    problem: Problem
+    way: Way
+    call: cudnn.Call
+    makes: tuple[tuple[tuple[int, ...], str], ...]
+    jax_version: str = jax.__version__
+
+    @property
+    def how(self) -> tuple[str, ...]:
+        """See `Way.how`."""
+        return self.way.how
+
+    def stages(self, mesh: Mesh) -> Sequence[Any]:
+        """One function, see `cfp.program.replace`."""
+        return [partial(self._run, mesh)]
+
+    def _run(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
+        strategy = AttentionStrategy.of(dict(self.way.roles), dict(mesh.shape))
+        axis = strategy.spread
+        assert axis is not None, "tokens are sharded"
+        ring = Ring(
+            axis=axis,
+            ranks=strategy.ring_ranks,
+            zigzag=strategy.zigzag,
+            gather=bool(strategy.axes(ALL_GATHER)),
+            kernel=KERNELS[self.way.implementation],
+            scores=self.problem.scores,
+            mask=self.problem.mask(),
+        )
+        given = [self._with_tokens_second(x) for x in reads]
+        if ring.zigzag:
+            given = [to_zigzag(x, ring.ranks) for x in given]
+        # All have batch, tokens and heads first; the log-sum-exp has no more.
+        spec: PartitionSpec = strategy.spec()
+        compute = _gradients if self.call.is_backward else _output
+        made = jax.shard_map(
+            partial(compute, ring),
+            mesh=mesh,
+            in_specs=(spec,) * len(given),
+            out_specs=(spec,) * (3 if self.call.is_backward else 2),
+            check_vma=False,
+        )(*given)
+        if ring.zigzag:
+            made = [from_zigzag(x, ring.ranks) for x in made]
+        pairs = zip(map(self._as_called, made), self.makes, strict=False)
+        return [x.reshape(shape).astype(jnp.dtype(d)) for x, (shape, d) in pairs]
+
+    def _with_tokens_second(self, x: jax.Array) -> jax.Array:
+        heads_first = x.ndim < len(self.call.layout) or self.call.layout == "BNTH"
+        return x.swapaxes(1, 2) if heads_first else x
+
+    _as_called = _with_tokens_second  # It is its own inverse.
+
+
+def _output(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    return attend_ring(q, k, v, ring)
+
+
+def _gradients(
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+    out: jax.Array,
+    dout: jax.Array,
+) -> Any:
+    return ring_gradients(q, k, v, out, lse, dout, ring)
+
+
+def work_ratio(one: Called, way: Way, sizes: Mapping[str, int]) -> float:
+    """The work of the rank with the most, by that of an equal share.
+
+    Under a causal mask the last rank of a ring sees the keys of all.
+    """
+    ranks = prod(sizes[axis] for axis, _ in way.roles if axis in _spreading(way))
+    is_even = any(role == "zigzag" for _, role in way.roles)
+    return 1.0 if is_even or not one.problem.causal else 2.0 - 1.0 / ranks
+
+
+def _spreading(way: Way) -> set[str]:
+    return {axis for axis, role in way.roles if role not in (BATCH, HEADS)}

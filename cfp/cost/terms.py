@@ -28,6 +28,7 @@ from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.called import (
     Called,
     called_attentions,
+    exchanges,
     token_axes,
     way_of_called,
     work_ratio,
@@ -172,26 +173,16 @@ class Terms:
         program = self.frame.program
         op = program.ops[called.op]
         assert op.rule is not None
-        tokens = token_axes(program, called, axes)
         share, kernel = self._share(op.rule, axes), called.kernel
-        moved = [*called.call.reads] if tokens else []
         if way is not None:
-            kernel, moved = way.implementation, moved[1:3]
+            kernel = way.implementation
             share *= work_ratio(called, way, self._sizes)
         else:
-            share *= prod(self._sizes[a] for a in tokens)
+            share *= prod(self._sizes[a] for a in token_axes(program, called, axes))
         dtype = program.values[op.operands[0]].dtype
         products = self.rates.matmul_ms(call_flops(op) * share, dtype)
-        collectives = 0.0
-        for place in moved:
-            v = op.operands[place]
-            have = tensor_spec(op.rule, op.rule.operands[place], axes)
-            whole = tuple(tuple(a for a in dim if a not in tokens) for dim in have)
-            size = program.values[v].size_bytes
-            collectives += self.transition_ms(size, have, (), whole)
-            if way is not None and called.call.is_backward:
-                wide = size * dtype_bytes("f32") / dtype_bytes(dtype)
-                collectives += self.transition_ms(wide, whole, tokens, have)
+        moves = exchanges(program, called, axes, way is not None)
+        collectives = sum(self.transition_ms(*move) for move in moves)
         products /= KERNELS[kernel].matmul_share
         return op.repeat * products, op.repeat * collectives
 

@@ -16,9 +16,17 @@ from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
 from cfp.cost.transitions import transition
-from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role, StoredParameter
+from cfp.plan.parts import (
+    INDIVISIBLE,
+    AxisRole,
+    PlanRow,
+    PlanSegment,
+    Role,
+    StoredParameter,
+)
 from cfp.presets.batch import data_arguments
 from cfp.profiling.rates import Rates
 from cfp.program.flops import call_flops
@@ -138,9 +146,10 @@ def undonated_bytes(layout: Layout) -> int:
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
-    Loops in which nothing is sharded, and ops without a sharding rule, from one percent
-    of the bytes that the program's ops make, or of its FLOPs; of ops without a rule
-    what they read counts, too. Blocks have rows that tell.
+    Loops in which nothing is sharded, ops without a sharding rule, and
+    custom_partitioning ops that are not sharded, from one percent of the bytes that the
+    program's ops make, or of its FLOPs; of such ops what they read counts, too. Other
+    blocks have rows that tell.
 
     Args:
         layout: of the plan.
@@ -163,7 +172,8 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             whole.update(op.body)
             found[site] += sum(made[i] for i in op.body)
             inside = [program.ops[i] for i in op.body]
-        elif op.rule is None and not (passes(op) or op.shardings):
+        elif _is_whole_op(layout, op):
+            site += _indivisible(layout, op)
             found[site] += made[op.id]
             touched[site] += _read_bytes(program, op) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
@@ -190,6 +200,92 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             kinds.append(f"costs {least}{time} ms by estimate")
         texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
+
+
+def _is_whole_op(layout: Layout, op: Op) -> bool:
+    """True if a layout shards nothing of an op that could be, were it other code."""
+    if op.rule is None:
+        return not (passes(op) or op.shardings)
+    return call_of(op.attributes) is not None and not any(layout.axes.get(op.id, ()))
+
+
+def _indivisible(layout: Layout, op: Op) -> str:
+    """Says that no axis divides what a kernel's rule lets be sharded, if so."""
+    rule, mesh = op.rule, layout.frame.mesh
+    if rule is None:
+        return ""
+    able = [f for f, size in enumerate(rule.sizes) if size > 1 and f not in rule.fixed]
+    if not able or any(rule.splits(f, size) for f in able for _, size in mesh):
+        return ""
+    over = ",".join(f"{name}={size}" for name, size in mesh)
+    sizes = " or ".join(str(rule.sizes[f]) for f in able)
+    return f": {over} {INDIVISIBLE} {sizes}"
+
+
+def sharded_kernels(layout: Layout) -> tuple[str, ...]:
+    """Lists custom_partitioning ops that are sharded: ``norm at net.py:12 over x``.
+
+    Of attentions it says which of their dims each axis shards.
+    """
+    program, found = layout.frame.program, Counter()
+    for op in program.ops:
+        call = call_of(op.attributes)
+        if call is None or not any(layout.axes.get(op.id, ())):
+            continue
+        own = layout.axes[op.id]
+        called = called_attentions(program).get(op.id)
+        dims = dims_over(program, called, own) if called is not None else {}
+        axes = ", ".join(
+            f"{name} ({dims[name]})" if name in dims else name
+            for name, _ in layout.frame.mesh
+            if any(name in names for names in own)
+        )
+        where = f" at {Path(op.source).name}" if op.source else ""
+        found[f"{call.label}{where} over {axes}"] += 1
+    return tuple(
+        f"{count} times {text}" if count > 1 else text
+        for text, count in found.most_common()
+    )
+
+
+def communicating_loops(layout: Layout, rates: Rates | None) -> tuple[str, ...]:
+    """Lists loops of no block in which a layout has collectives, with their costs.
+
+    Such as those of a kernel that is interpreted, of which XLA sees each op. What is
+    communicated in other loops stands in the blocks' rows.
+    """
+    frame, program = layout.frame, layout.frame.program
+    heavy = {member.op for block in frame.blocks for member in block.members}
+    outermost = [
+        op
+        for op in program.ops
+        if op.kind == "while"
+        and program.is_top_level(op.id)
+        and op.id not in program.opened
+        and not heavy.intersection(op.body)
+    ]
+    found = []
+    for loop in outermost:
+        moved = Counter()
+        lost_ms = 0.0
+        for op in (program.ops[i] for i in (*loop.body, loop.id)):
+            own = [] if op is loop else [*_op_moves(layout, op, set())]
+            own += _written_moves(layout, op)
+            inside = [(op.repeat, move) for move in own]
+            turns = max((program.ops[i].repeat for i in op.body), default=1)
+            inside += [(turns, move) for move in _carried_moves(layout, op)]
+            for times, (kind, axes, size) in inside:
+                moved[kind, times] += 1
+                if rates is not None:
+                    lost_ms += times * rates.collective_ms(kind, axes, size)
+        if moved:
+            parts = [
+                f"{count} {kind}{'s' * (count > 1)} in each of {times} iterations"
+                for (kind, times), count in moved.most_common()
+            ]
+            cost = f", {lost_ms:.3g} ms by estimate" if lost_ms else ""
+            found.append((lost_ms, f"{_site(loop)}: {', '.join(parts)}{cost}"))
+    return tuple(text for _, text in sorted(found, key=lambda pair: -pair[0]))
 
 
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
@@ -368,23 +464,70 @@ def block_moves(
                     owner[op_id] = _group_block(frame, group, segment.start)
     done: set[tuple] = set()
     for op in program.ops:
-        partial = layout.unreduced(op)
-        for index, v in enumerate(op.results):
-            block = owner.get(op.id, -1)
-            natural = layout.natural_spec(op, index)
-            spec = layout.spec(v)
-            if block >= 0 and partial and natural is not None and spec is not None:
-                for move in _moves(frame, v, natural, partial, spec):
-                    yield block, *move, op.repeat
-        for index, v in enumerate(op.operands):
-            want, have = layout.use_spec(op.id, index), layout.spec(v)
-            block = owner.get(op.id, -1)
-            if want is None or have is None or want == have or block < 0:
-                continue
-            if (v, want) not in done:
-                done.add((v, want))
-                for move in _moves(frame, v, have, (), want):
-                    yield block, *move, op.repeat
+        if (block := owner.get(op.id, -1)) >= 0:
+            for move in _op_moves(layout, op, done):
+                yield block, *move, op.repeat
+
+
+def _op_moves(
+    layout: Layout, op: Op, done: set[tuple]
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """The collectives of an op: of its results, of what it reads, and within it.
+
+    Args:
+        layout: of the program.
+        op: the op.
+        done: (value, sharding) pairs that were counted before; new ones are added.
+    """
+    frame, program = layout.frame, layout.frame.program
+    partial = layout.unreduced(op)
+    for index, v in enumerate(op.results):
+        natural = layout.natural_spec(op, index)
+        spec = layout.spec(v)
+        if partial and natural is not None and spec is not None:
+            yield from _moves(frame, v, natural, partial, spec)
+    for index, v in enumerate(op.operands):
+        want, have = layout.use_spec(op.id, index), layout.spec(v)
+        if want is None or have is None or want == have:
+            continue
+        if (v, want) not in done:
+            done.add((v, want))
+            yield from _moves(frame, v, have, (), want)
+    called = called_attentions(program).get(op.id)
+    if called is not None and op.id in layout.axes:
+        for move in exchanges(program, called, layout.axes[op.id], True):
+            for kind, axes, size in transition(*move, frame.mesh):
+                yield kind, tuple(axes), int(size)
+
+
+def _written_moves(
+    layout: Layout, op: Op
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """The collectives of an update of several places along a sharded dim.
+
+    XLA gathers that dim for it, and takes each device's part of what comes out.
+    """
+    if op.kind != "dynamic_update_slice" or op.id not in layout.axes:
+        return
+    values = layout.frame.program.values
+    whole, piece = (values[v].shape for v in op.operands[:2])
+    have = layout.natural_spec(op, 0) or ()
+    want = tuple(
+        names if size == part else ()
+        for names, size, part in zip(have, whole, piece, strict=True)
+    )
+    if have != want:
+        yield from _moves(layout.frame, op.results[0], have, (), want)
+
+
+def _carried_moves(
+    layout: Layout, op: Op
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """The collectives of what a loop carries from one turn to the next."""
+    for index, v in enumerate(op.yields if op.kind == "while" else ()):
+        want, have = layout.use_spec(op.id, len(op.operands) + index), layout.spec(v)
+        if want is not None and have is not None and want != have:
+            yield from _moves(layout.frame, v, have, (), want)
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:

@@ -191,6 +191,8 @@ class Figures:
         left: attentions and cross-entropies that are as they are written.
         refused: kernels that cannot compute attentions, of those that were preferred
             to what does.
+        kernels: kernels of the step that are sharded, with the axes that shard them.
+        loops: loops without rows in which something is communicated, and what.
         variants: meshes and microbatches that the plan was chosen among.
         worth: what each kind of choice is worth.
         chosen: what was chosen among, by the names of `choose`; empty for all.
@@ -205,6 +207,8 @@ class Figures:
     budget_bytes: Count | None = None
     left: tuple[LeftFigures, ...] = ()
     refused: tuple[RefusedFigures, ...] = ()
+    kernels: tuple[Words, ...] = ()
+    loops: tuple[Words, ...] = ()
     variants: tuple[VariantFigures, ...] = ()
     worth: tuple[WorthFigures, ...] = ()
     chosen: tuple[Words, ...] = ()

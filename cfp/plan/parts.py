@@ -19,6 +19,9 @@ from cfp.fields import Count, Flag, Name, Time, Words
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
+# Of a kernel that is whole on every device, before the sizes that its rule shards.
+INDIVISIBLE = "divides none of"
+
 
 class Role(StrEnum):
     """Kinds of factors of a block's anchor that an axis may shard."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import VariantFigures, WorthFigures
-from cfp.plan.parts import AxisRole, PlanRow, PlanSegment, Role
+from cfp.plan.parts import INDIVISIBLE, AxisRole, PlanRow, PlanSegment, Role
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import (
     columns,
@@ -252,12 +252,20 @@ def remarks(plan: Plan) -> list[str]:
             "every device runs in full (of all bytes made): "
             f"{_few(plan.replicated_ops, ', ')}"
         )
-        if any(text.startswith("custom_") for text in plan.replicated_ops):
+        foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
+        if any(INDIVISIBLE not in text for text in foreign):
             found.append(
                 "a kernel is sharded by a rule that it brings: cfp.discover_rules "
                 "finds one by running it; or custom_partitioning with sharding_rule=, "
                 "or shard_map; see docs/performance.md"
             )
+    if plan.figures and plan.figures.kernels:
+        found.append(f"kernels that are sharded: {_few(plan.figures.kernels, ', ')}")
+    if plan.figures and plan.figures.loops:
+        found.append(
+            f"communicated in loops that compute no products: "
+            f"{_few(plan.figures.loops, '; ')}"
+        )
     if plan.host_callbacks_skipped:
         found.append(
             "not called while it was measured: "

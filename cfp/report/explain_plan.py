@@ -153,9 +153,9 @@ def _overall(plan: Plan) -> Iterator[str]:
 
 
 def attention_lines(plan: Plan) -> Iterator[str]:
-    """The attentions that no kernel computes, and the kernels that cannot.
+    """The attentions that no kernel computes, the kernels that cannot, and others.
 
-    Nothing, if none were asked for.
+    Others are the step's own kernels that are sharded, and loops that communicate.
     """
     for one in plan.figures.left if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
@@ -165,6 +165,10 @@ def attention_lines(plan: Plan) -> Iterator[str]:
         times = f"{one.count} times: " if one.count > 1 else ""
         where = f"Attention not by {one.kernel}, at {one.source}"
         yield f"{where}: {times}{one.reason}."
+    for text in plan.figures.kernels if plan.figures else ():
+        yield f"Kernel that is sharded: {text}."
+    for text in plan.figures.loops if plan.figures else ():
+        yield f"Communicated in a loop that computes no products: {text}."
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:

@@ -21,6 +21,7 @@ from cfp.attention.matching.matches import (
 )
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.patterns.sites import cross_entropies
+from cfp.plan.describe import communicating_loops, sharded_kernels
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
     Figures,
@@ -73,7 +74,14 @@ def with_figures(
     left += _losses(analysis, kernels)
     blocks = block_figures(analysis, choice, rates)
     chosen = tuple(str(one) for one in Dimension if one in dimensions)
-    found = Figures(blocks=blocks, left=left, refused=refused, chosen=chosen)
+    found = Figures(
+        blocks=blocks,
+        left=left,
+        refused=refused,
+        kernels=sharded_kernels(layout),
+        loops=communicating_loops(layout, rates),
+        chosen=chosen,
+    )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))

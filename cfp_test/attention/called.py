@@ -36,7 +36,7 @@ def cudnn_on_cpus(monkeypatch: Any) -> Iterator[None]:
 
 
 def _turned(layout: int, *arrays: jax.Array) -> list[jax.Array]:
-    """[batch, tokens, heads, head_dim], from that or from [batch, heads, tokens, ...]."""
+    """[batch, tokens, heads, head_dim], of arrays in a layout: 1 has heads before."""
     return [x.swapaxes(1, 2) if layout else x for x in arrays]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import cfp
 from cfp.analysis.analyze import analyze, build_frame
@@ -15,9 +16,11 @@ from cfp.plan.figures import Figures, WorthFigures
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.profiling.hlo import collectives_in
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.report.explain_plan import explain_text
 from cfp.report.tables import plan_text
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
@@ -177,6 +180,89 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
 
     assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).replicated_ops
+
+
+def own_norm(scaled):
+    """A step with a kernel whose rows may be sharded."""
+
+    @custom_partitioning
+    def row_scale(x):
+        return scaled(x)
+
+    row_scale.def_partition(
+        partition=lambda mesh, given, made: (
+            mesh,
+            scaled,
+            given[0].sharding,
+            (given[0].sharding,),
+        ),
+        infer_sharding_from_operands=lambda mesh, given, made: given[0].sharding,
+        sharding_rule="r c -> r c",
+        need_replication_factors=("c",),
+    )
+    return lambda w, x: (row_scale(x @ w) @ w.T).sum()
+
+
+@pytest.mark.explained("A kernel is sharded, or whole on every device")
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        (16, "kernels that are sharded: row_scale at test_plan_text.py:# over x"),
+        (18, "custom_partitioning row_scale at test_plan_text.py:#: x=4 divides none"),
+    ],
+)
+def test_a_plan_says_over_what_a_kernel_is_sharded_or_that_it_is_whole(
+    rows, told, tmp_path
+):
+    step = own_norm(lambda x: x / (1 + jnp.abs(x).sum(-1, keepdims=True)))
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "settings": settings, "cache_dir": tmp_path}
+    args = jnp.ones((64, 64)), jnp.ones((rows, 64))
+    plan = cfp.plan(step, *args, preset="data_parallel", **how)
+    is_whole = rows % 4 > 0
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
+        text = " ".join(repr(one).split())
+        assert told in re.sub(r":\d+", ":#", text)
+        assert "discover_rules" not in text  # It has a rule.
+        assert len(one.whole) == is_whole and len(one.figures.kernels) == 1 - is_whole
+        assert ("Kernel that is sharded" in explain_text(one)) != is_whole
+
+
+@pytest.mark.explained("Communicated in loops that compute no products")
+def test_a_plan_says_what_is_communicated_in_loops_without_products(tmp_path):
+    """As in a Pallas kernel that is interpreted, of which XLA sees each op."""
+    blocks, size = 8, 4
+
+    def step(w, x):
+        h = x @ w
+
+        def body(carried, i):
+            given, out = carried
+            block = jax.lax.dynamic_slice_in_dim(given, size * i, size)
+            out = jax.lax.dynamic_update_slice_in_dim(out, 2 * block, size * i, 0)
+            given = jax.lax.dynamic_update_slice_in_dim(given, block, size * i, 0)
+            return (given, out), None
+
+        start = h, jnp.zeros_like(h)
+        return (jax.lax.scan(body, start, jnp.arange(blocks))[0][1] @ w).sum()
+
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "settings": settings, "cache_dir": tmp_path}
+    args = jnp.ones((64, 64)), jnp.ones((blocks * size, 64))
+    plan = cfp.plan(step, *args, preset="data_parallel", **how)
+    [told] = plan.figures.loops
+    assert told.startswith("while ")
+    [count] = re.findall(rf": (\d+) all-gathers in each of {blocks} iterations", told)
+    found = collectives_in(plan.compile(step, *args).as_text())
+    inside = sum(one.count for one in found if one.kind == "all-gather")
+    assert int(count) * blocks <= inside + blocks
+    assert inside >= blocks
+    text = " ".join(repr(plan).split())
+    assert f"communicated in loops that compute no products: {told}" in text
+    assert told in " ".join(explain_text(plan).split())
 
 
 def test_what_is_run_in_full_has_its_cost():

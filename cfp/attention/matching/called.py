@@ -10,7 +10,7 @@ other is the same number in every implementation, each op is replaced by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from cfp.analysis.strategies import FactorAxes, tensor_spec
 from cfp.attention import cudnn
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
@@ -29,7 +30,7 @@ from cfp.attention.pieces import Ring
 from cfp.attention.problem import Problem, problem_of
 from cfp.attention.ring import attend_ring, ring_gradients
 from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, Spec, dtype_bytes
 from cfp.program.partitioned import call_of
 from cfp.program.replace import Replacement, Stage
 from cfp.program.rules import Dims, Rule, parse_rule
@@ -184,30 +185,71 @@ def _with_tokens(one: Called, op: Op) -> Rule:
     )
 
 
-def token_axes(
-    program: Program, one: Called, axes: Sequence[Sequence[str]]
-) -> tuple[str, ...]:
-    """The axes that shard the tokens of one, of those that its factors have."""
+def token_axes(program: Program, one: Called, axes: FactorAxes) -> tuple[str, ...]:
+    """The axes that shard the tokens of an attention.
+
+    Args:
+        program: it has the rules of `with_token_factors`.
+        one: the attention.
+        axes: for each of its op's factors, its axes.
+    """
     rule = program.ops[one.op].rule
     assert rule is not None, "what has axes has a rule"
     factor = rule.major(rule.operands[0][one.place("T")])
-    return () if factor is None else tuple(axes[factor])
+    return () if factor is None else axes[factor]
+
+
+def dims_over(program: Program, one: Called, axes: FactorAxes) -> dict[str, str]:
+    """What the axes that shard an attention run over, in words, by axis."""
+    rule = program.ops[one.op].rule
+    assert rule is not None, "what has axes has a rule"
+    found: dict[str, str] = {}
+    for letter, words in (("B", "sequences"), ("T", "tokens"), ("N", "heads")):
+        factor = rule.major(rule.operands[0][one.place(letter)])
+        if factor is not None:
+            found.update(dict.fromkeys(axes[factor], words))
+    return found
+
+
+def exchanges(
+    program: Program, one: Called, axes: FactorAxes, is_replaced: bool
+) -> Iterator[tuple[float, Spec, tuple[str, ...], Spec]]:
+    """What an attention with sharded tokens sends: keys, values, and their gradients.
+
+    Args:
+        program, one, axes: as of `token_axes`.
+        is_replaced: whether something takes the op's place; otherwise all that it reads
+            is gathered.
+
+    Yields:
+        (bytes of the whole tensor, its sharding, axes it is summed over, its sharding
+        then), as transitions of a layout have them.
+    """
+    op, tokens = program.ops[one.op], token_axes(program, one, axes)
+    assert op.rule is not None, "what has axes has a rule"
+    moved = one.call.reads[1:3] if is_replaced else one.call.reads
+    for place in moved if tokens else ():
+        value = program.values[op.operands[place]]
+        have = tensor_spec(op.rule, op.rule.operands[place], axes)
+        whole = tuple(tuple(a for a in dim if a not in tokens) for dim in have)
+        yield value.size_bytes, have, (), whole
+        if is_replaced and one.call.is_backward:  # They travel in float32.
+            wide = dtype_bytes("f32") / dtype_bytes(value.dtype)
+            yield wide * value.size_bytes, whole, tokens, have
 
 
 def way_of_called(
     program: Program,
     one: Called,
     implementation: str,
-    axes: Sequence[Sequence[str]],
+    axes: FactorAxes,
     spread: str,
 ) -> Way | str:
-    """Returns the way in which a kernel computes one with sharded tokens.
+    """Returns the way in which a kernel computes an attention with sharded tokens.
 
     Args:
-        program: it has the rules of `with_token_factors`.
-        one: the attention.
+        program, one, axes: as of `token_axes`.
         implementation: the kernel.
-        axes: for each of its op's factors, its axes.
         spread: the role of axes that shard tokens.
 
     Returns:
@@ -247,7 +289,7 @@ def indivisible(problem: Problem, way: Way, mesh: Mapping[str, int]) -> str | No
 
 
 def found_of(program: Program, one: Called) -> Found:
-    """The same as what is found in a program that writes its attention out."""
+    """The form in which attentions that are written out are found."""
     op, call = program.ops[one.op], one.call
     names = ("q", "k", "v", "lse", "out", "dout")
     reads = {
@@ -275,7 +317,7 @@ def found_of(program: Program, one: Called) -> Found:
 
 
 def replacement_of(program: Program, one: Called, way: Way) -> Replacement:
-    """What takes the place of the op of one."""
+    """The replacement of an attention's op."""
     op = program.ops[one.op]
     made = tuple(
         (value.shape, _DTYPES.get(value.dtype, value.dtype))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.layout import SegmentKernels
+from cfp.analysis.strategies import FactorAxes
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.called import (
     Called,
@@ -150,7 +151,7 @@ def way_of(
     program: Program,
     match: Match,
     kernels: SegmentKernels,
-    axes: Mapping[int, Sequence[Sequence[str]]],
+    axes: Mapping[int, FactorAxes],
 ) -> Way | str:
     """Returns the way a kernel computes an attention under a layout, or why it cannot.
 
@@ -181,7 +182,7 @@ def ruled_out(
     program: Program,
     match: Match,
     kernels: SegmentKernels,
-    axes: Mapping[int, Sequence[Sequence[str]]],
+    axes: Mapping[int, FactorAxes],
     mesh: Mapping[str, int],
     platform: str,
 ) -> str | None:

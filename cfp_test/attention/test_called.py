@@ -14,13 +14,14 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AbstractMesh
 
 import cfp
-from cfp.analysis.layout import Choice, SegmentKernels, Storage
+from cfp.analysis.layout import Choice, SegmentKernels, Storage, lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.called import (
     GRADIENT,
     called_attentions,
+    dims_over,
     replacement_of,
     with_token_factors,
 )
@@ -29,6 +30,7 @@ from cfp.attention.matching.matches import attentions
 from cfp.context import open_context
 from cfp.cost.terms import Terms
 from cfp.passes.pipeline import analyze_step, decide
+from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.flops import call_flops
 from cfp.program.step import flatten_step
@@ -187,6 +189,19 @@ def test_heads_are_exchanged_for_tokens_around_the_kernel(tmp_path):
     assert_near(made(*args), written_out(HEADS, True))
 
 
+@pytest.mark.parametrize(
+    "preset, words", [("tensor_parallel", "heads"), ("data_parallel", "sequences")]
+)
+def test_presets_shard_heads_or_sequences_as_before(preset, words):
+    args = arguments(batch=4)
+    mesh = make_mesh(MESHES["x=4"])
+    step = flatten_step(step_of(by_cudnn, is_causal=True), args)
+    frame = analyze_step(step, mesh).analysis.frame
+    layout = lay_out(frame, presets(frame)[preset])
+    for op, one in called_attentions(frame.program).items():
+        assert dims_over(frame.program, one, layout.axes[op]) == {"x": words}
+
+
 def test_tokens_without_another_kernel_are_gathered_and_right(tmp_path):
     step, args = step_of(by_cudnn, is_causal=True), arguments()
     plan = planned(step, args, "x=4", "T", tmp_path, None)
@@ -335,6 +350,7 @@ def test_one_long_sequence_is_sharded_for_devices_that_are_not_here():
     assert ways <= {("cudnn", "x=ring"), ("cudnn", "x=all_gather")}
     assert dict(zip(plan.arg_names, plan.arg_specs, strict=True))["x"][1] == ("x",)
     assert sharded_dims(plan, "custom_partitioning") == {(1,)}
+    assert all("over x (tokens)" in text for text in plan.figures.kernels)
     assert "2 attentions by cudnn, 2 gradients of attentions by cudnn" in " ".join(
         str(plan).split()
     )
@@ -348,6 +364,7 @@ def test_one_long_sequence_with_heads_is_exchanged_for_them():
     plan = ahead(HEADS)
     assert not plan.constraints.replaced
     assert sharded_dims(plan, "custom_partitioning") == {(2,)}
+    assert all("over x (heads)" in text for text in plan.figures.kernels)
     assert sharded_dims(plan, "1/q") == sharded_dims(plan, "up") == {(1,)}
 
 

@@ -200,7 +200,7 @@ def token_axes(program: Program, one: Called, axes: FactorAxes) -> tuple[str, ..
 
 
 def dims_over(program: Program, one: Called, axes: FactorAxes) -> dict[str, str]:
-    """What the axes that shard an attention run over, in words, by axis."""
+    """Words for the dims of an attention that axes shard, by axis."""
     rule = program.ops[one.op].rule
     assert rule is not None, "what has axes has a rule"
     found: dict[str, str] = {}
@@ -214,7 +214,7 @@ def dims_over(program: Program, one: Called, axes: FactorAxes) -> dict[str, str]
 def exchanges(
     program: Program, one: Called, axes: FactorAxes, is_replaced: bool
 ) -> Iterator[tuple[float, Spec, tuple[str, ...], Spec]]:
-    """What an attention with sharded tokens sends: keys, values, and their gradients.
+    """Tensors that an attention with sharded tokens sends: keys, values, gradients.
 
     Args:
         program, one, axes: as of `token_axes`.

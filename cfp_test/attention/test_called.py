@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import cfp
 from cfp.analysis.layout import Choice, SegmentKernels, Storage, lay_out
@@ -372,7 +372,7 @@ def test_one_long_sequence_with_heads_is_exchanged_for_them():
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
 def test_a_ring_of_the_same_kernel_is_lowered_for_gpus(kernel, is_backward):
     flat = flatten_step(step_of(by_cudnn, is_causal=True), arguments())
-    mesh = AbstractMesh((4,), ("x",))
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
     program = trace(flat, mesh)[0]
     [one] = [
         one

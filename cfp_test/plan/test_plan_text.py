@@ -233,33 +233,24 @@ def test_a_plan_says_over_what_a_kernel_is_sharded_or_that_it_is_whole(
 @pytest.mark.explained("Communicated in loops that compute no products")
 def test_a_plan_says_what_is_communicated_in_loops_without_products(tmp_path):
     """As in a Pallas kernel that is interpreted, of which XLA sees each op."""
-    blocks, size = 8, 4
+    turns = 8
 
     def step(w, x):
-        h = x @ w
+        def body(h, _):
+            return jnp.tanh(h) + jnp.sort(h, axis=0), None
 
-        def body(carried, i):
-            given, out = carried
-            block = jax.lax.dynamic_slice_in_dim(given, size * i, size)
-            out = jax.lax.dynamic_update_slice_in_dim(out, 2 * block, size * i, 0)
-            given = jax.lax.dynamic_update_slice_in_dim(given, block, size * i, 0)
-            return (given, out), None
-
-        start = h, jnp.zeros_like(h)
-        return (jax.lax.scan(body, start, jnp.arange(blocks))[0][1] @ w).sum()
+        return (jax.lax.scan(body, x @ w, length=turns)[0] @ w).sum()
 
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     settings = cfp.PlannerSettings(race=False)
     how = {"mesh": mesh, "settings": settings, "cache_dir": tmp_path}
-    args = jnp.ones((64, 64)), jnp.ones((blocks * size, 64))
+    args = jnp.ones((64, 64)), jnp.ones((32, 64))
     plan = cfp.plan(step, *args, preset="data_parallel", **how)
     [told] = plan.figures.loops
     assert told.startswith("while ")
-    [count] = re.findall(rf": (\d+) all-gathers in each of {blocks} iterations", told)
+    assert f": 1 all-gather in each of {turns} iterations" in told
     found = collectives_in(plan.compile(step, *args).as_text())
-    inside = sum(one.count for one in found if one.kind == "all-gather")
-    assert int(count) * blocks <= inside + blocks
-    assert inside >= blocks
+    assert sum(one.count for one in found if one.kind == "all-gather") >= turns
     text = " ".join(repr(plan).split())
     assert f"communicated in loops that compute no products: {told}" in text
     assert told in " ".join(explain_text(plan).split())

@@ -21,6 +21,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.cost.transitions import transition
 from cfp.plan.parts import (
     INDIVISIBLE,
+    NOT_CHOSEN,
     AxisRole,
     PlanRow,
     PlanSegment,
@@ -173,7 +174,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             found[site] += sum(made[i] for i in op.body)
             inside = [program.ops[i] for i in op.body]
         elif _is_whole_op(layout, op):
-            site += _indivisible(layout, op)
+            site += _why_whole(layout, op)
             found[site] += made[op.id]
             touched[site] += _read_bytes(program, op) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
@@ -209,17 +210,16 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
     return call_of(op.attributes) is not None and not any(layout.axes.get(op.id, ()))
 
 
-def _indivisible(layout: Layout, op: Op) -> str:
-    """Says that no axis divides what a kernel's rule lets be sharded, if so."""
+def _why_whole(layout: Layout, op: Op) -> str:
+    """Says why a kernel that may be sharded by its rule is not; "" of all others."""
     rule, mesh = op.rule, layout.frame.mesh
     if rule is None:
         return ""
     able = [f for f, size in enumerate(rule.sizes) if size > 1 and f not in rule.fixed]
-    if not able or any(rule.splits(f, size) for f in able for _, size in mesh):
-        return ""
+    if any(rule.splits(f, size) for f in able for _, size in mesh):
+        return f": {NOT_CHOSEN}"
     over = ",".join(f"{name}={size}" for name, size in mesh)
-    sizes = " or ".join(str(rule.sizes[f]) for f in able)
-    return f": {over} {INDIVISIBLE} {sizes}"
+    return f": {over} {INDIVISIBLE} {' or '.join(str(rule.sizes[f]) for f in able)}"
 
 
 def sharded_kernels(layout: Layout) -> tuple[str, ...]:
@@ -349,7 +349,8 @@ def _site(op: Op) -> str:
     kind = op.kind
     if call is not None:
         kind = f"custom_partitioning {call.label}"
-    refusal = f": {call.asked.refusals[0]}" if call and call.asked.refusals else ""
+    is_refused = call is not None and op.rule is None and call.asked.refusals
+    refusal = f": {call.asked.refusals[0]}" if call and is_refused else ""
     if op.source:
         return f"{kind} at {Path(op.source).name}{refusal}"
     return " in ".join([kind, *_FUNCTION.findall(op.scope)[-1:]]) + refusal

@@ -19,8 +19,10 @@ from cfp.fields import Count, Flag, Name, Time, Words
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
-# Of a kernel that is whole on every device, before the sizes that its rule shards.
+# Reasons why a kernel with a rule is whole on every device; the sizes that its rule
+# shards stand behind the first.
 INDIVISIBLE = "divides none of"
+NOT_CHOSEN = "the plan does not shard it"
 
 
 class Role(StrEnum):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import VariantFigures, WorthFigures
-from cfp.plan.parts import INDIVISIBLE, AxisRole, PlanRow, PlanSegment, Role
+from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, AxisRole, PlanRow, PlanSegment, Role
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.printable import (
     columns,
@@ -253,7 +253,8 @@ def remarks(plan: Plan) -> list[str]:
             f"{_few(plan.replicated_ops, ', ')}"
         )
         foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
-        if any(INDIVISIBLE not in text for text in foreign):
+        reasons = (INDIVISIBLE, NOT_CHOSEN)
+        if not all(any(why in text for why in reasons) for text in foreign):
             found.append(
                 "a kernel is sharded by a rule that it brings: cfp.discover_rules "
                 "finds one by running it; or custom_partitioning with sharding_rule=, "

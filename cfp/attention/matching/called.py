@@ -86,7 +86,7 @@ class Called:
 
 def called_attentions(program: Program) -> Mapping[int, Called]:
     """All of a program, by their ops; found once for each program."""
-    known = program.search_cache
+    known = program.looked_for
     if _KEY not in known:
         read = (_read(program, op) for op in program.ops if op.kind == "custom_call")
         known[_KEY] = {one.op: one for one in read if one is not None}

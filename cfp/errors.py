@@ -17,6 +17,9 @@ _INSTALLED = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")
 )
 
+# What stands before what to try, in every message of `compose`.
+ATTEMPT = "\n  try: "
+
 
 def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
     """Writes an error message that says what to do next.
@@ -30,7 +33,7 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
     Returns:
       The message, one line for each.
     """
-    return f"{summary}\n  expected: {expected}\n  got: {got}\n  try: {attempt}"
+    return f"{summary}\n  expected: {expected}\n  got: {got}{ATTEMPT}{attempt}"
 
 
 def nearest(
@@ -43,12 +46,16 @@ def nearest(
       known: the names that there are.
       aliases: what else these are called.
     """
-    known = [*known]
-    plain = name.lower().replace("-", "_")
-    other = (aliases or {}).get(plain)
-    found = [other] if other in known else []
-    found = found or get_close_matches(plain, known, 1, 0.5)
+    by_plain = {_plain(one): one for one in known}
+    other = (aliases or {}).get(_plain(name))
+    found = [other] if other in by_plain.values() else []
+    close = get_close_matches(_plain(name), by_plain, 1, 0.5)
+    found = found or [by_plain[one] for one in close]
     return f"did you mean {found[0]!r}? " if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
 
 
 def place_of(error: BaseException) -> str:
@@ -78,6 +85,18 @@ class CfpError(Exception):
 
 class OptionError(CfpError, TypeError):
     """There is no such option, or it does not go with the others."""
+
+
+class UnknownOption(CfpError):
+    """A target of a command has no such option.
+
+    Attributes:
+      flag: as it was written: ``--layer``.
+      known: the target's own options.
+    """
+
+    flag = ""
+    known: tuple[str, ...] = ()
 
 
 class StepNotTraceable(CfpError):

@@ -261,8 +261,16 @@ def _find_plan(
     seconds = analyzed.seconds + time.perf_counter() - started
     made = replace(made, search={**made.search, "planning_seconds": seconds})
     how = (solution.problem, rates, kernels, failed, outcome.raced)
+    made = with_figures(
+        made,
+        analysis,
+        choice,
+        *how,
+        dimensions=context.rules.dimensions,
+        parts_asked=context.rules.replacing.cross_entropy,
+    )
     return FoundPlan(
-        plan=with_figures(made, analysis, choice, *how, context.rules.dimensions),
+        plan=made,
         analysis=analysis,
         winner=outcome.winner,
         interrupted=interrupted,

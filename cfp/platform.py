@@ -159,8 +159,16 @@ def _share(count: int) -> int:
     return each + (member.process_id < more)
 
 
-def make_mesh(axes: Axes | None) -> Mesh:
+def make_mesh(
+    axes: Axes | None, *, device_kind: str = "", attempt: str | None = None
+) -> Mesh:
     """A mesh of the first devices; over all of them, with one axis x, if axes is None.
+
+    Args:
+        axes: names and sizes.
+        device_kind: JAX's name of the devices that should be here, for messages.
+        attempt: what to try where devices are missing, if not the usual: other options
+            of the command.
 
     Raises:
         DeviceError: there are too few devices, or none that work.
@@ -174,9 +182,12 @@ def make_mesh(axes: Axes | None) -> Mesh:
         raise DeviceError(
             compose(
                 "JAX finds no device.",
-                expected="devices of the platform that was asked for",
+                expected=f"devices of {device_kind}"
+                if device_kind
+                else "devices of the platform that was asked for",
                 got=reason,
-                attempt="--for 4xh200, which plans for GPUs that are not here; "
+                attempt=attempt
+                or "--for 4xh200, which plans for GPUs that are not here; "
                 "--platform cpu, which makes virtual devices; for GPUs, "
                 'install "cfp[cuda]" and check that nvidia-smi lists them',
             )
@@ -187,15 +198,16 @@ def make_mesh(axes: Axes | None) -> Mesh:
     wanted = prod(size for _, size in axes)
     kind = devices[0].platform
     if len(devices) < wanted:
+        if attempt is None:
+            fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
+            attempt = f"{fewer}--platform cpu, which makes virtual devices"
+        of_kind = f" of {device_kind}" if device_kind else ""
         raise DeviceError(
             compose(
                 "There are too few devices.",
-                expected=f"{wanted} devices for the mesh {mesh_text(axes)}",
+                expected=f"{wanted} devices{of_kind} for the mesh {mesh_text(axes)}",
                 got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
-                attempt=f"--devices {len(devices)}, or --platform cpu for virtual "
-                "devices"
-                if len(devices) > 1
-                else "--platform cpu, which makes virtual devices",
+                attempt=attempt,
             )
         )
     names = tuple(name for name, _ in axes)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from cfp.errors import CfpError, compose, place_of
+from cfp.errors import CfpError, UnknownOption, compose, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
 from cfp.program.fixed import fixed, released
@@ -169,7 +169,7 @@ def _parse_options(
             continue
         option = known.get(flag)
         if option is None:
-            raise CfpError(_unknown_option(target, flag, known))
+            raise _unknown_option(target, flag, known)
         if not equals:
             if option.type is bool and (not rest or rest[0].startswith("--")):
                 value = "true"
@@ -181,21 +181,25 @@ def _parse_options(
     return found
 
 
-def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> str:
-    close = difflib.get_close_matches(flag, known, 1)
+def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> CfpError:
     listing = ", ".join(
         f"{name} ({'derived' if o.default is None else o.default})"
         for name, o in known.items()
     )
-    attempt = close[0] if close else "one of these, or --help"
-    if flag == MICROBATCHES.flag:
-        attempt = f"give the function an argument {MICROBATCHES.name}"
-    return compose(
+    is_microbatches = flag == MICROBATCHES.flag
+    message = compose(
         f"{target} has no option {flag}.",
         expected=f"an option of the command, or one of {target}: {listing or '(none)'}",
         got=flag,
-        attempt=attempt,
+        attempt=f"give the function an argument {MICROBATCHES.name}"
+        if is_microbatches
+        else f"{nearest(flag, known)}--help lists the options of the command",
     )
+    if is_microbatches:
+        return CfpError(message)
+    error = UnknownOption(message)
+    error.flag, error.known = flag, tuple(known)
+    return error
 
 
 def _parse(option: Option, flag: str, text: str) -> Scalar:

@@ -39,6 +39,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, "--platform", "cpu", "--compile"], "give --for CLUSTER"),
     (["verify", "none.json", TOY, "--platform", "cpu"], "none.json"),
     (["verify", "plan.json", TOY, "--platform", "cpu"], "other devices than the plan"),
+    (["verify", "plan.json", TOY, "--platform", "cpu"], "unless the step draws random"),
+    (["verify", "plan.json", TOY, "--devices", "4"], "try: without --devices, which"),
+    (["plan", TOY, "--memory-budgt", "3MiB"], "did you mean '--memory-budget'? cfp"),
+    (["plan", "gpt", "--hiden", "64"], "did you mean '--hidden'? cfp plan --help"),
+    ([*PLAN, "8xh1000"], "did you mean 'h100'?"),
     (["verify", "plan.json", OTHER, *PARTS, "--other-devices"], "not the one that was"),
 ]
 
@@ -88,3 +93,16 @@ def test_mistakes_end_in_one_message(outcomes, number):
     assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
     assert message in outcome.err, outcome.err
     assert outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err
+
+
+@pytest.mark.explained("There are too few devices")
+def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
+    # Each process has the devices that its first command asks for.
+    run_batch([[*PLAN, "4xh200", "-o", "plan.json"]], tmp_path)
+    lines = [["verify", "plan.json", TOY], ["run", TOY, "--plan", "plan.json"]]
+    verified, ran = run_batch(lines, tmp_path, JAX_PLATFORMS="cpu")
+    assert "4 devices of NVIDIA H200 for the mesh x=4\n  got: 1 of" in verified.err
+    assert "try: cfp verify on a machine with the devices that the" in verified.err
+    assert "--devices" not in verified.err and "--platform" not in verified.err
+    assert "try: this command on a machine with the plan's devices; or" in ran.err
+    assert "--devices" not in ran.err

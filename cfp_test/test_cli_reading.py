@@ -35,6 +35,7 @@ def done(tmp_path_factory):
         "inspect": "inspect step.hlo --json",
         "notes": "inspect notes.txt",
         "export": "export deep.json --python sharded.py",
+        "no command": "report deep.json",
         "twice": "inspect toy.py:toy --plan deep.json --preset zero1",
     }
     found = run_batch([line.split() for line in lines.values()], folder)
@@ -48,6 +49,12 @@ def test_a_report_is_written(done):
     assert (folder / "report.html").read_text() == page_html(HOSTILE)
     assert found["nowhere"].code == 2
     assert "no is no folder" in found["nowhere"].err
+
+
+def test_what_is_an_option_of_a_command_is_named_with_it(done):
+    found, _ = done
+    assert found["no command"].code == 2
+    assert "Did you mean cfp show PLAN --html FILE?" in found["no command"].err
 
 
 def test_plans_are_shown(done, monkeypatch):

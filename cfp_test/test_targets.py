@@ -90,7 +90,7 @@ def test_concrete_and_static_arguments_stay_what_they_are():
         ("gtp", [], "try: gpt"),
         ("nothing", [], "a model (gpt, moe"),
         ("step.py", [], "try: step.py:function"),
-        ("gpt", ["--layrs", "2"], "try: --layers"),
+        ("gpt", ["--layrs", "2"], "did you mean '--layers'"),
         ("gpt", ["layers", "2"], "has no option layers"),
         ("gpt", ["--layers"], "--layers needs a value"),
         ("gpt", ["--layers", "two"], "--layers cannot be 'two'"),

@@ -189,8 +189,8 @@ def _run_trial(
                 "The step failed on the devices.",
                 expected="a step that runs under its plan",
                 got=str(error).strip().splitlines()[0],
-                attempt="a plan with a --memory-budget, a smaller batch, or more "
-                "devices",
+                attempt="a plan with a memory budget (--memory-budget, "
+                "memory_budget=), a smaller batch, or more devices",
             )
         ) from error
     if tolerance is None:

@@ -52,6 +52,11 @@ _ROUNDS = 2
 _RUNNERS_UP = 2
 _NAME = "the plan"
 
+ELSEWHERE = (
+    "cfp verify on a machine with the devices that the plan is for, which it times the "
+    "plan on; cfp show prints the plan on any machine"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
@@ -93,13 +98,19 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     wanted = plan.environment.get("device_kind", "")
     if wanted and kinds != [wanted]:
+        all_the_same = "--other-devices, to time it here all the same"
+        if plan.environment.get("platform") != mesh.devices.flat[0].platform:
+            all_the_same += (
+                ", unless the step draws random numbers, which JAX lowers in another "
+                "way for each platform"
+            )
         raise DeviceError(
             compose(
                 "These are other devices than the plan is for.",
                 expected=f"{mesh.size} of {wanted}",
                 got=f"{mesh.size} of {', '.join(kinds)}",
-                attempt="the devices that it is for; cfp plan, for a plan of these; or "
-                "--other-devices, to time it here all the same",
+                attempt=f"{ELSEWHERE}; cfp plan, for a plan of these; or "
+                f"{all_the_same}",
             )
         )
 

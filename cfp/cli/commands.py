@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cfp.errors import CfpError
+from cfp.errors import ATTEMPT, CfpError, UnknownOption, nearest
 
 
 class Command(TyperCommand):
@@ -37,6 +37,33 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Returns True if the user gave a parameter on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def with_nearest_option(error: UnknownOption, ctx: typer.Context) -> str:
+    """Writes what to try into the message on an option that a target does not have.
+
+    The error knows of the target's own options alone.
+    """
+    commands = getattr(ctx.parent and ctx.parent.command, "commands", {})
+    elsewhere = [
+        f"cfp {name}" for name, one in commands.items() if error.flag in _flags(one)
+    ]
+    if elsewhere:
+        attempt = f"without {error.flag}, which is an option of {', '.join(elsewhere)}"
+    else:
+        near = nearest(error.flag, [*error.known, *_flags(ctx.command)])
+        attempt = f"{near}{ctx.command_path} --help lists the options of the command"
+    before, label, _ = str(error).rpartition(ATTEMPT)
+    return f"{before}{label}{attempt}"
+
+
+def _flags(command: Any) -> list[str]:
+    return [
+        flag
+        for param in command.params
+        for flag in (*param.opts, *param.secondary_opts)
+        if flag.startswith("--")
+    ]
 
 
 def refuse_others(ctx: typer.Context, mode: str, takes: Collection[str]) -> None:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cfp.cli.commands import with_nearest_option
 from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
-from cfp.errors import CfpError
+from cfp.errors import CfpError, UnknownOption
 from cfp.planner_settings import (
     DetailedSettings,
     PlannerSettings,
@@ -315,7 +316,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except CfpError as error:
-            print_error(str(error))
+            is_option = isinstance(error, UnknownOption)
+            print_error(
+                with_nearest_option(error, kwargs["ctx"]) if is_option else str(error)
+            )
             if "static_argnums" in str(error):
                 print("On the command line that is --static N.", file=sys.stderr)
             if TRACEBACK in os.environ:

@@ -187,6 +187,7 @@ def export(
                 platform_name=None,
                 static=static or (),
                 plan=plan,
+                attempt="this command on a machine with the plan's devices",
             )
             exported = plan.bind(found.step, *found.args, mesh=mesh)
         exported.export_python(python)

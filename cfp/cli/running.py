@@ -14,7 +14,12 @@ from rich.table import Table
 
 from cfp import api, platform
 from cfp.checking.trial import Trial, run_trial
-from cfp.checking.verify import check_devices, verified_data, verified_text
+from cfp.checking.verify import (
+    ELSEWHERE,
+    check_devices,
+    verified_data,
+    verified_text,
+)
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
 from cfp.cli import values
@@ -288,6 +293,7 @@ def verify(
                 donate=donate or (),
                 static=static or (),
                 plan=plan,
+                attempt=ELSEWHERE,
             )
             if not other_devices:
                 check_devices(plan, mesh)

@@ -68,6 +68,8 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
+    attempt: str = "this command on a machine with the plan's devices; or --platform "
+    "cpu, which makes virtual ones",
 ) -> tuple[Target, Mesh]:
     """Finds a target and its devices.
 
@@ -76,11 +78,15 @@ def open_target(
         axes, platform_name: of the devices, if asked for.
         donate, static: positions of arguments.
         plan: whose mesh and platform it is where none are asked for.
+        attempt: what to try where the plan's devices are missing.
 
     Raises:
         CfpError: there is no such target, platform or number of devices.
     """
+    of_plan = plan is not None and axes is None
+    kind = ""
     if plan is not None:
+        kind = "" if platform_name else plan.environment.get("device_kind", "")
         axes = axes or plan.mesh_axes
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
@@ -88,7 +94,9 @@ def open_target(
     leave_printing_to_process_0()
     # The target first: to say that it does not exist takes no device.
     target = resolve(text, options, donate=donate, static=static)
-    return target, platform.make_mesh(axes)
+    if not of_plan:
+        return target, platform.make_mesh(axes)
+    return target, platform.make_mesh(axes, device_kind=kind, attempt=attempt)
 
 
 def analyse(

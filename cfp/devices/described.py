@@ -266,9 +266,10 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
                 expected=f"two devices or more, all {cluster.count} of {cluster.text}"
                 f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
                 got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
-                attempt=f"--mesh x={cluster.count}"
+                attempt=f"one axis of all devices, x={cluster.count} (--mesh "
+                f"x={cluster.count})"
                 if cluster.count > 1
-                else "--for 4xh200",
+                else 'cfp.described("4xh200") (--for 4xh200)',
             )
         )
     kind_name = cluster.kind.name
@@ -302,7 +303,7 @@ def cluster_of(text: str) -> Cluster:
                 expected="4xh200, 2x8xh100 (hosts x devices of each x kind), or the "
                 "name of a .toml file; kinds are " + ", ".join(kinds()),
                 got=repr(text),
-                attempt="--for 4xh200",
+                attempt='cfp.described("4xh200") (--for 4xh200)',
             )
         )
     counts = {"hosts": int(match[1] or 1), "devices_per_host": int(match[2])}

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 
 from cfp.devices.schema import REQUIRED, Description, Number, read
-from cfp.errors import TargetError, compose
+from cfp.errors import TargetError, compose, nearest
 from cfp.profiling.rates import Curve, rising
 
 # The kind whose measurements say what share of a specification programs reach.
@@ -129,8 +129,9 @@ def kind(name: str) -> DeviceKind:
                 "There is no such kind of device.",
                 expected=f"one of {', '.join(known)}",
                 got=repr(name),
-                attempt="a file that describes it: --for cluster.toml (see "
-                "docs/planning-ahead.md)",
+                attempt=f"{nearest(name, known)}a file describes another kind: "
+                'cfp.described("cluster.toml") (--for cluster.toml); see '
+                "docs/planning-ahead.md",
             )
         )
     file = known[name.lower()]

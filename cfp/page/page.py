@@ -27,13 +27,13 @@ from cfp.plan.text import (
     Repeat,
     best_variants,
     collapse,
-    headline,
     merged_name,
     other_names,
     remarks,
     roles_text,
     span_text,
     storage_text,
+    why_text,
 )
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import (
@@ -179,7 +179,7 @@ class PageView:
     title: str
     mesh: str
     device: str
-    headline: str
+    why: str
     plan: Plan
     axes: tuple[tuple[str, int, str], ...]
     segments: tuple[SegmentView, ...]
@@ -208,10 +208,10 @@ def page_view(plan: Plan) -> PageView:
     device = plan.environment.get("device_kind", "")
     draw = _Drawer(sizes, colours)
     return PageView(
-        title=f"Plan {plan.winner} for a mesh {mesh}",
+        title=f"Plan {plan.winner!r} for a mesh {mesh}",
         mesh=mesh,
         device=device,
-        headline=headline(plan),
+        why=why_text(plan),
         plan=plan,
         axes=tuple((name, size, colours[name]) for name, size in plan.mesh_axes),
         segments=tuple(

@@ -551,16 +551,16 @@ def _moves(
 
 
 def _collective_text(counter: Counter) -> str:
-    """``all-reduce x 4.00 MiB``; in a loop ``in each of 12 iterations`` behind it.
+    """``all-reduce over x, 4 MiB``; in a loop ``in each of 12 iterations`` behind it.
 
     Collectives below a kilobyte are left out.
     """
     parts = [
-        f"{kind} {axes} {format_bytes(size)}"
+        f"{kind} over {axes}, {format_bytes(size)}"
         + (f" in each of {times} iterations" if times > 1 else "")
         for (kind, axes, times), size in sorted(
             counter.items(), key=lambda item: -item[1] * item[0][2]
         )
         if size >= 1024
     ]
-    return ", ".join(parts) or "-"
+    return "; ".join(parts) or "-"

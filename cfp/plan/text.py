@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from math import prod
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
@@ -212,9 +213,23 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
     return bool(row.note), first, second
 
 
+def is_sharded(plan: Plan) -> bool:
+    """True if the plan shards an argument, a result, a block or a value inside."""
+    inside = plan.constraints
+    specs = [*plan.arg_specs, *plan.output_specs]
+    specs += [*inside.values.values(), *inside.uses.values()]
+    return any(row.strategy for row in plan.rows) or any(any(spec) for spec in specs)
+
+
 def remarks(plan: Plan) -> list[str]:
     """Lists what a plan does not shard, keep or know, though users may expect it."""
     found = []
+    devices = prod(size for _, size in plan.mesh_axes)
+    if devices > 1 and not is_sharded(plan):
+        found.append(
+            f"nothing is sharded: {devices} devices are no faster than one for this "
+            "step, and every device runs in full what one would"
+        )
     crossing = plan.environment.get("crosses_hosts")
     if crossing:
         found.append(f"goes from host to host: {crossing}")
@@ -225,7 +240,8 @@ def remarks(plan: Plan) -> list[str]:
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
         found.append(
             "predictions are estimates: on virtual devices plans are chosen by them; "
-            f"{'only the race' if raced > 1 else alone} was timed (--measure: more)"
+            f"{'only the race' if raced > 1 else alone} was timed "
+            "(measure=True, --measure: more)"
         )
     ties = plan.search.get("ties", 0)
     if ties:
@@ -350,14 +366,18 @@ def _worth_remarks(plan: Plan) -> list[str]:
     found = []
     chosen = plan.figures.chosen
     if chosen and len(chosen) < len(Dimension):
-        found.append(f"chosen among {', '.join(chosen)} alone, as --choose asks")
-    if tried := plan.figures.variants:
-        times = (
-            f"{one.name} {_or_estimate(one)}{' (this one)' if one.taken else ''}"
-            for one in tried
+        found.append(
+            f"chosen among {', '.join(chosen)} alone, as choose=... (--choose) asks"
         )
-        found.append(f"chosen among: {'; '.join(times)}")
-    worth = [one for one in plan.figures.worth if _is_worth_something(one)]
+    for one in plan.figures.variants:
+        this = " (this one)" if one.taken else ""
+        found.append(f"variant {one.name}: {_or_estimate(one)}{this}")
+    worth = [
+        one
+        for one in plan.figures.worth
+        if _is_worth_something(one)
+        and (one.name != Dimension.SHARDING or is_sharded(plan))
+    ]
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         mine = [one for one in worth if one.is_measured is is_measured]
         if parts := [_worth_text(one) for one in mine]:
@@ -485,6 +505,28 @@ def short_text(plan: Plan) -> str:
         break_long_words=False,
     )
     return "\n".join(wrap.fill(line) for line in lines)
+
+
+def why_text(plan: Plan) -> str:
+    """Says why a plan was chosen, and what came next; "" if it was not searched for."""
+    ran = [row for row in best_variants(plan) if row.time_ms is not None]
+    others = [row for row in ran if row.name != plan.winner and not row.note]
+    twins = [n for r in ran if r.name == plan.winner for n in other_names(plan, r)]
+    same = f"; {' and '.join(twins)} gave the same program" if twins else ""
+    if others:
+        own = next((row.time_ms for row in ran if row.name == plan.winner), None)
+        beside = "" if own is None else f", against {own:.3f} ms"
+        after = " or ".join([others[0].name, *other_names(plan, others[0])])
+        place = "as fast as the fastest" if won_a_tie(plan) else "the fastest"
+        return (
+            f"Why: it is {place} of {len(ran)} programs that were timed{same}. "
+            f"Next: {after}, {others[0].time_ms:.3f} ms{beside}."
+        )
+    if ran:
+        return f"Why: no other program was timed{same}."
+    if plan.predicted_ms is not None:
+        return "Why: it is the best by prediction; no other program was timed."
+    return ""
 
 
 def _chosen_text(plan: Plan) -> str:

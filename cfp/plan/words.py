@@ -88,12 +88,11 @@ def tensor_text(tensor: TensorFigure) -> str:
 
 
 def move_text(move: MoveFigure) -> str:
-    """A collective in short: ``2 x all-reduce over x, 64 KiB together, 0.12 ms``."""
-    times = f"{move.count} x " if move.count > 1 else ""
-    together = " together" if move.count > 1 else ""
+    """A collective in short: ``all-reduce over x, 64 KiB in 2 calls, 0.12 ms``."""
+    calls = f" in {move.count} calls" if move.count > 1 else ""
     took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
     size = format_bytes(move.total_bytes)
-    return f"{times}{move.kind} over {','.join(move.axes)}, {size}{together}{took}"
+    return f"{move.kind} over {','.join(move.axes)}, {size}{calls}{took}"
 
 
 def runner_up(

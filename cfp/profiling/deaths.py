@@ -149,7 +149,8 @@ def _judge(
     del noted[record.key]
     if about is None or record.key in about:
         _log.warning(
-            "%s is left out: %s: %s (--retry-failures tries again)",
+            "%s is left out: %s: %s "
+            "(PlannerSettings(retry_failures=True), --retry-failures: try again)",
             _name(mark),
             record.status.replace("_", " "),
             record.reason,

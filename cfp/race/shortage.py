@@ -199,7 +199,8 @@ def _advice(
     options = ["Raise the budget, use more devices"]
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
         options.append(
-            "make the batch smaller, or let it through in parts (--microbatches)"
+            "make the batch smaller, or let it through in parts (--microbatches, "
+            "cfp.plan_fastest)"
         )
     advice = ", ".join(options)
     if RESULTS in large:

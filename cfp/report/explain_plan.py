@@ -18,16 +18,14 @@ from cfp.plan.parts import PlanRow
 from cfp.plan.plan import Plan
 from cfp.plan.text import (
     Repeat,
-    best_variants,
     collapse,
     headline,
     merged_name,
-    other_names,
     roles_text,
     span_text,
     storage_name,
     storage_text,
-    won_a_tie,
+    why_text,
 )
 from cfp.plan.words import (
     elided,
@@ -131,23 +129,8 @@ def _nearest(sought: str, names: Sequence[str]) -> list[str]:
 
 def _overall(plan: Plan) -> Iterator[str]:
     yield headline(plan)
-    ran = [row for row in best_variants(plan) if row.time_ms is not None]
-    others = [row for row in ran if row.name != plan.winner and not row.note]
-    twins = [n for r in ran if r.name == plan.winner for n in other_names(plan, r)]
-    same = f"; {' and '.join(twins)} gave the same program" if twins else ""
-    if others:
-        own = next((row.time_ms for row in ran if row.name == plan.winner), None)
-        beside = "" if own is None else f", against {own:.3f} ms"
-        after = " or ".join([others[0].name, *other_names(plan, others[0])])
-        place = "as fast as the fastest" if won_a_tie(plan) else "the fastest"
-        yield (
-            f"Why: it is {place} of {len(ran)} programs that were timed{same}. "
-            f"Next: {after}, {others[0].time_ms:.3f} ms{beside}."
-        )
-    elif ran:
-        yield f"Why: no other program was timed{same}."
-    elif plan.predicted_ms is not None:
-        yield "Why: it is the best by prediction; no other program was timed."
+    if why := why_text(plan):
+        yield why
     yield from memory_lines(plan)
     yield from attention_lines(plan)
 
@@ -159,7 +142,8 @@ def attention_lines(plan: Plan) -> Iterator[str]:
     """
     for one in plan.figures.left if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
-        what = f"{one.name.capitalize()} as written, at {one.source}"
+        where = f", at {one.source}" if one.source else ""
+        what = f"{one.name.capitalize()} as written{where}"
         yield f"{what}: {times}{one.reason}."
     for one in plan.figures.refused if plan.figures else ():
         times = f"{one.count} times: " if one.count > 1 else ""
@@ -238,7 +222,7 @@ def _block_lines(plan: Plan, twins: Sequence[PlanRow]) -> Iterator[str]:
         return
     operands = " x ".join(map(tensor_text, figures.operands))
     yield f"    tensors: {operands} -> {tensor_text(figures.result)}"
-    moves = ", ".join(map(move_text, figures.moves))
+    moves = "; ".join(map(move_text, figures.moves))
     yield f"    collectives: {moves or 'none'}"
 
 

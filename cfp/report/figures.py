@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
@@ -20,7 +20,8 @@ from cfp.attention.matching.matches import (
     way_of,
 )
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.patterns.sites import cross_entropies
+from cfp.patterns.sites import among as losses_among
+from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.plan.describe import communicating_loops, sharded_kernels
 from cfp.plan.drawn import block_figures, short_source
 from cfp.plan.figures import (
@@ -55,6 +56,7 @@ def with_figures(
     failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
+    parts_asked: int = 0,
 ) -> Plan:
     """The plan with its figures.
 
@@ -68,16 +70,14 @@ def with_figures(
         failed: kernels that did not run, with the reason.
         raced: whole programs, with their measured step times.
         dimensions: what was chosen among.
+        parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
+            be computed; 0 if that was not asked for.
     """
     layout = lay_out(analysis.frame, choice)
-    left, refused = _kernels(analysis, layout, choice, kernels, failed)
-    left += _losses(analysis, kernels)
     blocks = block_figures(analysis, choice, rates)
     chosen = tuple(str(one) for one in Dimension if one in dimensions)
     found = Figures(
         blocks=blocks,
-        left=left,
-        refused=refused,
         kernels=sharded_kernels(layout),
         loops=communicating_loops(layout, rates),
         chosen=chosen,
@@ -85,7 +85,42 @@ def with_figures(
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
-    return replace(plan, figures=found)
+    trials = _Trials(found, problem)
+    left, refused = _kernels(analysis, layout, choice, kernels, failed, trials)
+    left += _losses(analysis, layout, choice, kernels, trials)
+    if parts_asked and not cross_entropies(analysis.frame.program).found:
+        reason = "the step has none that can be computed in parts of the vocabulary"
+        none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
+        if not any(one.name == none.name for one in left):
+            left += (none,)
+    return replace(plan, figures=replace(found, left=left, refused=refused))
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """What the search knows of segments with kernels, and without."""
+
+    found: Figures
+    problem: Problem | None
+
+    def outcome(self, kind: int, uses: Callable[[SegmentKernels], bool]) -> str:
+        """Says how the best step with some kernels compares to the best without.
+
+        Args:
+            kind: of segment.
+            uses: true of the kernels in question.
+        """
+        if self.problem is None:
+            return "nothing was searched for this plan"
+        drawn = self.found.kinds[kind].options
+        with_ms, without_ms = list[float](), list[float]()
+        for option, one in zip(self.problem.options[kind], drawn, strict=True):
+            is_used = uses(option.candidate.kernels)
+            (with_ms if is_used else without_ms).append(one.step_ms)
+        if not with_ms:
+            return "no strategy was tried with it"
+        text = f"tried: the step is predicted at {min(with_ms):.3f} ms with it"
+        return text + (f", {min(without_ms):.3f} ms without" if without_ms else "")
 
 
 def _kernels(
@@ -94,6 +129,7 @@ def _kernels(
     choice: Choice,
     kernels: Kernels,
     failed: Mapping[SegmentKernels, str],
+    trials: _Trials,
 ) -> tuple[tuple[LeftFigures, ...], tuple[RefusedFigures, ...]]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
@@ -138,7 +174,7 @@ def _kernels(
                     refused[name, source, reason] += 1
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                left[source, _unused(able, failed)] += 1
+                left[source, _unused(able, failed, segment.kind, trials)] += 1
     return (
         tuple(
             LeftFigures(source=source, reason=reason, count=count)
@@ -151,8 +187,14 @@ def _kernels(
     )
 
 
-def _losses(analysis: Analysis, kernels: Kernels) -> tuple[LeftFigures, ...]:
-    """Cross-entropies that cannot be computed in parts, if that was asked for."""
+def _losses(
+    analysis: Analysis,
+    layout: Layout,
+    choice: Choice,
+    kernels: Kernels,
+    trials: _Trials,
+) -> tuple[LeftFigures, ...]:
+    """Cross-entropies that are not computed in parts, if that was asked for."""
     if not kernels.parts:
         return ()
     program = analysis.frame.program
@@ -161,20 +203,35 @@ def _losses(analysis: Analysis, kernels: Kernels) -> tuple[LeftFigures, ...]:
         for one in cross_entropies(program).left_alone
         if one.is_loss
     )
+    for segment in analysis.segments:
+        if choice.kernels_of(segment.index).vocabulary_parts:
+            continue
+        for one in losses_among(program, segment.ops):
+            reason = f"in {kernels.parts} parts of the vocabulary, "
+            reason += trials.outcome(segment.kind, lambda k: k.vocabulary_parts > 0)
+            if not in_parts(layout, segment.ops, kernels.parts):
+                reason = "as the plan shards it, it cannot be computed in parts"
+            found[short_source(program.ops[one.contraction].source), reason] += 1
     return tuple(
         LeftFigures(source=source, reason=reason, count=count, name="cross-entropy")
         for (source, reason), count in found.items()
     )
 
 
-def _unused(able: Sequence[str], failed: Mapping[SegmentKernels, str]) -> str:
+def _unused(
+    able: Sequence[str],
+    failed: Mapping[SegmentKernels, str],
+    kind: int,
+    trials: _Trials,
+) -> str:
     """Says why an attention is as it is written that some kernels can compute."""
     if not able:
         return _NONE_CAN
     for name in able:
         if why := failed.get(SegmentKernels(attention=name)):
             return f"{name} failed: {why.partition(chr(10))[0]}"
-    return f"{' or '.join(able)} might compute it, and the plan has no kernel there"
+    outcome = trials.outcome(kind, lambda kernels: kernels.attention in able)
+    return f"{' or '.join(able)} can compute it; {outcome}"
 
 
 # ----------------------------------------------------------------------------- search

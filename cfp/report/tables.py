@@ -83,7 +83,8 @@ def _collectives(twins: Sequence[PlanRow]) -> str:
     common, *others = sorted(
         kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
     )
-    texts = [common[0].collectives]
+    # Of those that are alike the middle stands for all, as in explanations.
+    texts = [common[len(common) // 2].collectives]
     for group in others:
         where = span_text([row.segment for row in group])
         texts.append(f"segment {where}: {group[0].collectives}")

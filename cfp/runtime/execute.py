@@ -155,8 +155,9 @@ def lower_planned(
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
             "The step calls functions of this process, which a program in a file "
-            "cannot. Plan with --attention none, --cross-entropy 0 and enough memory "
-            "to rematerialize nothing, to export shardings alone."
+            "cannot. To export shardings alone, plan with "
+            "PlannerSettings(attention=(), cross_entropy=0) (--attention none "
+            "--cross-entropy 0) and enough memory to rematerialize nothing."
         )
     return lowering.bare_text
 

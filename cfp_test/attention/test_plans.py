@@ -344,7 +344,7 @@ def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     choice = presets(analysis.frame)["data_parallel"]
     kernels = Kernels(names=("cudnn", "chunked", "xla"), platform="cpu")
     told = with_figures(planned[0], analysis, choice, None, None, kernels)
-    why = "chunked or xla might compute it, and the plan has no kernel there"
+    why = "chunked or xla can compute it; nothing was searched for this plan"
     assert [one.reason for one in told.figures.left] == [why]
     assert [one.kernel for one in told.figures.refused] == ["cudnn"]
     assert f"Attention as written: {why}" in plan_text(told, width=200)

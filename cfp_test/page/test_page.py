@@ -19,7 +19,7 @@ from cfp.page.svg import (
 from cfp.plan.plan import Plan
 from cfp.plan.text import best_variants
 from cfp.printable import printable
-from cfp_test.report.plans import as_data, make_plan
+from cfp_test.report.plans import RACE, as_data, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 
 VOID = {"meta", "link", "br", "img"}
@@ -281,3 +281,13 @@ def test_a_budget_is_said_and_drawn():
     far = figured(["a", "b"], budget_bytes=2000 * KIB)
     assert 'class="limit budget"' not in page_html(far).split("strategies")[0]
     assert "far above this picture" in page_html(far)
+
+
+def test_the_page_says_at_its_top_why_the_plan_was_chosen():
+    page = Page(page_html(make_plan([], RACE)))
+    why = (
+        "Why: it is the fastest of 2 programs that were timed. Next: data_parallel or "
+        "zero1, 12.250 ms, against 10.250 ms."
+    )
+    assert page.text.index(why) < page.text.index("Segments")
+    assert "Plan 'planned' for a mesh x=4" in page.text

@@ -1,6 +1,7 @@
 """Plans that compute cross-entropies over parts of the vocabulary, end to end."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -18,6 +19,8 @@ from cfp.models.registry import build, initialise
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
+from cfp.report.explain_plan import explain_text
+from cfp.report.tables import plan_text
 from cfp.search.kernels import Kernels
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
@@ -81,6 +84,38 @@ def test_where_memory_is_short_it_is_planned_raced_saved_loaded_and_applied(tmp_
         strict=True,
     ):
         np.testing.assert_allclose(found, right, rtol=2e-4, atol=2e-5)
+
+
+def of_no_cross_entropy(params, batch):
+    def loss(params):
+        return (jnp.tanh(batch["x"] @ params["in"]) @ params["head"]).mean()
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.explained("Attention as written, cross-entropy as written")
+def test_a_cross_entropy_in_parts_that_was_asked_for_and_is_not_there_is_told():
+    mesh = cfp.described("4xh200")
+    args = jax.eval_shape(arguments)
+
+    def planned(function, **how):
+        settings = DetailedSettings(race=False, **how)
+        return cfp.plan(function, *args, mesh=mesh, quiet=True, settings=settings)
+
+    plan = planned(step, cross_entropy=4)
+    assert not plan.constraints.replaced
+    [left] = plan.figures.left
+    assert re.fullmatch(
+        r"in 4 parts of the vocabulary, tried: the step is predicted at [\d.]+ ms "
+        r"with it, [\d.]+ ms without",
+        left.reason,
+    )
+    assert f"Cross-entropy as written: {left.reason}" in plan_text(plan, width=200)
+    plan = planned(of_no_cross_entropy, cross_entropy=4)
+    why = "the step has none that can be computed in parts of the vocabulary"
+    assert f"cross-entropy as written: {why}" in " ".join(repr(plan).split())
+    assert f"Cross-entropy as written: {why}." in " ".join(explain_text(plan).split())
+    assert planned(of_no_cross_entropy).figures.left == ()
 
 
 def test_a_segment_may_have_both_and_then_holds_less_than_with_either():

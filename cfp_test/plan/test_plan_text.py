@@ -11,8 +11,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import cfp
 from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
+from cfp.page.page import page_html
 from cfp.plan.describe import whole_ops
-from cfp.plan.figures import Figures, WorthFigures
+from cfp.plan.figures import Figures, VariantFigures, WorthFigures
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
@@ -116,6 +117,40 @@ def test_a_choice_that_is_worth_nothing_is_not_listed():
     storage, kernels = worth("storage", 9.5004), worth("attention kernels", 11.0)
     assert "worth by prediction: attention kernels 1.500 ms\n" in said(storage, kernels)
     assert "worth" not in said(storage)
+
+
+@pytest.mark.explained("Nothing is sharded")
+def test_where_nothing_is_sharded_every_text_says_so():
+    gain = WorthFigures(
+        name="sharding", with_ms=9.5, without_ms=11.0, is_measured=False
+    )
+    figures = Figures(worth=(gain,))
+    whole = replace(make_plan([row(0, 0, "Net/head")], RACE), figures=figures)
+    sharded = replace(make_plan([row(0, 0, "Net/mlp")], RACE), figures=figures)
+    for show in (repr, plan_text, page_html):
+        said = " ".join(show(whole).split())
+        assert "othing is sharded: 4 devices are no faster than one for this" in said
+        assert "orth by prediction" not in said
+        said = " ".join(show(sharded).split())
+        assert "othing is sharded" not in said
+        assert "orth by prediction: sharding 1.500 ms" in said
+    one_result = replace(whole, output_specs=((("x",),),))
+    assert "nothing is sharded" not in repr(one_result)
+
+
+def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
+    nothing = {"step_ms": None, "estimated_ms": None, "memory_bytes": None}
+    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "memory_bytes": 1024, "note": ""}
+    variants = (
+        VariantFigures(name="x=4", taken=True, **fields),
+        VariantFigures(name="x=2,y=2", taken=False, **nothing, note="Too large."),
+    )
+    plan = replace(make_plan([], RACE), figures=Figures(variants=variants))
+    found = [line for line in repr(plan).splitlines() if "variant" in line]
+    assert found == [
+        "  variant x=4: 9.500 ms, estimated at 8.000 ms (this one)",
+        "  variant x=2,y=2: Too large.",
+    ]
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

@@ -25,7 +25,7 @@ def row(segment: int, kind: int, name: str, **changes) -> Block:
         "name": name,
         "op": "dot_general",
         "strategy": STRATEGIES.get(name.rpartition("/")[2], ()),
-        "collectives": f"all-reduce x {16 + segment}.25 KiB",
+        "collectives": f"all-reduce over x, {16 + segment}.25 KiB",
         "repeats": 1,
     }
     chosen = PlanSegment(

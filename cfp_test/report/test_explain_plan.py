@@ -23,7 +23,7 @@ def test_a_plan_explains_itself():
         "  Net/layer_0-95/up  at net/layers.py:7",
         "    sharded: x: rows (dim 0 of 8)",
         "    tensors: f32[8/x,16] x f32[16,32/y] -> f32[8/x,32/y]",
-        "    collectives: 2 x all-gather over x, 3.00 KiB together, 0.125 ms, "
+        "    collectives: all-gather over x, 3.00 KiB in 2 calls, 0.125 ms; "
         "all-reduce over x,y, 1.00 KiB,",
         "      0.250 ms",
         "  why: the fastest of 4 measured: predicted step 9.500 ms, memory 600.00 KiB, "

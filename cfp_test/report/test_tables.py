@@ -28,7 +28,7 @@ def test_the_table_of_a_known_plan():
         "layer_0-3/mlp",
         "x: columns (dim 1 of 64)",
         "sharded",
-        "all-reduce x 17.25 KiB",
+        "all-reduce over x, 19.25 KiB",
         "4 x 1.5",
     ]
     raced = [line.strip("|").split("|") for line in lines if " MiB |" in line]
@@ -65,9 +65,10 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
 
 def test_what_only_some_of_the_segments_send_is_said():
     rows = layers([0, 0, 0])
-    rows[1] = row(1, 0, "Net/layer_0/mlp", collectives="all-to-all x 8.00 KiB")
+    rows[1] = row(1, 0, "Net/layer_0/mlp", collectives="all-to-all over x, 8.00 KiB")
     text = plan_text(make_plan(rows, []), width=160)
-    assert "| all-reduce x 18.25 KiB; segment 1: all-to-all x 8.00 KiB |" in text
+    said = "all-reduce over x, 19.25 KiB; segment 1: all-to-all over x, 8.00 KiB"
+    assert f"| {said} |" in text
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def with_figures(
     left, refused = _kernels(analysis, layout, choice, kernels, failed, trials)
     left += _losses(analysis, layout, choice, kernels, trials)
     if parts_asked and not cross_entropies(analysis.frame.program).found:
-        reason = "the step has none that can be computed in parts of the vocabulary"
+        reason = "cfp recognizes none in this step"
         none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
         if not any(one.name == none.name for one in left):
             left += (none,)
@@ -98,7 +98,7 @@ def with_figures(
 
 @dataclass(frozen=True)
 class _Trials:
-    """What the search knows of segments with kernels, and without."""
+    """Predicted steps of the search, with kernels and without."""
 
     found: Figures
     problem: Problem | None

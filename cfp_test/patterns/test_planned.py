@@ -112,7 +112,7 @@ def test_a_cross_entropy_in_parts_that_was_asked_for_and_is_not_there_is_told():
     )
     assert f"Cross-entropy as written: {left.reason}" in plan_text(plan, width=200)
     plan = planned(of_no_cross_entropy, cross_entropy=4)
-    why = "the step has none that can be computed in parts of the vocabulary"
+    why = "cfp recognizes none in this step"
     assert f"cross-entropy as written: {why}" in " ".join(repr(plan).split())
     assert f"Cross-entropy as written: {why}." in " ".join(explain_text(plan).split())
     assert planned(of_no_cross_entropy).figures.left == ()

@@ -146,6 +146,29 @@ def test_another_structure_is_seen(mesh):
         assert step.leaves_of(args, {}) is None
 
 
+@pytest.mark.explained(
+    "The plan is for key with keys of jax.random.key, got keys of jax.random.PRNGKey"
+)
+@pytest.mark.parametrize("count", [None, 4])
+def test_the_other_kind_of_random_keys_is_named(mesh, count):
+    def keys(make):
+        return make(0) if count is None else jax.random.split(make(0), count)
+
+    old, modern = keys(jax.random.PRNGKey), keys(jax.random.key)
+    words = "for key with keys of jax.random.{}, got keys of jax.random.{}: "
+    for planned, passed, names in (
+        (modern, old, ("key", "PRNGKey", "wrap_key_data")),
+        (old, modern, ("PRNGKey", "key", "key_data")),
+    ):
+        step = flatten_step(lambda key: key, (planned,))
+        one = Dispatch(step, [NamedSharding(mesh, PartitionSpec())])
+        with pytest.raises(PlanMismatch) as caught:
+            one.place(one.look([passed]))
+        assert f"{words.format(*names)}jax.random.{names[2]}(key)" in str(caught.value)
+        made = getattr(jax.random, names[2])(passed)
+        assert made.shape == planned.shape and made.dtype == planned.dtype
+
+
 @pytest.mark.explained("The plan is for x of shape (64, 64), got (30, 64)")
 def test_what_does_not_fit_is_named(mesh):
     """As in the last batch of a data set, which is a short one."""

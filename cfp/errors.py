@@ -87,18 +87,6 @@ class OptionError(CfpError, TypeError):
     """There is no such option, or it does not go with the others."""
 
 
-class UnknownOption(CfpError):
-    """A target of a command has no such option.
-
-    Attributes:
-      flag: as it was written: ``--layer``.
-      known: the target's own options.
-    """
-
-    flag = ""
-    known: tuple[str, ...] = ()
-
-
 class StepNotTraceable(CfpError):
     """The step function cannot be traced to a program with these arguments."""
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from cfp.errors import CfpError, UnknownOption, compose, nearest, place_of
+from cfp.errors import CfpError, compose, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
 from cfp.program.fixed import fixed, released
@@ -45,6 +45,19 @@ MICROBATCHES = Option(
     default=1,
     doc="the number of parts of a batch that run one after another",
 )
+
+
+class UnknownOption(CfpError):
+    """A target of a command has no such option.
+
+    Attributes:
+        flag: as it was written: ``--layer``.
+        known: the target's own options.
+    """
+
+    flag = ""
+    known: tuple[str, ...] = ()
+
 
 MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
 

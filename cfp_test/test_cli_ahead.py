@@ -95,7 +95,6 @@ def test_mistakes_end_in_one_message(outcomes, number):
     assert outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err
 
 
-@pytest.mark.explained("There are too few devices")
 def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     # Each process has the devices that its first command asks for.
     run_batch([[*PLAN, "4xh200", "-o", "plan.json"]], tmp_path)

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cfp.errors import ATTEMPT, CfpError, UnknownOption, nearest
+from cfp.errors import ATTEMPT, CfpError, nearest
+from cfp.targets import UnknownOption
 
 
 class Command(TyperCommand):

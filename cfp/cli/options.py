@@ -16,7 +16,7 @@ import typer
 from cfp.cli.commands import with_nearest_option
 from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
-from cfp.errors import CfpError, UnknownOption
+from cfp.errors import CfpError
 from cfp.planner_settings import (
     DetailedSettings,
     PlannerSettings,
@@ -28,6 +28,7 @@ from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
 from cfp.report.explain_plan import wrapped
 from cfp.settings import ConstraintLevel
+from cfp.targets import UnknownOption
 
 # Headings of a command's help; options under none are the first.
 VARIANTS = "Meshes, batches and arguments"

@@ -225,7 +225,7 @@ def remarks(plan: Plan) -> list[str]:
     """Lists what a plan does not shard, keep or know, though users may expect it."""
     found = []
     devices = prod(size for _, size in plan.mesh_axes)
-    if devices > 1 and not is_sharded(plan):
+    if devices > 1 and plan.arg_specs and not is_sharded(plan):
         found.append(
             f"nothing is sharded: {devices} devices are no faster than one for this "
             "step, and every device runs in full what one would"

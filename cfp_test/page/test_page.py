@@ -19,7 +19,7 @@ from cfp.page.svg import (
 from cfp.plan.plan import Plan
 from cfp.plan.text import best_variants
 from cfp.printable import printable
-from cfp_test.report.plans import RACE, as_data, make_plan
+from cfp_test.report.plans import RACE, as_data, layers, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 
 VOID = {"meta", "link", "br", "img"}
@@ -284,7 +284,7 @@ def test_a_budget_is_said_and_drawn():
 
 
 def test_the_page_says_at_its_top_why_the_plan_was_chosen():
-    page = Page(page_html(make_plan([], RACE)))
+    page = Page(page_html(make_plan(layers([0]), RACE)))
     why = (
         "Why: it is the fastest of 2 programs that were timed. Next: data_parallel or "
         "zero1, 12.250 ms, against 10.250 ms."

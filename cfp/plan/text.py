@@ -214,8 +214,10 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if the plan shards an argument, a result, a block or a value inside."""
+    """True if the plan shards an argument, a result, a block, a kernel or a value."""
     inside = plan.constraints
+    if plan.figures is not None and plan.figures.kernels:
+        return True
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
     return any(row.strategy for row in plan.rows) or any(any(spec) for spec in specs)

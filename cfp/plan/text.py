@@ -368,18 +368,14 @@ def _worth_remarks(plan: Plan) -> list[str]:
     found = []
     chosen = plan.figures.chosen
     if chosen and len(chosen) < len(Dimension):
-        found.append(
-            f"chosen among {', '.join(chosen)} alone, as choose=... (--choose) asks"
-        )
+        what = ", ".join(chosen)
+        found.append(f"chosen among {what} alone, as choose= (--choose) asks")
     for one in plan.figures.variants:
         this = " (this one)" if one.taken else ""
         found.append(f"variant {one.name}: {_or_estimate(one)}{this}")
-    worth = [
-        one
-        for one in plan.figures.worth
-        if _is_worth_something(one)
-        and (one.name != Dimension.SHARDING or is_sharded(plan))
-    ]
+    worth = [one for one in plan.figures.worth if _is_worth_something(one)]
+    if not is_sharded(plan):
+        worth = [one for one in worth if one.name != Dimension.SHARDING]
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         mine = [one for one in worth if one.is_measured is is_measured]
         if parts := [_worth_text(one) for one in mine]:

@@ -28,7 +28,7 @@ STRICT = ("--steps", "2", "--tolerance", "1e-9")
 MISTAKES: list[tuple[list[str], str]] = [
     (["plan", "gtp"], "try: gpt"),
     (["plan", "absent.py:step"], "There is no file absent.py"),
-    (["plan", "gpt", "--layrs", "2"], "try: --layers"),
+    (["plan", "gpt", "--layrs", "2"], "did you mean '--layers'? cfp plan --help"),
     (["plan", TOY, "--deivces", "4"], "toy has no option --deivces"),
     (["plan", TOY, "--devices", "1"], "There is nothing to shard over"),
     (["plan", TOY, "--mesh", "x=1"], "There is nothing to shard over"),

@@ -65,12 +65,3 @@ def seconds_left(done: int, total: int, seconds: float) -> float | None:
         None where nothing is over yet, or all is.
     """
     return seconds / done * (total - done) if 0 < done < total else None
-
-
-def left_text(done: int, total: int, seconds: float) -> str:
-    """The time for the rest as the end of a line: ``, about 0:40 left``.
-
-    Empty where it is not known, or no time to speak of; see `seconds_left`.
-    """
-    left = round(seconds_left(done, total, seconds) or 0.0)
-    return f", about {clock_text(left)} left" if left else ""

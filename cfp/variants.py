@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,12 @@ def plan_fastest(
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates = _near_by_estimate(first, steps, how, asked)
+            near, far, estimates = _near_by_estimate(first, steps, how, asked, end)
             if rule_out:
                 first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
-                first.sort(key=lambda one: _rank_of(estimates.get(one.name)))
+                known, late = estimates, now() > end
+                first.sort(key=lambda one: _rank_of(known.get(one.name), late))
         tries = _plan_all(first, plan_one, end)
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.
@@ -218,7 +219,7 @@ def plan_fastest(
             budget = parse_bytes(memory_budget)
             with contextlib.suppress(KeyboardInterrupt):
                 entrants = [(name, found[name]) for name in times]
-                results = _race_winners(entrants, budget, cache_dir, how)
+                results = _race_winners(entrants, budget, cache_dir, how, end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
                 raced = {name: result.time_ms for name, result in ran.items()}
                 if raced:
@@ -341,13 +342,17 @@ def _near_by_estimate(
     steps: _Steps,
     settings: PlannerSettings,
     asked: Mapping[str, Any],
+    end: float,
 ) -> tuple[list[Variant], list[_Try], dict[str, Estimate]]:
     """Variants that may be the fastest by estimates, the best first, and the others.
 
-    What cannot be estimated is planned, and says why it cannot be.
+    What cannot be estimated is planned, and says why it cannot be; so is what time was
+    too short to estimate, if one was.
     """
     estimates: dict[str, Estimate] = {}
     for variant in variants:
+        if estimates and now() > end:
+            break
         if settings.progress is not None:
             settings.progress(f"estimating {variant.name}")
         with contextlib.suppress(CfpError):
@@ -393,9 +398,16 @@ def _note(note: str, estimate: Estimate | None) -> str:
     return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
 
 
-def _rank_of(estimate: Estimate | None) -> tuple[bool, float]:
-    """Sort key: what cannot be estimated comes first, and says why it cannot be."""
-    return (False, 0.0) if estimate is None else _rank(estimate)
+def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
+    """Sort key: what cannot be estimated comes first, and says why it cannot be.
+
+    Args:
+        estimate: of a variant, if there is one.
+        late: whether there may be none because time was over; such variants come last.
+    """
+    if estimate is None:
+        return (True, inf) if late else (False, 0.0)
+    return _rank(estimate)
 
 
 def _may_fit(
@@ -475,8 +487,9 @@ def _race_winners(
     budget_bytes: int | None,
     cache_dir: str | Path | None,
     settings: PlannerSettings,
+    end: float,
 ) -> dict[str, RaceResult]:
-    """Times what won each variant's own race, in turn."""
+    """Times what won each variant's own race, in turn, until time is over."""
     plain = sorted(_job(name, one).key.digest for name, one in found)
     # Kept apart from their own races, and from those against other variants: only
     # times of one run compare.
@@ -505,6 +518,7 @@ def _race_winners(
                 progress=settings.progress,
                 limits=settings.limits,
             ),
+            end=end,
         )
         results = race_programs(builder, programs)
     return {result.name: result for result in results}

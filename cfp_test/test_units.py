@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfp.units import format_bytes, left_text, parse_bytes, seconds_left
+from cfp.units import format_bytes, parse_bytes, seconds_left
 
 AMOUNTS = st.integers(1, 2**45)
 
@@ -30,6 +30,3 @@ def test_the_rest_of_equal_parts_takes_as_long_for_each():
         10.0,
         None,
     ]
-    assert left_text(0, 3, 0.0) == left_text(3, 3, 40.0) == ""
-    assert left_text(1, 3, 40.0) == ", about 1:20 left"
-    assert left_text(1, 3, 0.1) == "", "no time to speak of"

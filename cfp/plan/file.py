@@ -53,7 +53,7 @@ from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
 
-FORMAT = 5
+FORMAT = 6
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -213,7 +213,7 @@ class PlanFile(_Part):
             steps, by position.
     """
 
-    format: Literal[5]
+    format: Literal[6]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(min_length=1, max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]

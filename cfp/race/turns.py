@@ -145,7 +145,7 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
-    if order and not defaults.estimates:
+    if order and not defaults.estimates and not agreement.is_over(builder.end):
         builder.options.tell("warming up the devices")
         warm = timed(order[0], _WARM_UP_ELSEWHERE)
         if not warm.ok:
@@ -253,16 +253,18 @@ def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     was slower in each of them.
 
     Args:
-        samples: of each program, one of each turn.
+        samples: of each program, one of each turn. Who was left out of a turn has
+            fewer, and nothing is told.
     """
-    if min(map(len, samples), default=0) < 2:
+    turns = {len(one) for one in samples}
+    if len(turns) != 1 or min(turns) < 2:
         return False
     times_ms = [median(one) for one in samples]
     best_ms = min(times_ms)
     fastest = samples[times_ms.index(best_ms)]
     return all(
         time_ms <= (1.0 + ALIKE) * best_ms
-        or all(other > best for other, best in zip(one, fastest, strict=False))
+        or all(other > best for other, best in zip(one, fastest, strict=True))
         for one, time_ms in zip(samples, times_ms, strict=True)
     )
 

@@ -74,8 +74,9 @@ def explore(
     records.update(look(_jobs(asked)))
     if all(item.measured(records) for item in asked):
         more = _needed_as_written(pairs, records)
-        asked += more
-        records.update(look(_jobs(more)) if more else {})
+        records.update(look(_jobs(more)) if more and not look.is_over else {})
+        # What time was too short for is not asked for, and the rest is decided by.
+        asked += [item for item in more if item.measured(records)]
     rounds, tight, before = [asked], False, None
     # What would be asked for next depends on what all of it takes.
     while all(item.measured(records) for item in asked):

@@ -305,7 +305,7 @@ def _misses(found: Sequence[Pair]) -> list[str]:
         "all-to-alls, 22 of 76 ms; data parallelism comes out fast by its "
         "all-reduces, 100 of 138 ms, which over the host's memory gain less from "
         "standing in a program than NVLink's do. The ranks are right (0.951).",
-        "- **Links of their own.** Tried (`python -m cfp_test.bench.one_as_n_links`): "
+        "- **Links of their own.** Tried: "
         "what collectives take without peer-to-peer access, fitted on a record that "
         "takes no part here, the first races of a GPT of two layers on 4 H200 "
         "([GPT](gpt_h200x4_202611.md)). Its presets, compiled without a GPU, with the "

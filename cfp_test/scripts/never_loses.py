@@ -33,11 +33,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp import api, platform
+from cfp import platform
 from cfp.cli.session import open_target
 from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
-from cfp.find import find_plan
+from cfp.find import FoundPlan, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.presets.presets import PRESETS, presets
@@ -74,7 +74,7 @@ def best_preset(plan: Plan) -> tuple[str, float] | None:
 
 
 def compared(
-    found: api.Found, mesh: Mesh, workdir: Path, budget: int | None, reach: float
+    found: FoundPlan, mesh: Mesh, workdir: Path, budget: int | None, reach: float
 ) -> list[RaceResult]:
     """The plan, the best preset of its race, and the presets that were not raced.
 
@@ -229,7 +229,7 @@ def main() -> None:
 
         def plan(
             budget: int | None, preset: str | None = None
-        ) -> tuple[api.Found, float]:
+        ) -> tuple[FoundPlan, float]:
             begun = time.perf_counter()
             found = find_plan(
                 step,

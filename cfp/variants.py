@@ -160,8 +160,9 @@ def plan_fastest(
             if rule_out:
                 first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
-                known, late = estimates, now() > end
-                first.sort(key=lambda one: _rank_of(known.get(one.name), late))
+                late = now() > end
+                ranks = {v.name: _rank_of(estimates.get(v.name), late) for v in first}
+                first.sort(key=lambda one: ranks[one.name])
         tries = _plan_all(first, plan_one, end)
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.

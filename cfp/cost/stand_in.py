@@ -311,7 +311,10 @@ class StepPredictor:
         if self.place is not None:
             found = self._alone(built, job, program, mesh, text)
             if not found.ok:
-                failed = built.record(found.status, reason=found.reason)
+                # By itself the computation may need more memory, and not the program.
+                is_large = found.status == "out_of_memory"
+                status = "refused" if is_large else found.status
+                failed = built.record(status, reason=found.reason)
                 return Predicted(label=job.label, record=failed)
             alone = timed_ms = found.samples_ms
             seconds = found.run_seconds

@@ -143,7 +143,7 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         PlanMismatch: they differ; the first few differences are named.
     """
     own = [type_text(aval) for aval in step.avals]
-    if own == [*types] and _inside(step.arg_names) == _inside(names):
+    if own == [*types] and _may_be_renamed(names, step.arg_names):
         return
     found = dict(zip(step.arg_names, own, strict=True))
     planned = dict(zip(names, types, strict=True))
@@ -168,6 +168,19 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         + "\nPass the arguments that were planned for, carry the plan over to these "
         "with cfp.adapt(plan, step, *args), or plan again."
     )
+
+
+def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
+    """True if leaves are those of others, whose arguments may have other names.
+
+    Arguments that have changed places are no renamed ones.
+    """
+    first, second = (
+        [*dict.fromkeys(name.partition("/")[0] for name in each)]
+        for each in (names, others)
+    )
+    moved = [n for n in first if n in second and first.index(n) != second.index(n)]
+    return not moved and _inside(names) == _inside(others)
 
 
 def _inside(names: Sequence[str]) -> list[tuple[int, str]]:

@@ -353,16 +353,17 @@ class _Compiling:
         with tempfile.TemporaryDirectory() as folder:
             options = {**self.options, **dump_options(Path(folder))}
             built = compile_lowered(self.job.key, lowered, options, started=started)
-            if not self.wants_local(self.job, built.compiled.as_text() or ""):
-                return built
             try:
+                if not self.wants_local(self.job, built.compiled.as_text() or ""):
+                    return built
                 local = self._local(partitioned_program(Path(folder)))
             except AssertionError:
                 raise
             except Exception as error:  # As in `build`.
                 seconds = time.perf_counter() - started
                 failed = build_failure(self.job.key, error, build_seconds=seconds)
-                return replace(built, local=failed)
+                # That says nothing about the program itself.
+                return replace(built, local=replace(failed, status="refused"))
         return replace(built, local=local)
 
     def _local(self, partitioned: bytes) -> Built:

@@ -49,6 +49,8 @@ _SAME = {
     "subtract": (0,),
     "transpose": (0,),
 }
+# Picked among at least, if there are as many: what is added up in one row is slow.
+_LEAST_ROWS = 1024
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
@@ -180,7 +182,8 @@ def local_kinds(kinds: Sequence[InputKind], mesh: Mesh) -> tuple[InputKind, ...]
     """The kinds of one device's shards of some inputs.
 
     What picks one of so many rows picks one of the first device's: of a table that is
-    sharded on its rows the others find what it does not have.
+    sharded on its rows the others find what it does not have. Yet it picks among so
+    many that their gradients are not all added up in a few rows.
     """
 
     def local(kind: InputKind) -> InputKind:
@@ -190,7 +193,7 @@ def local_kinds(kinds: Sequence[InputKind], mesh: Mesh) -> tuple[InputKind, ...]
         if given:
             whole = np.frombuffer(given, jnp.dtype(kind.dtype)).reshape(kind.shape)
             given = whole[tuple(slice(size) for size in shape)].tobytes()
-        count = max(1, kind.count // mesh.size) if kind.count else 0
+        count = max(min(kind.count, _LEAST_ROWS), kind.count // mesh.size)
         none: Spec = ((),) * len(kind.spec)
         return replace(kind, shape=shape, spec=none, given=given, count=count)
 

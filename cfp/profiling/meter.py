@@ -20,7 +20,8 @@ from cfp.profiling.key import GPU_PLATFORMS, Device
 from cfp.profiling.topology import numbers_of
 
 _SECONDS = 0.02
-# An H100 idles at 345 MHz of 1,980, and runs steps at 1,590 to 1,700.
+# An H100 idles at 345 MHz of 1,980 and at 70 W of 700, and runs steps at 1,590 to 1,700
+# MHz. Others run below half of their clock, held back by a low limit of power.
 _LEAST_SHARE = 0.5
 
 
@@ -32,16 +33,20 @@ class Load:
         clock_mhz: of the multiprocessors.
         most_mhz: the highest clock that the GPU has.
         power_watts: what it took.
+        most_watts: what it may take.
     """
 
     clock_mhz: float = 0.0
     most_mhz: float = 0.0
     power_watts: float = 0.0
+    most_watts: float = 0.0
 
     @property
     def refused(self) -> str:
         """The reason why a time at this clock is no measurement; "" if it is one."""
         if self.clock_mhz >= _LEAST_SHARE * self.most_mhz:
+            return ""
+        if self.power_watts > _LEAST_SHARE * self.most_watts:
             return ""
         return (
             f"ran at {self.clock_mhz:.0f} MHz of {self.most_mhz:.0f}, the clock of an "
@@ -57,11 +62,13 @@ class Meter:
     Attributes:
         clocks_mhz, powers_watts: as they were taken.
         most_mhz: the highest clock that the GPU has.
+        most_watts: what it may take.
     """
 
     clocks_mhz: list[float] = field(default_factory=list)
     powers_watts: list[float] = field(default_factory=list)
     most_mhz: float = 0.0
+    most_watts: float = 0.0
 
     @property
     def load(self) -> Load:
@@ -73,6 +80,7 @@ class Meter:
             clock_mhz=statistics.median(self.clocks_mhz[half:]),
             most_mhz=self.most_mhz,
             power_watts=statistics.median(self.powers_watts[half:]),
+            most_watts=self.most_watts,
         )
 
 
@@ -89,11 +97,16 @@ def metered(device: Device) -> Iterator[Meter]:
         number = numbers_of([device.local_hardware_id])[0]
         if number < 0:
             return
-        library.nvmlInit()
+        try:
+            library.nvmlInit()
+        except library.NVMLError:
+            return  # There is no such driver here.
         try:
             gpu = library.nvmlDeviceGetHandleByIndex(number)
             kind = library.NVML_CLOCK_SM
             meter.most_mhz = float(library.nvmlDeviceGetMaxClockInfo(gpu, kind))
+            limit = library.nvmlDeviceGetEnforcedPowerLimit(gpu)
+            meter.most_watts = limit / 1e3
             while not over.wait(_SECONDS):
                 watts = library.nvmlDeviceGetPowerUsage(gpu) / 1e3
                 meter.powers_watts.append(watts)

@@ -375,6 +375,11 @@ def _shortage(built: Built, mesh: Mesh) -> str:
 
 
 @jax.jit
+def _has_nan(array: jax.Array) -> jax.Array:
+    return jnp.isnan(array).any()
+
+
+@jax.jit
 def _is_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
 
@@ -408,12 +413,17 @@ class _Loop:
         jax.block_until_ready(self._outputs)
 
     def not_finite(self) -> str:
-        """Says which results are not finite; "" if all are."""
+        """Says which results are not finite; "" if all are.
+
+        What is not fed back may be infinite, such as scores behind a mask.
+        """
         results = jax.tree.leaves(self._outputs)
+        fed = {got for _, got in self._feedback}
         wrong = [
             f"{i} ({array.dtype}{list(array.shape)})"
             for i, array in enumerate(results)
-            if jnp.issubdtype(array.dtype, jnp.inexact) and not _is_finite(array)
+            if jnp.issubdtype(array.dtype, jnp.inexact)
+            and (not _is_finite(array) if i in fed else _has_nan(array))
         ]
         if not wrong:
             return ""

@@ -8,6 +8,8 @@ result shapes, so that one device runs the computation on real numbers:
 all-gather          copies of the local part, which is what memory it fills
 all-to-all          the local part in another shape
 reduce-scatter      a slice of the local part
+all-reduce          the local part as it is; a sum of one number times the devices,
+                    since a loop may end by it
 all others          the local part as it is
 partition number    zero, which the compiler does not know
 ==================  ==============================================================
@@ -19,6 +21,7 @@ partitioned program, but for the copies. What is in the memory of the host stays
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -37,6 +40,8 @@ _AS_IT_IS = frozenset(
     "stablehlo.all_reduce stablehlo.collective_broadcast stablehlo.collective_permute"
     " stablehlo.cross-replica-sum".split()
 )
+_AXIS = re.compile(r'axis_ref<name = "([^"]+)"')  # Of groups by the axes of a mesh.
+_AXIS_SIZE = re.compile(r'"([^"]+)"=(\d+)')
 _NUMBERS = frozenset(("stablehlo.partition_id", "stablehlo.replica_id"))
 
 
@@ -92,12 +97,15 @@ def lower_local(
     assert module is not None, "JAX lowers to StableHLO"
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(partitioned)
+        meshes = [o for o in source.body.operations if o.operation.name == "sdy.mesh"]
+        found = (_AXIS_SIZE.findall(str(one)) for one in meshes)
+        sizes = {name: int(size) for axes in found for name, size in axes}
         for function in shardy.functions(source.operation):
             for name in ("arg_attrs", "res_attrs"):
                 if name in function.attributes:
                     del function.attributes[name]
             for op in list(shardy.walk(function)):
-                _make_local(op)
+                _make_local(op, sizes)
         _call(module, source)
     return lowered
 
@@ -146,10 +154,10 @@ def _call(target: ir.Module, source: ir.Module) -> None:
         op.erase()
 
 
-def _make_local(op: ir.Operation) -> None:
+def _make_local(op: ir.Operation, sizes: Mapping[str, int]) -> None:
     """Replaces an op that needs other devices by one that does not."""
     with ir.InsertionPoint(op):
-        found = _stands_for(op)
+        found = _stands_for(op, sizes)
     if _SHARDING in op.attributes:
         del op.attributes[_SHARDING]
     if found is None:
@@ -159,14 +167,15 @@ def _make_local(op: ir.Operation) -> None:
     op.erase()
 
 
-def _stands_for(op: ir.Operation) -> list[ir.Value] | None:
+def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | None:
     """Makes local values in place of an op's results; None if it needs no others."""
     if op.name in _NUMBERS:
         return _barred([_zero(op.results[0].type)])
     if op.name == "mhlo.copy":
         return [op.operands[0]]  # StableHLO has none.
     if op.name in _AS_IT_IS:
-        return _barred(list(op.operands))
+        parts = _barred(list(op.operands))
+        return [_scaled(one, _summed_over(op, sizes)) for one in parts]
     if op.name in ("stablehlo.all_gather", "stablehlo.all_to_all"):
         parts = _barred(list(op.operands))
         types = [ir.RankedTensorType(one.type) for one in op.results]
@@ -191,6 +200,44 @@ def _zero(kind: ir.Type) -> ir.Value:
         "stablehlo.constant", results=[kind], attributes={"value": value}
     )
     return made.results[0]
+
+
+def _summed_over(op: ir.Operation, sizes: Mapping[str, int]) -> int:
+    """The number of devices over which an all-reduce adds; 1 of all other ops.
+
+    Args:
+        op: the op.
+        sizes: of the axes of the module's meshes.
+    """
+    if op.name != "stablehlo.all_reduce":
+        return 1
+    first, *_ = op.regions[0].blocks[0].operations
+    if first.operation.name != "stablehlo.add":
+        return 1
+    groups = op.attributes["replica_groups"]
+    if isinstance(groups, ir.DenseIntElementsAttr):
+        return ir.RankedTensorType(groups.type).shape[-1]
+    return prod(sizes.get(name, 1) for name in _AXIS.findall(str(groups)))
+
+
+def _scaled(part: ir.Value, times: int) -> ir.Value:
+    """One number times another; arrays are left as they are, for their time."""
+    kind = ir.RankedTensorType(part.type)
+    is_float = isinstance(kind.element_type, ir.FloatType)
+    if times == 1 or prod(kind.shape) > 1:
+        return part
+    if not (is_float or isinstance(kind.element_type, ir.IntegerType)):
+        return part
+    text = f"dense<{times}{'.0' if is_float else ''}> : {kind}"
+    made = ir.Operation.create(
+        "stablehlo.constant",
+        results=[kind],
+        attributes={"value": ir.Attribute.parse(text)},
+    )
+    product = ir.Operation.create(
+        "stablehlo.multiply", results=[kind], operands=[part, made.results[0]]
+    )
+    return product.results[0]
 
 
 def _barred(values: Sequence[ir.Value]) -> list[ir.Value]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.plan.parts import _may_be_renamed
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.waiting import GUARD_SECONDS
 
@@ -128,6 +129,15 @@ step = cfp.parallelize(lambda s, b: made(s, b), plan="plan.json")
 step(make_state(jax.random.key(0)), jnp.ones((32, 64)))
 """
     run(program, folder)
+
+
+def test_arguments_that_changed_places_are_not_renamed():
+    swapped = ["batch/x", "state/w"], ["state/w", "batch/x"]
+    assert not _may_be_renamed(*swapped)
+    assert not _may_be_renamed(["a", "b"], ["b", "a"])
+    assert _may_be_renamed(["a", "b"], ["a", "c"])
+    assert _may_be_renamed(["m/w", "m/b", "x"], ["n/w", "n/b", "x"])
+    assert not _may_be_renamed(["m/w", "m/b", "x"], ["n/w", "x", "n/b"])
 
 
 def test_a_second_process_finds_plan_and_executable(folder, first):

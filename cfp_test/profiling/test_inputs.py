@@ -214,11 +214,13 @@ def test_inputs_of_one_device_are_its_shards(mesh):
         InputKind(
             (8 * size, 3), "float32", ((axis,), ()), signed=True, memory="pinned_host"
         ),
-        InputKind((5,), "int32", ((),), count=64 * mesh.size),
+        InputKind((5,), "int32", ((),), count=2048 * mesh.size),
         InputKind((4 * size,), "float32", ((axis,),), given=given.tobytes()),
     )
     rows, ids, values = local_kinds(kinds, mesh)
     assert (rows.shape, rows.spec, rows.signed) == ((8, 3), ((), ()), True)
     assert rows.memory == "pinned_host"
-    assert (ids.shape, ids.count) == ((5,), 64)
+    assert (ids.shape, ids.count) == ((5,), 2048)
     assert np.frombuffer(values.given, np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
+    few = InputKind((5,), "int32", ((),), count=8)
+    assert local_kinds((few,), mesh)[0].count == 8, "all rows of a small table"

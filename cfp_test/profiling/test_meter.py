@@ -18,8 +18,8 @@ class Library:
     class NVMLError(Exception):
         """As of the library."""
 
-    def __init__(self, clocks, broken=False):
-        self.clocks, self.broken = list(clocks), broken
+    def __init__(self, clocks, broken=False, watts=600):
+        self.clocks, self.broken, self.watts = list(clocks), broken, watts
         self.opened = 0
 
     def nvmlInit(self):
@@ -37,7 +37,10 @@ class Library:
     def nvmlDeviceGetPowerUsage(self, gpu):
         if self.broken:
             raise self.NVMLError("not supported")
-        return 600_000
+        return 1000 * self.watts
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
+        return 700_000
 
     def nvmlDeviceGetClockInfo(self, gpu, kind):
         return self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]
@@ -48,8 +51,8 @@ GPU = SimpleNamespace(platform="gpu", local_hardware_id=0)
 
 @pytest.fixture
 def library(monkeypatch):
-    def use(clocks, broken=False):
-        made = Library(clocks, broken)
+    def use(clocks, broken=False, watts=600):
+        made = Library(clocks, broken, watts)
         monkeypatch.setitem(sys.modules, "pynvml", made)
         monkeypatch.setattr(meter, "numbers_of", lambda ordinals: [0])
         monkeypatch.setattr(meter, "_SECONDS", 0.0)
@@ -78,15 +81,31 @@ def test_the_later_half_counts(library):
 
 
 def test_an_idle_clock_is_refused(library):
-    used = library([345])
+    used = library([345], watts=80)
     load = waited(used)
-    assert (load.clock_mhz, load.most_mhz, load.power_watts) == (345, 1980, 600)
+    assert (load.clock_mhz, load.most_mhz, load.power_watts) == (345, 1980, 80)
     assert load.refused.startswith("ran at 345 MHz of 1980")
     assert used.opened == 0
 
 
 def test_a_clock_under_load_is_not(library):
     assert waited(library([1590])).refused == ""
+
+
+def test_a_clock_that_a_limit_of_power_holds_down_is_not(library):
+    assert waited(library([885], watts=690)).refused == ""
+
+
+def test_without_a_driver_nothing_is_known(library):
+    used = library([1590])
+
+    def fail():
+        raise used.NVMLError("no driver")
+
+    used.nvmlInit = fail
+    with metered(GPU) as found:
+        pass
+    assert found.load == Load()
 
 
 def test_what_the_driver_does_not_say_is_not_refused(library):

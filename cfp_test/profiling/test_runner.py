@@ -370,7 +370,7 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
 @pytest.mark.explained("Results are not finite")
 def test_results_that_are_not_finite_are_no_measurement(case, quick):
     def divided(x):
-        return x / (x - x), x
+        return (x - x) / (x - x), x
 
     kind = InputKind((8, 8), "float32", ((), ()))
     mesh = one_device(case.mesh)
@@ -384,10 +384,22 @@ def test_results_that_are_not_finite_are_no_measurement(case, quick):
     assert execute(built, [kind], mesh, timing=quick).ok
 
 
+def test_what_is_not_fed_back_may_be_infinite(case, quick):
+    def masked(x):
+        return x - math.inf, x / x
+
+    kind = InputKind((8, 8), "float32", ((), ()))
+    compiled = jax.jit(masked).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+    built, mesh = Built(key=case.job().key, compiled=compiled), one_device(case.mesh)
+    assert execute(built, [kind], mesh, timing=quick, checked=True).ok
+    how = {"feedback": [(0, 0)], "timing": quick, "checked": True}
+    assert execute(built, [kind], mesh, **how).status == "refused"
+
+
 def test_an_idle_clock_is_no_measurement(case, built, quick, monkeypatch):
     @contextlib.contextmanager
     def idle(device):
-        yield Meter(clocks_mhz=[345.0], powers_watts=[80.0], most_mhz=1980.0)
+        yield Meter([345.0], [80.0], most_mhz=1980.0, most_watts=700.0)
 
     monkeypatch.setattr(runner, "metered", idle)
     kinds = input_kinds(case.program, case.job().part, case.job().in_specs)

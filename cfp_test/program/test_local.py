@@ -61,7 +61,8 @@ def test_a_data_parallel_step_is_that_of_its_rows(tmp_path, mesh):
     assert "input_output_alias={ {0}: (0, {}" in local.as_text()
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal(s, np.float32) for s in ((8, 16), (8, 8)))
-    expected = jax.tree.map(np.asarray, step(w, x))
+    weights, loss = jax.tree.map(np.asarray, step(w, x))
+    expected = weights, 4 * loss  # A sum of one number is that of all devices.
     found = local(w, x)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
@@ -142,6 +143,30 @@ def test_loops_keys_and_integers_have_results_that_are_finite(tmp_path, mesh):
     assert [one.shape for one in found] == [(8, 8), (3,), (8,), (4,)]
     assert all(np.isfinite(np.asarray(one)).all() for one in found)
     assert 0 <= np.min(found[2]) and np.max(found[2]) < 8
+
+
+def test_a_loop_that_ends_by_a_sum_of_all_ends(tmp_path, mesh):
+    """As decoding does, until all sequences are finished."""
+
+    def step(left):
+        def count(state):
+            return (state[0] <= 0).sum()
+
+        def body(state):
+            return state[0] - 1, state[1] + 1
+
+        return jax.lax.while_loop(lambda s: count(s) < 32, body, (left, 0))
+
+    whole, local = local_of(
+        tmp_path,
+        mesh,
+        step,
+        (jax.ShapeDtypeStruct((32,), jnp.int32),),
+        *((("x",),), (("x",), ())),
+    )
+    assert "all-reduce" in _COLLECTIVE.findall(whole.as_text())
+    _, turns = local(jnp.arange(8, dtype=jnp.int32))
+    assert turns == 7
 
 
 def test_state_in_the_memory_of_the_host_stays_there(tmp_path, mesh):

@@ -165,8 +165,8 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         "The arguments do not fit the plan:\n"
         + "\n".join(lines[:5])
         + more
-        + "\nPass the arguments that were planned for, carry the plan over (cfp.adapt), "
-        "or plan again."
+        + "\nPass the arguments that were planned for, carry the plan over "
+        "(cfp.adapt), or plan again."
     )
 
 

@@ -90,7 +90,7 @@ NON_PUBLIC: set[tuple[str, str]] = {
     ),
     ("program/partitioned.py", "jax._src.config.use_shardy_partitioner"),
     # The partitioned program, which XLA writes as HLO, as StableHLO again.
-    ("program/local.py", "jaxlib._jax"),
+    ("program/local.py", "jax._src.lib._jax"),
     # Public, whatever its name: the end of a process whose devices wait for ever.
     ("profiling/conversation.py", "._exit"),
 }

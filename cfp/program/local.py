@@ -27,9 +27,9 @@ from math import prod
 from pathlib import Path
 
 import jax
+from jax._src.lib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, Sharding
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from cfp.program import shardy
 from cfp.program.signature import Signature

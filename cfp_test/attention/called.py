@@ -30,9 +30,11 @@ def cudnn_on_cpus(monkeypatch: Any) -> Iterator[None]:
     for op, function in ops.items():
         lowering = mlir.lower_fun(function, multiple_results=True)
         mlir.register_lowering(op, lowering, platform="cpu")
-    yield
-    for op in ops:
-        del mlir._platform_specific_lowerings["cpu"][op]
+    try:
+        yield
+    finally:
+        for op in ops:
+            del mlir._platform_specific_lowerings["cpu"][op]
 
 
 def _turned(layout: int, *arrays: jax.Array) -> list[jax.Array]:

@@ -330,12 +330,16 @@ def cudnn_on_cpu(monkeypatch):
         grads = plain.gradients(q, k, v, out, lse, dout, scores, mask_of(params))
         return [g.astype(q.dtype) for g in grads]
 
-    for primitive, compute in (
-        (fused._dot_product_attention_fwd_p_wrapper, forward),
-        (fused._dot_product_attention_bwd_p_wrapper, backward),
-    ):
+    ops = {
+        fused._dot_product_attention_fwd_p_wrapper: forward,
+        fused._dot_product_attention_bwd_p_wrapper: backward,
+    }
+    for primitive, compute in ops.items():
         lowering = mlir.lower_fun(compute, multiple_results=True)
         mlir.register_lowering(primitive, lowering, platform="cpu")
+    yield
+    for primitive in ops:
+        del mlir._platform_specific_lowerings["cpu"][primitive]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "zigzag", "all_gather", "ulysses"])

@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 
 import jax
-from jax._src.lib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, Sharding
 

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What the tutorial printed: a process until the run was stopped, and another.
+    """The output of the tutorial: of a process that was stopped, and of another.
 
     The page says from which cell to which the second one runs.
     """

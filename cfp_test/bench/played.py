@@ -252,7 +252,7 @@ class Worker:
             return curves_data(measure_rates(self.mesh, store), None)
 
     def rates(self) -> dict[str, Any]:
-        """How fast the device moves memory: copies of 1 GiB."""
+        """The rate at which the device moves memory, by copies of 1 GiB."""
         array = jnp.ones((1 << 28,), jnp.float32)
         copy = jax.jit(lambda x: x + 1.0)
         copy(array).block_until_ready()

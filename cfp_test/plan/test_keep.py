@@ -80,7 +80,7 @@ def test_every_part_of_the_guide_runs(folder):
 
 @pytest.fixture(scope="module")
 def first(folder):
-    """What the first process printed that planned, and kept its executables."""
+    """The output of the first process, which planned and kept its executables."""
     return run(STEP + PARALLELIZED, folder).split()
 
 

@@ -1,4 +1,4 @@
-"""What lines of progress say of the time that is left."""
+"""The time that is left, as lines of progress state it."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -446,7 +446,7 @@ def test_the_leader_and_the_best_preset_near_it_race_with_other_options():
     options = defaults_of("gpu").compiler_options
 
     def races_again(**times_ms):
-        """What is timed again, and what of it with other options."""
+        """Names of what is timed again, and of what has other options."""
         choices = {"fully_sharded": "planned"}
         field = [
             (Candidate(n, choices.get(n, n), is_preset=n != "planned"), ms)

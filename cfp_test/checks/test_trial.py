@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Comparison
-from cfp.checking.difference import Difference, compare
+from cfp.checking.difference import Difference, brought_together, compare
 from cfp.checking.trial import StepResult, Trial
 
 
@@ -110,6 +111,19 @@ def test_keys_and_integers_and_bits_are_compared():
     same = compare(result(1, True), result(1, True))
     assert [d.relative_l2 for d in same] == [0.0] * 6
     assert all(d.relative_l2 > 0.1 for d in compare(result(1, True), result(2, False)))
+
+
+def test_arrays_of_one_device_move_to_those_of_several():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    split = jax.device_put(jnp.arange(8.0) + 1, rows)
+    whole = jax.device_put(jnp.arange(8.0) + 1, jax.devices()[0])
+    for one, other in ((split, whole), (whole, split)):
+        pair = brought_together(one, other)
+        assert any(array is split for array in pair)
+        assert [array.sharding for array in pair] == [rows, rows]
+        [distance] = compare(2 * one, other)
+        assert distance.relative_l2 == pytest.approx(1.0)
 
 
 def test_only_what_has_the_same_shape_is_compared():

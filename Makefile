@@ -47,8 +47,16 @@ help:
 
 install: $(STAMP)
 
+# What a user does next: a plan, and steps under it, compared with one device.
+DEMO := gpt --layers 2 --hidden 128 --heads 4 --seq 32 --vocab 4096 --batch 8 --dtype float32
+DEMO_FOLDER := $(abspath build/demo)
+demo = mkdir -p $(DEMO_FOLDER) && cd $(DEMO_FOLDER) && \
+    $(1) -m cfp plan $(DEMO) --platform cpu --devices 4 --quick --per-kind 8 \
+        --workdir . -o plan.json && \
+    $(1) -m cfp run $(DEMO) --plan plan.json --steps 2 --check
+
 demo: $(STAMP)
-	$(BIN)/python -m cfp.demo
+	$(call demo,$(abspath $(BIN))/python)
 
 # A file's tests run in one process and in their order, since they share what is slow; the
 # longest files come first (cfp_test/conftest.py).
@@ -99,7 +107,7 @@ wheel: $(STAMP) $(VENV)-audit/.installed
 	$(create) $(VENV)-wheel --clear; \
 	    $(VENV)-wheel/bin/python -m pip install --quiet --require-hashes -r $(LOCK); \
 	    $(VENV)-wheel/bin/python -m pip install --quiet --no-deps dist/*.whl
-	cd / && $(abspath $(VENV)-wheel)/bin/python -m cfp.demo
+	$(call demo,$(abspath $(VENV)-wheel)/bin/python)
 
 # One resolution for all versions of Python and all systems, made by uv; pip installs it.
 lock: $(VENV)-lock/bin/uv

@@ -64,11 +64,6 @@ class Mask:
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 
-    @property
-    def shows_all(self) -> bool:
-        """True if each query sees each key, whatever the shapes."""
-        return not self.by_position and self.query_segments is None
-
     def without_positions(self) -> Mask:
         """The same mask of queries and keys that all see each other by position."""
         return replace(

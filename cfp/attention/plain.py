@@ -70,12 +70,11 @@ def float32_oracle(
     v: jax.Array,
     scores: Scores,
     mask: Mask,
-    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention in float32 throughout."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     with jax.default_matmul_precision("float32"):
-        return attend(q, k, v, scores, mask, bias)[0]
+        return attend(q, k, v, scores, mask)[0]
 
 
 def gradients(

@@ -115,7 +115,6 @@ def _bytes(x: Any) -> int:
 
 MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 ABSENT, REFUSED, NO_MEMORY, NO_TIME = "absent", "refused", "no memory", "not reached"
-STATES = (MEASURED, WRONG, FAILED, ABSENT, REFUSED, NO_MEMORY, NO_TIME)
 # Cases of which all programs are compiled before any is timed; a guess.
 GROUP = 6
 
@@ -145,7 +144,7 @@ class Row:
     """One implementation at one shape and type.
 
     Attributes:
-        state: one of `STATES`.
+        state: `MEASURED`, or one of the reasons beside it why there is no time.
         reason: why it was not measured; empty if it was.
         detail: the whole traceback of what failed.
         errors: relative differences from the oracle, by name; None for what is no

@@ -132,8 +132,6 @@ class SegmentView:
     storage: str
     segment_ms: float | None
     blocks: tuple[BlockView, ...]
-    moves_ms: float | None
-    moves_bytes: int
     taken: OptionFigures | None
     runner_up: OptionFigures | None
     too_large: str
@@ -297,13 +295,6 @@ def _segment(
             runner = runner_up(options, taken, figures.budget_bytes)
             large = too_large_text(runner, figures.budget_bytes)
             surprise = surprise_text(taken, runner, has_raced(plan))
-    # The middle of a run stands for it: the first and the last have other neighbours.
-    moves = [
-        move
-        for column in twins
-        if (b := found.get(column[len(column) // 2].block)) is not None
-        for move in b.moves
-    ]
     ends = [merged_name([twin.name for twin in twins[i]]) for i in (0, -1)]
     return SegmentView(
         title=f"Segment{'s' if len(members) > 1 else ''} {span_text(members)}",
@@ -312,8 +303,6 @@ def _segment(
         storage=storage_text(segment),
         segment_ms=segment.time_ms,
         blocks=tuple(_block(column, found, draw) for column in twins),
-        moves_ms=_sum_ms(moves),
-        moves_bytes=sum(move.total_bytes for move in moves),
         taken=taken,
         runner_up=runner,
         too_large=large,

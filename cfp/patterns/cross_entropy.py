@@ -88,7 +88,7 @@ def _is_shifted(expr: Expr, base: Expr) -> bool:
     return False
 
 
-LARGEST, SUM, PICK, PRODUCTS = "largest", "sum", "pick", "products"
+LARGEST, SUM, PICK = "largest", "sum", "pick"
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,13 +360,6 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
     }
 
 
-def schema_text() -> str:
-    """Returns the text of ``cfp/plan.schema.json``."""
-    dialect = "https://json-schema.org/draft/2020-12/schema"
-    schema = {"$schema": dialect, **PlanFile.model_json_schema()}
-    return json.dumps(schema, indent=1) + "\n"
-
-
 def _damaged(where: str, expected: str, got: str) -> PlanFileError:
     return PlanFileError(
         compose(

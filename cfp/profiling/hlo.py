@@ -75,11 +75,6 @@ def devices_of(module: Module) -> int:
     return devices
 
 
-def is_collective(opcode: str) -> bool:
-    """Returns True if an instruction sends, starts to, or waits for it."""
-    return opcode.removesuffix("-start").removesuffix("-done") in KINDS
-
-
 def sent_by(one: Instruction, devices: int) -> tuple[str, int, int] | None:
     """Kind, bytes and group size of the collective that an instruction starts.
 

@@ -3,7 +3,8 @@
 Each correction takes factors away from the choice, for all programs and with its
 reason; none adds any. Ops that the compiler itself may shard along such factors, where
 it is left to choose, are held: constrained at every constraint level. :data:`FAULTS`
-lists what all this is for; ``make prove`` looks for more in the installed jaxlib.
+lists what all this is for, with a program for each in `cfp_test/proving/faults.py`;
+``make prove`` looks for more in the installed jaxlib.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from math import prod
-from typing import Literal
 
 from jax.extend.mlir import ir
 
@@ -42,20 +42,11 @@ class Fault:
         name: of what goes wrong.
         correction: the function that keeps programs from it.
         seen: releases of jaxlib that have it, of those that were tried.
-        program: a small program that shows it in plain JAX, as the body of a module: a
-            function ``f``, shapes of its arguments and how they are sharded over the
-            mesh. In it, ``place(x, *spec)`` is a sharding constraint.
-        mesh: sizes of the axes ``x``, ``y`` and ``z``.
-        shows: what the program comes to: wrong numbers, an error, or the end of the
-            process.
     """
 
     name: str
     correction: str
     seen: tuple[str, ...]
-    program: str
-    mesh: tuple[int, ...]
-    shows: Literal["wrong", "error", "abort"] = "wrong"
 
     def is_in(self, release: str) -> bool:
         """True if a release of jaxlib has it, or the last one tried before it had."""
@@ -70,208 +61,79 @@ FAULTS = (
         name="grouped convolutions whose result has other dims first are wrong",
         correction="cfp.program.relayout.relayout",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, w):
-    return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", feature_group_count=8,
-        dimension_numbers=("NCHW", "HWIO", "NHWC"))
-
-shapes = (4, 8, 5, 5), (2, 2, 1, 16)
-specs = P(None, "x"), P(None, None, None, "x")
-""",
-        mesh=(4,),
     ),
     Fault(
         name="gradients of grouped convolutions' kernels are wrong where some of "
         "several axes shard the batch",
         correction="cfp.program.corrections._convolution_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, w):
-    return jax.grad(lambda w: lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", feature_group_count=4,
-        dimension_numbers=("NHWC", "HWIO", "NHWC")).sum())(w)
-
-shapes = (8, 5, 5, 4), (2, 2, 1, 8)
-specs = P("x"), P()
-""",
-        mesh=(2, 2),
     ),
     Fault(
         name="gradients of convolutions' kernels are wrong, or end the process, where "
         "some of several axes shard space",
         correction="cfp.program.corrections._convolution_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, dy):
-    return lax.conv_general_dilated(
-        place(x, None, "x"), place(dy, None, "x"), (1, 1), ((1, 1), (1, 1)),
-        dimension_numbers=("CHWN", "IHWO", "HWNC"))
-
-shapes = (4, 8, 8, 8), (4, 8, 8, 8)
-specs = P(), P()
-""",
-        mesh=(2, 2),
     ),
     Fault(
         name="products over several dims, sharded along different ones of these by "
         "several axes, sum the wrong pairs",
         correction="cfp.program.corrections._product_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, y):
-    return jnp.einsum("abcd,abce->de", x, y)
-
-shapes = (4, 4, 4, 8), (4, 4, 4, 8)
-specs = P("y", "x"), P("y", None, "x")
-""",
-        mesh=(2, 2),
     ),
     Fault(
         name="sums that only some of their axes scatter to a batch dim that another "
         "axis shards are wrong",
         correction="cfp.analysis.strategies._scatters_wrongly",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, y):
-    x, y = place(x, "x", None, ("y", "z")), place(y, "x", ("y", "z"))
-    return place(jnp.einsum("bmk,bkn->bmn", x, y), ("x", "z"))
-
-shapes = (8, 8, 8), (8, 8, 8)
-specs = P(), P()
-""",
-        mesh=(2, 2, 2),
     ),
     Fault(
         name="reductions of a sharded dim by logic on integers, or by several ops, do "
         "not compile",
         correction="cfp.program.corrections._reduce_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    bits = (x * 100).astype(int)
-    return lax.reduce(bits, 0, lax.bitwise_xor, (0,)).astype(float)
-
-shapes = ((8,),)
-specs = (P("x"),)
-""",
-        mesh=(2,),
-        shows="error",
     ),
     Fault(
         name="pads that cut off and spread a sharded dim end the process",
         correction="cfp.program.corrections._pad_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    return lax.pad(x, 0.0, ((-1, 0, 1),))
-
-shapes = ((8,),)
-specs = (P("x"),)
-""",
-        mesh=(4,),
-        shows="abort",
     ),
     Fault(
         name="a write of one place outside of a sharded dim is lost",
         correction="cfp.program.corrections._update_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x, piece):
-    return lax.dynamic_update_slice(x, piece, (jnp.int32(9),))
-
-shapes = (8,), (1,)
-specs = P("x"), P()
-""",
-        mesh=(4,),
     ),
     Fault(
         name="slices of every n-th row read other rows where n is more than a device "
         "has",
         correction="cfp.program.corrections.correct_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    return x[1::3]
-
-shapes = ((2,),)
-specs = (P("x"),)
-""",
-        mesh=(2,),
     ),
     Fault(
         name="Fourier transforms whose result is sharded along a transformed dim end "
         "the process",
         correction="cfp.program.corrections.correct_rule",
         seen=("0.10",),
-        program="""
-def f(x):
-    return place(jnp.fft.fft(x), None, None, "x").real
-
-shapes = ((1, 1, 8),)
-specs = (P(),)
-""",
-        mesh=(4,),
-        shows="abort",
     ),
     Fault(
         name="Fourier transforms with a dim that does not divide do not run on CPUs",
         correction="cfp.program.corrections._unpadded",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    return place(jnp.fft.fft(place(x, None, "x")), None, "x").real
-
-shapes = ((8, 3, 4),)
-specs = (P(),)
-""",
-        mesh=(4,),
-        shows="error",
     ),
     Fault(
         name="a scatter to a single place writes into shards that do not have it",
         correction="cfp.program.corrections._scatter_rule",
         seen=("0.10",),
-        program="""
-def f(x, u):
-    i = 6 + (u[0] > 9).astype(int)
-    x = place(x, None, "x")
-    write = jax.vmap(lambda x, u, i: lax.dynamic_update_slice(x, u[None], (i, 0)))
-    return place(write(x[None], u[None], i[None])[0], "y")
-
-shapes = (8, 4), (4,)
-specs = P(), P()
-""",
-        mesh=(2, 2),
     ),
     Fault(
         name="scatters of indices that do not divide write to where their padding says",
         correction="cfp.program.corrections._unpadded",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    i = 3 + (x > 9).astype(int)
-    return jnp.zeros((8, 2)).at[place(i, "y")].add(1.0)
-
-shapes = ((7,),)
-specs = (P(),)
-""",
-        mesh=(2, 2),
     ),
     Fault(
         name="gradients of the largest in windows that overlap are wrong where a dim "
         "of the windows is sharded",
         correction="cfp.program.corrections.correct_rule",
         seen=("0.10", "0.12"),
-        program="""
-def f(x):
-    return jax.grad(lambda x: (lax.reduce_window(
-        x, -jnp.inf, lax.max, (2, 1), (1, 1), "VALID") ** 2).sum())(x)
-
-shapes = ((8, 4),)
-specs = (P("x"),)
-""",
-        mesh=(2,),
     ),
 )
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 from cfp.program.corrections import faults
 from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
+from cfp_test.proving.faults import SHOWN
 from cfp_test.results.pages import Figures, table
 
 _PARTS = ("checks", "padded", "wrong", "moved")
-_OF_A_FAULT = ("name", "correction", "shows", "mesh", "program")
 _SHOWN = {
     "wrong": "wrong numbers",
     "error": "an error",
@@ -59,7 +60,12 @@ def summary(
         "wrong": [one for one in once if _is_wrong(one)],
         "moved": _each_moved(list(once)),
         "faults": [
-            {name: getattr(fault, name) for name in _OF_A_FAULT} for fault in faults()
+            {
+                "name": fault.name,
+                "correction": fault.correction,
+                **asdict(SHOWN[fault.name]),
+            }
+            for fault in faults()
         ],
         "missing": sorted(absent - set(ABSENT)),
         "left": sorted(set(ENTRIES) - set(names)),

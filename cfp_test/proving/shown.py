@@ -16,21 +16,21 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cfp.program.corrections import FAULTS, Fault
+from cfp_test.proving.faults import SHOWN, Shown
 
 
-def outcome(fault: Fault) -> str:
+def outcome(name: str) -> str:
     """Runs a fault's program; "right", or one of what a fault may show."""
-    if fault.shows != "abort":
-        return _run(fault)
-    command = [sys.executable, "-m", __name__, str(FAULTS.index(fault))]
+    if SHOWN[name].shows != "abort":
+        return _run(SHOWN[name])
+    command = [sys.executable, "-m", __name__, str([*SHOWN].index(name))]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     if ended.returncode > 0:
         raise RuntimeError(ended.stderr[-3000:])
     return "abort" if ended.returncode else ended.stdout.strip()
 
 
-def _run(fault: Fault) -> str:
+def _run(fault: Shown) -> str:
     axes = ("x", "y", "z")[: len(fault.mesh)]
     count = int(np.prod(fault.mesh))
     mesh = Mesh(np.array(jax.devices()[:count]).reshape(fault.mesh), axes)
@@ -60,5 +60,5 @@ def _run(fault: Fault) -> str:
 
 if __name__ == "__main__":
     index = argparse.ArgumentParser(description="Runs the program of a fault of XLA.")
-    index.add_argument("fault", type=int, choices=range(len(FAULTS)))
-    print(_run(FAULTS[index.parse_args().fault]))
+    index.add_argument("fault", type=int, choices=range(len(SHOWN)))
+    print(_run([*SHOWN.values()][index.parse_args().fault]))

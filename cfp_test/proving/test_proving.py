@@ -18,6 +18,7 @@ from cfp.program.trace import trace
 from cfp_test.proving.__main__ import _digest, main
 from cfp_test.proving.catalogue import ENTRIES, WITHOUT
 from cfp_test.proving.engine import jobs, prove, singles
+from cfp_test.proving.faults import SHOWN
 from cfp_test.proving.programs import MESHES, mesh_of, singles_of
 from cfp_test.proving.shown import outcome
 from cfp_test.results.pages import RESULTS
@@ -113,7 +114,7 @@ def test_a_factor_that_may_not_be_split_is_found(monkeypatch):
 def test_plain_jax_has_the_faults_of_the_table(fault):
     """A failure means that the table names the wrong releases of jaxlib."""
     known = fault in corrections.faults()
-    assert outcome(fault) == (fault.shows if known else "right")
+    assert outcome(fault.name) == (SHOWN[fault.name].shows if known else "right")
 
 
 def test_integers_are_part_of_a_variant():
@@ -170,6 +171,10 @@ def test_every_correction_is_in_the_table():
     }
     made -= {"cfp.program.corrections._call_rule"}  # of foreign code, no fault of XLA
     assert made < {fault.correction for fault in corrections.FAULTS}
+
+
+def test_every_fault_has_a_program():
+    assert [*SHOWN] == [fault.name for fault in corrections.FAULTS]
 
 
 def test_a_release_that_was_not_tried_is_taken_for_the_one_before():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cfp.report.results import Saved, section
 from cfp_test.bench import (
     call_overhead,
     one_as_n_page,
@@ -33,6 +32,7 @@ from cfp_test.results import (
     soak,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
+from cfp_test.results.plans import Saved, section
 from cfp_test.scripts import (
     curves_page,
     export_times,

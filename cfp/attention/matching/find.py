@@ -28,7 +28,6 @@ from cfp.program.graph import Op
 
 _SHAPES = frozenset({"convert", "transpose", "reshape", "negate"})
 _MOST_OPS = 400
-_LEAST_KEYS = 2
 
 
 def candidates(view: View) -> Iterator[Found | LeftAlone]:

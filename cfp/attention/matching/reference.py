@@ -84,17 +84,6 @@ class Meaning:
         """Tell whether what enters is as large as scores, or as rows of them."""
         return any(side.kind in (MASK, BIAS) for side in self.sides)
 
-    @property
-    def mask_text(self) -> str:
-        """The mask in words."""
-        words = []
-        if self.left is not None or self.right is not None:
-            words.append(f"window of {self.left} and {self.right}")
-        if self.causal:
-            words.append("causal")
-        words += [side.kind for side in self.sides]
-        return ", ".join(words) or "full"
-
 
 class Reference:
     """An attention that means something, of some arrays."""

@@ -1,13 +1,11 @@
-"""Writes a results page from saved plans: ``python -m cfp.report.results``.
+"""The part of a results page on saved plans.
 
-Every figure on the page comes out of the plans' JSON, which lies beside it. A page
-shows what was measured, which does not depend on the version of cfp that reads it: so
-plans of every format are read here, also those that can no longer be applied.
+A page shows what was measured, which does not depend on the version of cfp that reads
+it: so plans of every format are read here, also those that can no longer be applied.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cfp.errors import CfpError, compose
 from cfp.plan.parts import AxisRole, PlanSegment
 from cfp.plan.text import roles_text, storage_name
 from cfp.report.tables import scale_text
@@ -62,46 +59,21 @@ class Saved:
 
     @classmethod
     def from_json(cls, data: Any) -> Saved:
-        """Reads parsed JSON of any format.
-
-        Raises:
-            CfpError: it is not of a plan.
-        """
-        try:
-            return cls(
-                mesh_axes=tuple((name, size) for name, size in data["mesh_axes"]),
-                environment=data["environment"],
-                winner=data["winner"],
-                measured_ms=data.get("measured_ms"),
-                race=[dict(row) for row in data["race"]],
-                rows=[_as_text(row, data.get("segments", ())) for row in data["rows"]],
-                search=data["search"],
-            )
-        except (LookupError, TypeError, ValueError) as error:
-            raise CfpError(
-                compose(
-                    "This is not a saved plan.",
-                    expected="JSON that cfp plan -o wrote, by any version",
-                    got=f"{type(error).__name__}: {error}",
-                    attempt="name the file of a plan",
-                )
-            ) from error
+        """Reads parsed JSON of any format."""
+        return cls(
+            mesh_axes=tuple((name, size) for name, size in data["mesh_axes"]),
+            environment=data["environment"],
+            winner=data["winner"],
+            measured_ms=data.get("measured_ms"),
+            race=[dict(row) for row in data["race"]],
+            rows=[_as_text(row, data.get("segments", ())) for row in data["rows"]],
+            search=data["search"],
+        )
 
     @classmethod
-    def load(cls, path: str | Path) -> Saved:
+    def load(cls, path: Path) -> Saved:
         """Reads a file; see `from_json`."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise CfpError(
-                compose(
-                    f"Cannot read {path}.",
-                    expected="a file with JSON that cfp plan -o wrote",
-                    got=str(error),
-                    attempt="name the file of a plan",
-                )
-            ) from error
-        return cls.from_json(data)
+        return cls.from_json(json.loads(path.read_text()))
 
 
 def _as_text(row: Mapping[str, Any], segments: Sequence[Any]) -> dict[str, Any]:
@@ -115,21 +87,6 @@ def _as_text(row: Mapping[str, Any], segments: Sequence[Any]) -> dict[str, Any]:
         "sharded": roles_text(_STRATEGY.validate_python(row["strategy"])),
         "storage": storage_name(segment),
     }
-
-
-def page(title: str, command: str, date: str, plans: Mapping[str, Saved]) -> str:
-    """A results page in Markdown.
-
-    Args:
-        title: its heading.
-        command: what was run.
-        date: when, as an ISO date.
-        plans: the plans by the name of what was different about each.
-    """
-    parts = [f"# {title}", "", f"Measured on {date} with", "", f"    {command}", ""]
-    for name, plan in plans.items():
-        parts += section(name, plan)
-    return "\n".join(parts)
 
 
 def section(name: str, plan: Saved) -> list[str]:
@@ -198,28 +155,3 @@ def _effort(plan: Saved) -> str:
         f"{search.get('search_seconds', 0.0):.1f} s, race "
         f"{search.get('race_seconds', 0.0):.1f} s."
     )
-
-
-def main() -> None:
-    """Writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--title", required=True)
-    parser.add_argument("--command", required=True)
-    parser.add_argument("--date", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "plans", nargs="+", metavar="NAME=plan.json", help="a heading and its plan"
-    )
-    args = parser.parse_args()
-    plans = {}
-    try:
-        for item in args.plans:
-            name, _, path = item.rpartition("=")
-            plans[name] = Saved.load(path)
-    except CfpError as error:
-        parser.error(str(error))
-    args.out.write_text(page(args.title, args.command, args.date, plans))
-
-
-if __name__ == "__main__":
-    main()

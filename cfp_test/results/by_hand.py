@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from statistics import quantiles
 from typing import Any
@@ -69,19 +70,41 @@ def by_hand(data: Mapping[str, Any]) -> Figures:
 
 
 def with_kernel(data: Mapping[str, Any]) -> Figures:
-    """A step by hand and as planned, both with the kernel that the model calls."""
-    named = {
-        "hand": "by hand: parameters on their largest dim, activations on the batch",
-        "planned": "plan, at defaults",
+    """Steps by hand and as planned, both with the kernel that the model calls."""
+    steps, planning = [], []
+    for model, row in data["models"].items():
+        hand, planned = row["samples_ms"]["hand"], row["samples_ms"]["planned"]
+        ms, by_hand_ms = statistics.median(planned), statistics.median(hand)
+        steps.append(
+            [
+                model,
+                *(fixed(one, 1) for one in (by_hand_ms, ms)),
+                *(f"{min(one):.1f} to {max(one):.1f}" for one in (hand, planned)),
+                fixed(ms / by_hand_ms, 3),
+                row["kernels"],
+            ]
+        )
+        took, check = row["planning"], row["check"]
+        seconds = (took["profile_s"], took["race_s"], took["planning_s"])
+        planning.append(
+            [
+                model,
+                *(fixed(one, 1) for one in (*seconds, took["process_s"])),
+                f"{check['most_off']:.1e}",
+                fixed(check["seconds"], 0),
+            ]
+        )
+    heads = data["tensor_parallel"]
+    return {
+        "steps": table(
+            "model | by hand ms | plan ms | by hand, samples | plan, samples "
+            "| plan / by hand | kernels in the program",
+            steps,
+        ),
+        "planning": table(
+            "model | profile s | race s | planning s | with the process's start s "
+            "| check: most off | check s",
+            planning,
+        ),
+        "heads": f"{heads['on_half_of_the_heads']} of {heads['kernels']}",
     }
-    rows = [
-        [
-            named[way],
-            fixed(data["ms"][way], 1),
-            f"{min(samples):.1f} to {max(samples):.1f}",
-            fixed(data["losses"][way][-1], 4),
-        ]
-        for way, samples in data["samples_ms"].items()
-    ]
-    head = "way | ms | fastest to slowest sample | loss of step 6"
-    return {"table": table(head, rows)}

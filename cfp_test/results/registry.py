@@ -346,7 +346,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("overwritten_h200_202611", building.overwritten),
     _page("host_memory_h200_202611", memory.in_host),
-    _page("llama_kernel_h200x2_202611", by_hand.with_kernel),
+    _page("called_kernel_h200x2_202611", by_hand.with_kernel),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),
     _page("played_h200x2_202611", played_page.figures),
     Page(

@@ -1,14 +1,15 @@
 """Programs for N devices, compiled and run by one GPU that plays one of them.
 
     python -m cfp_test.bench.one_as_four --devices 4 --out FOLDER [--seconds 280]
-        [--threads 12] [--first N] [--platform cpu --tiny]
+        [--threads 12] [--first N] [--times] [--platform cpu --tiny]
 
 Builds the recorded programs (`cfp_test.bench.recorded`) for the mocked devices, and
 writes below FOLDER, for each: samples of one device's computation on real numbers, with
 copies in place of gathers (`cfp.program.local`); what it needs of memory; for some what
 each kernel takes (``one_as_N.json``); and the text of the compiled program, from which
 its schedule follows (``one_as_N_hlo.tar.gz``). Programs that are not reached within the
-seconds are left out, and so is one that hangs, with all behind it.
+seconds are left out, and so is one that hangs, with all behind it. With ``--times``
+there are times alone; what FOLDER has of an earlier such run is kept and not run again.
 
 On a CPU nothing is mocked: virtual devices run everything, to try the script out.
 """
@@ -231,6 +232,25 @@ def kernels_of(made: Made) -> dict[str, tuple[float, float]]:
     }
 
 
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The programs that an earlier run has timed."""
+    if not file.exists():
+        return []
+    return [row for row in json.loads(file.read_text())["rows"] if "samples_ms" in row]
+
+
+def write_texts(file: Path, all_made: Sequence[Made]) -> None:
+    """Writes the texts of compiled programs."""
+    with tarfile.open(file, "w:gz", compresslevel=6) as tar:
+        for made in all_made:
+            if isinstance(made.built, Built):
+                text = made.built.compiled.as_text() or ""
+                content = _METADATA.sub("", text).encode()
+                info = tarfile.TarInfo(f"{made.case.file}.txt")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
 def say(text: str) -> None:
     """Prints a line at once: what is killed has said how far it was."""
     print(f"{time.perf_counter() - _STARTED:7.1f} s: {text}", flush=True)
@@ -248,6 +268,7 @@ def main() -> None:
     parser.add_argument("--platform", choices=platform.PLATFORMS)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--first", type=int, help="only so many programs")
+    parser.add_argument("--times", action="store_true", help="no kernels, no texts")
     parser.add_argument("--tuned", type=Path, default=Path("/tmp/one_as_n_tuned"))
     options = parser.parse_args()
     axes = (("x", options.devices),)
@@ -259,28 +280,25 @@ def main() -> None:
         mesh, common = mock.mocked_mesh(axes), dict(mock.OPTIONS)
     mesh = planning_mesh(mesh)
     wanted = (tiny_cases if options.tiny else cases)(options.devices)[: options.first]
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = options.out / f"one_as_{options.devices}"
+    kept = rows_of(base.with_suffix(".json")) if options.times else []
+    known = {row["file"] for row in kept}
+    wanted = [case for case in wanted if case.file not in known]
     faulthandler.dump_traceback_later(options.seconds + 60, exit=True)
     say(f"{len(wanted)} programs, jax {jax.__version__}, {mesh.devices.flat[0]}")
     all_made = build_all(wanted, mesh, common, options.threads, options.tuned)
     say("all built")
-    options.out.mkdir(parents=True, exist_ok=True)
-    base = options.out / f"one_as_{options.devices}"
-    with tarfile.open(f"{base}_hlo.tar.gz", "w:gz", compresslevel=6) as tar:
-        for made in all_made:
-            if isinstance(made.built, Built):
-                text = made.built.compiled.as_text() or ""
-                content = _METADATA.sub("", text).encode()
-                info = tarfile.TarInfo(f"{made.case.file}.txt")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    say("texts written")
+    if not options.times:
+        write_texts(Path(f"{base}_hlo.tar.gz"), all_made)
+        say("texts written")
     rows = [row_of(made) for made in all_made]
     page = {
         "hardware": str(mesh.devices.flat[0].device_kind),
         "environment": dict(environment_parts(list(mesh.devices.flat))),
         "devices": options.devices,
         "rates_per_ms": rates_of(mesh),
-        "rows": rows,
+        "rows": [*kept, *rows],
     }
 
     def write() -> None:
@@ -308,7 +326,7 @@ def main() -> None:
         )
         write()
     for row, made in zip(rows, all_made, strict=True):
-        if not made.case.trace or not row.get("samples_ms"):
+        if options.times or not made.case.trace or not row.get("samples_ms"):
             continue
         if time.perf_counter() - _STARTED > options.seconds:
             break

@@ -1,13 +1,16 @@
 """Steps of two GPUs, beside what one GPU that plays two runs and predicts of them.
 
-    python -m cfp_test.bench.played run --out FOLDER [--rounds 2] [--tiny]
-    python -m cfp_test.bench.played_page
+    python -m cfp_test.bench.played run --out FOLDER [--p2p-off] [--garbage]
+        [--rounds 8] [--seconds 500] [--first N] [--work FOLDER] [--tiny]
+    python -m cfp_test.bench.played_page FOLDER/played.json
 
 Two processes build the same programs: one for two GPUs, and one for two that its own
-GPU plays. Then they run in turn, each program round by round: the whole step on two;
-one device's computation on real numbers (`cfp.program.local`); and, for some, the
-partitioned program with collectives that do nothing, as it is and after the GPU's
-memory was filled with small numbers. Clocks and power stand beside each.
+GPU plays. With ``--p2p-off`` a third has two GPUs without peer-to-peer access. Then
+they run in turn, a sample of each program a round: the whole step on two; one device's
+computation on real numbers (`cfp.program.local`); and, with ``--garbage``, for some
+programs the partitioned one with collectives that do nothing, as it is and after the
+GPU's memory was filled with small numbers. Clocks and power stand beside each. Kernels
+are tuned once and kept in ``--work``, for the next run on the same machine.
 
 With ``--tiny`` on CPUs small models run on virtual devices, to try it out.
 """
@@ -19,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +40,7 @@ from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.inputs import input_kinds, local_kinds
+from cfp.profiling.inputs import generator, input_kinds, local_kinds
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import ProfileStore
@@ -51,13 +55,14 @@ from cfp_test.bench.one_as_n_data import schedule_to_json
 from cfp_test.bench.recorded import MOE_OF_TWO, TINY
 
 AXES = (("x", 2),)
+# One sample a turn, behind a warm-up in which the clock sinks to what the power allows.
 _TIMING = TimingOptions(
-    warmup_seconds=0.25,
-    min_samples=3,
-    max_samples=3,
-    budget_seconds=1.6,
-    min_sample_ms=200.0,
-    min_repeat=3,
+    warmup_seconds=0.4,
+    min_samples=1,
+    max_samples=1,
+    budget_seconds=1.2,
+    min_sample_ms=250.0,
+    min_repeat=2,
 )
 # Bytes that are small numbers in every type of floats: 0.03 and less.
 _SMALL_BYTES = 0x3C
@@ -109,6 +114,11 @@ TINY_CASES = tuple(
     )
     for how in hows
 )
+
+
+def chosen(given: argparse.Namespace) -> tuple[Case, ...]:
+    """The programs that are asked for."""
+    return (TINY_CASES if given.tiny else CASES)[: given.first]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +181,11 @@ class Worker:
     """Builds the cases, and runs one after another as it is asked to."""
 
     def __init__(self, given: argparse.Namespace) -> None:
+        self.role = given.role
         self.plays = given.role == "play"
+        self.cases = chosen(given)
         self.tiny = given.tiny
-        self.out = Path(given.out)
+        self.work = Path(given.work)
         if given.tiny:
             platform.select("cpu", AXES)
             mesh = platform.make_mesh(AXES)
@@ -187,16 +199,16 @@ class Worker:
         self.made: dict[str, Made] = {}
 
     def build(self) -> dict[str, Any]:
-        cases = TINY_CASES if self.tiny else CASES
         steps: dict[tuple[str, bool], Any] = {}
-        for case in cases:
+        ahead = []  # Of all with its kernels, which it alone tunes.
+        for case in self.cases:
             key = case.model, case.kernel
             if key not in steps:
+                ahead.append(case)
                 step = _step(case, self.tiny)
                 steps[key] = analyze_step(step, self.mesh, None).analysis
-        folder = self.out / "tuned"
         environment = BuildEnvironment(
-            autotune_dir=folder,
+            autotune_dir=self.work / "tuned",
             wants_local=(lambda job, text: True) if self.plays else None,
         )
 
@@ -212,16 +224,24 @@ class Worker:
             if by_hand:
                 job = _by_hand(job, program, case.model)
             built = build(program, self.mesh, job, environment)
+            if isinstance(built, Built):
+                kinds = input_kinds(program, job.part, job.in_specs)
+                for kind in kinds:
+                    generator(kind, self.mesh)
+                for kind in local_kinds(kinds, self.mesh) if self.plays else ():
+                    generator(kind, one_device(self.mesh))
             self.say(f"{case.name}: built in {time.perf_counter() - started:.1f} s")
             return Made(case=case, program=program, job=job, built=built)
 
+        rest = [case for case in self.cases if case not in ahead]
         with ThreadPoolExecutor(8) as pool:
-            for one in pool.map(make, cases):
-                self.made[one.case.name] = one
+            for some in (ahead, rest):
+                for one in pool.map(make, some):
+                    self.made[one.case.name] = one
         return {name: self._about(one) for name, one in self.made.items()}
 
     def say(self, text: str) -> None:
-        print(f"{'play' if self.plays else 'two'}: {text}", file=sys.stderr, flush=True)
+        print(f"{self.role}: {text}", file=sys.stderr, flush=True)
 
     def _about(self, one: Made) -> dict[str, Any]:
         built = one.built
@@ -239,16 +259,10 @@ class Worker:
         elif built.local is not None:
             found["local_peak_bytes"] = built.local.peak_bytes
             found["local_build_seconds"] = built.local.build_seconds
-            (self.out / "texts").mkdir(exist_ok=True)
-            file = f"{one.case.name.replace(', ', '_').replace(' ', '_')}"
-            (self.out / "texts" / f"{file}_local.txt").write_text(
-                built.local.compiled.as_text() or ""
-            )
-            (self.out / "texts" / f"{file}.txt").write_text(text)
         return found
 
     def curves(self) -> dict[str, Any]:
-        with ProfileStore(self.out / "curves.sqlite3") as store:
+        with ProfileStore(self.work / f"curves_{self.role}.sqlite3") as store:
             return curves_data(measure_rates(self.mesh, store), None)
 
     def rates(self) -> dict[str, Any]:
@@ -261,7 +275,8 @@ class Worker:
             out = copy(array)
         out.block_until_ready()
         return {
-            "memory_bytes_per_ms": 40 * 2**30 / (time.perf_counter() - started) / 1e3
+            "device_kind": self.mesh.devices.flat[0].device_kind,
+            "memory_bytes_per_ms": 40 * 2**30 / (time.perf_counter() - started) / 1e3,
         }
 
     def run(self, name: str, what: str) -> dict[str, Any]:
@@ -329,10 +344,16 @@ class Side:
 
     def __init__(self, role: str, given: argparse.Namespace) -> None:
         words = [sys.executable, "-m", "cfp_test.bench.played", "work", "--role", role]
-        words += ["--out", str(given.out), *(["--tiny"] if given.tiny else [])]
-        environment = dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION="0.46")
+        words += ["--out", str(given.out), "--work", str(given.work)]
+        words += ["--first", str(given.first)] if given.first else []
+        words += ["--tiny"] if given.tiny else []
+        # All of them stand on the first GPU; the largest program needs 23 GB.
+        share = "0.3" if given.p2p_off else "0.46"
+        environment = dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=share)
         if role == "play":
             environment["CUDA_VISIBLE_DEVICES"] = "0"
+        if role == "off":
+            environment["NCCL_P2P_DISABLE"] = "1"
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -365,27 +386,33 @@ def run(given: argparse.Namespace) -> None:
     """Builds and runs everything, and writes what is known after each round."""
     started = time.perf_counter()
     given.out.mkdir(parents=True, exist_ok=True)
+    given.work.mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - started:6.1f} s: {text}", flush=True)
 
-    two, play = Side("two", given), Side("play", given)
+    cases = chosen(given)
+    roles = ("two", "play", "off") if given.p2p_off else ("two", "play")
+    sides = {role: Side(role, given) for role in roles}
+    two, play = sides["two"], sides["play"]
     found: dict[str, Any] = {"jax": jax.__version__, "programs": {}}
 
     def write() -> None:
         (given.out / "played.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    two.ask("build")
-    # Kernels are tuned once: those of two GPUs are there when the other looks.
-    built = {"two": two.answer()}
+    built = {"two": two.call("build")}
     say("built for two")
-    play.ask("build")
-    found["curves"] = two.call("curves")
+    found["curves"] = {"two": two.call("curves")}
     say("curves")
-    built["play"] = play.answer()
+    # Kernels are tuned once: those of two GPUs are there when the others look.
+    for role in roles[1:]:
+        sides[role].ask("build")
+    built |= {role: sides[role].answer() for role in roles[1:]}
     say("built for one that plays two")
-    found["copy"] = play.call("rates")
-    cases = TINY_CASES if given.tiny else CASES
+    for role in roles[2:]:
+        found["curves"][role] = sides[role].call("curves")
+        say("curves without peer-to-peer access")
+    found |= play.call("rates")
     for case in cases:
         found["programs"][case.name] = {
             **asdict(case),
@@ -396,20 +423,23 @@ def run(given: argparse.Namespace) -> None:
     for turn in range(given.rounds):
         for case in cases:
             if time.perf_counter() - started > given.seconds:
+                say("the time is over")
                 break
             runs = found["programs"][case.name]["runs"]
             ways = [(two, "two"), (play, "local")]
-            if case.garbage:
+            ways += [(sides["off"], "off")] if given.p2p_off else []
+            if case.garbage and given.garbage:
                 ways += [(play, "garbage"), *([(play, "filled")] if not turn else [])]
-            for side, what in ways[turn % 2 :] + ways[: turn % 2]:
+            shift = turn % len(ways)
+            for side, what in ways[shift:] + ways[:shift]:
                 row = side.call("run", case.name, what)
                 runs.setdefault(what, []).append(row)
                 times = [round(ms, 1) for ms in row.get("samples_ms", ())]
                 about = row.get("failure") or row["reason"]
                 load = f"{row.get('clock_mhz')} MHz, {row.get('power_watts')} W"
                 say(f"{case.name}: {what} {times} {load} {about[:150]}")
-            write()
-    for side in (two, play):
+        write()
+    for side in sides.values():
         side.end()
     say("done")
 
@@ -418,9 +448,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("run", "work"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--role", choices=("two", "play"))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=280)
+    parser.add_argument("--role", choices=("two", "play", "off"))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--first", type=int, help="only so many programs")
+    parser.add_argument("--p2p-off", action="store_true")
+    parser.add_argument("--garbage", action="store_true")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "cfp_played"
+    )
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     (run if given.what == "run" else work)(given)

@@ -1,0 +1,232 @@
+"""Plans chosen on one GPU for two, beside those that two choose, timed in turn on two.
+
+    python -m cfp_test.bench.chosen_on_one --out FOLDER [--models gpt,moe]
+        [--seconds 60] [--rounds 8] [--work FOLDER] [--tiny]
+
+On a machine with two GPUs. First each model is planned by a process that plays both
+with one GPU, all models at once, each on a GPU of its own. Then one process plans each
+on both GPUs, compiles both plans and times them in turn. GPT calls cuDNN's attention;
+the MoE is the zoo's, whose attention a plan may compute by that kernel. A row for each
+model is appended to ``FOLDER/chosen_on_one.jsonl``, and the plans stand beside it.
+Kernels are tuned once, and kept in ``--work``.
+
+With ``--tiny`` on CPUs virtual devices run small models, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import cfp
+from cfp import platform
+from cfp.devices.device_kind import kind, kinds
+from cfp.profiling.topology import ask_driver
+from cfp.targets import resolve
+from cfp_test.bench.by_hand import make_state
+from cfp_test.bench.decoder import MODELS, make_step
+from cfp_test.bench.planned_on_one import stand_in
+from cfp_test.bench.recorded import MOE_OF_TWO, TINY
+
+AXES = (("x", 2),)
+_WARM_UP = 5  # Steps, in which the clock sinks to what the power allows.
+_STEPS = 5  # In a row, for one sample.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A step, its arguments as shapes, and what makes them under shardings."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    make: Callable[[tuple[Any, ...]], Sequence[Any]]
+
+
+def model_of(name: str, tiny: bool) -> Model:
+    """A model by its name: "moe", or one of `cfp_test.bench.decoder`."""
+    if name == "moe":
+        words = (TINY["moe"] if tiny else MOE_OF_TWO).split()
+        target = resolve(words[0], words[1:])
+        return Model(
+            step=target.step,
+            args=target.args,
+            make=lambda shardings: target.make_args(shardings, 0),
+        )
+    sizes = MODELS["tiny"] if tiny else replace(MODELS[name], attention="cudnn")
+    step, args = make_step(sizes)
+
+    def train_step(state: Any, tokens: jax.Array) -> Any:
+        return step(state, tokens)
+
+    return Model(
+        step=train_step,
+        args=args,
+        make=lambda shardings: make_state(sizes, (shardings[0], shardings[1])),
+    )
+
+
+def cluster() -> str:
+    """The description of two GPUs of this machine's kind."""
+    names = ask_driver("--query-gpu=name", "--format=csv,noheader").splitlines()
+    here = names[0].strip() if names else "none"
+    known = [name for name in kinds() if kind(name).device_kind == here]
+    if not known:
+        raise SystemExit(f"expected GPUs that are described, got {here}")
+    return f"2x{known[0]}"
+
+
+def planned(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.Plan:
+    """A plan, made in at most about the seconds that are given."""
+
+    def tell(event: Any) -> None:
+        if isinstance(event, str):
+            say(f"{given.role} {name}: {event}")
+
+    return cfp.plan(
+        model.step,
+        *model.args,
+        mesh=mesh,
+        donate_argnums=0,
+        cache_dir=given.work / name,
+        settings=cfp.PlannerSettings(seconds=given.seconds, progress=tell),
+    )
+
+
+def plan_on_one(name: str, given: argparse.Namespace) -> None:
+    """Plans a model for two GPUs on one, and writes the plan."""
+    if given.tiny:
+        platform.select("cpu", AXES)
+        mesh = stand_in(cfp.described("2xh200"))
+    else:
+        mesh = cfp.described(cluster()).on_one_device()
+    _save(model_of(name, given.tiny), mesh, name, given)
+
+
+def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.Plan:
+    started = time.perf_counter()
+    plan = planned(model, mesh, name, given)
+    about = {
+        "planning_s": round(time.perf_counter() - started, 2),
+        "winner": plan.winner,
+        "predicted_ms": plan.predicted_ms,
+        "measured_ms": plan.measured_ms,
+        "rung": plan.rung,
+        "text": repr(plan),
+    }
+    say(f"{given.role} {name}: {about}")
+    plan.save(given.out / f"{name}_{given.role}.json")
+    (given.work / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
+    return plan
+
+
+def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
+    """Plans a model on two GPUs, and times both plans in turn."""
+    model = model_of(name, given.tiny)
+    plans = {"two": _save(model, mesh, name, given)}
+    known = given.out / f"{name}_one.json"
+    if known.exists():
+        plans["one"] = cfp.Plan.load(known, mesh=mesh)
+    row: dict[str, Any] = {
+        "model": name,
+        "device_kind": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
+        "plans": {},
+    }
+    compiled = {}
+    for how, plan in plans.items():
+        bound = plan.bind(model.step, *model.args, donate_argnums=0)
+        compiled[how] = bound.compile_bound(), bound.in_shardings
+        row["plans"][how] = {
+            **json.loads((given.work / f"{name}_{how}_about.json").read_text()),
+            "samples_ms": [],
+        }
+        say(f"{name}: compiled the plan of {how}")
+    names = list(compiled)
+    for turn in range(given.rounds):
+        for how in names if turn % 2 else names[::-1]:
+            run, shardings = compiled[how]
+            state, batch = model.make(shardings)
+            for _ in range(_WARM_UP):
+                state, _ = run(state, batch)
+            jax.block_until_ready(state)
+            started = time.perf_counter()
+            for _ in range(_STEPS):
+                state, _ = run(state, batch)
+            jax.block_until_ready(state)
+            ms = (time.perf_counter() - started) / _STEPS * 1e3
+            row["plans"][how]["samples_ms"].append(round(ms, 4))
+            del state, batch
+    medians = {
+        how: statistics.median(one["samples_ms"]) for how, one in row["plans"].items()
+    }
+    row["medians_ms"] = medians
+    if len(medians) == 2:
+        row["ratio"] = medians["one"] / medians["two"]
+    say(f"{name}: {medians}, the one's over the other's {row.get('ratio')}")
+    return row
+
+
+def say(text: str) -> None:
+    """Prints a line at once."""
+    print(f"{time.strftime('%X')} {text}", flush=True)
+
+
+def _run(given: argparse.Namespace) -> None:
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.work.mkdir(parents=True, exist_ok=True)
+    base = [sys.executable, "-m", "cfp_test.bench.chosen_on_one", *sys.argv[1:]]
+    models = given.models.split(",")
+    players = []
+    for number, name in enumerate(models):
+        visible = {} if given.tiny else {"CUDA_VISIBLE_DEVICES": str(number)}
+        words = [*base, "--role", "one", "--models", name]
+        players.append(subprocess.Popen(words, env={**os.environ, **visible}))
+    for one in players:
+        one.wait()
+    subprocess.run([*base, "--role", "two", "--models", given.models], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default="gpt,moe")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "cfp_chosen"
+    )
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--role", choices=("one", "two"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role == "one":
+        plan_on_one(given.models, given)
+    elif given.role == "two":
+        if given.tiny:
+            platform.select("cpu", AXES)
+            mesh = platform.make_mesh(AXES)
+        else:
+            mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+        for name in given.models.split(","):
+            row = compare(name, mesh, given)
+            with (given.out / "chosen_on_one.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    else:
+        _run(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -225,11 +225,11 @@ class Worker:
                 job = _by_hand(job, program, case.model)
             built = build(program, self.mesh, job, environment)
             if isinstance(built, Built):
-                kinds = input_kinds(program, job.part, job.in_specs)
+                kinds, mesh = input_kinds(program, job.part, job.in_specs), self.mesh
+                if self.plays:
+                    kinds, mesh = local_kinds(kinds, mesh), one_device(mesh)
                 for kind in kinds:
-                    generator(kind, self.mesh)
-                for kind in local_kinds(kinds, self.mesh) if self.plays else ():
-                    generator(kind, one_device(self.mesh))
+                    generator(kind, mesh)
             self.say(f"{case.name}: built in {time.perf_counter() - started:.1f} s")
             return Made(case=case, program=program, job=job, built=built)
 

@@ -12,9 +12,9 @@ from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line

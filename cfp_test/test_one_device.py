@@ -20,8 +20,8 @@ from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import mock
 from cfp.errors import DeviceError, TargetError
 from cfp.profiling import runner
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.processes import TOPOLOGY_SETTING
-from cfp.profiling.threads import default_threads
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text

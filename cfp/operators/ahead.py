@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import jax
 
 from cfp.operators.environment import memory_limit
+from cfp.profiling.compile_pool import CompilePool
 from cfp.units import format_bytes
 
 # What a library's or a compiler's message has if memory is short.
@@ -30,22 +32,21 @@ class Ahead:
 
     Args:
         threads: how many compile at once; with one, each compiles when it is taken.
+
+    Attributes:
+        in_groups: whether anything is compiled ahead.
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = CompilePool(threads)
+        self.in_groups = threads > 1
         self._found: dict[Hashable, Future[tuple[Any, float]]] = {}
-
-    @property
-    def in_groups(self) -> bool:
-        """True if anything is compiled ahead."""
-        return self._pool is not None
 
     def start(self, key: Hashable, function: Callable[..., Any], *args: Any) -> None:
         """Begins to compile a function for arguments of these shapes."""
-        if self._pool is not None:
-            self._found[key] = self._pool.submit(compile_program, function, *args)
+        if self.in_groups:
+            build = partial(compile_program, function, *args)
+            self._found[key] = self._pool.start(str(key), build)
 
     def finish(self, seconds: float) -> bool:
         """Waits until all is compiled, no longer than so many seconds.
@@ -85,9 +86,8 @@ class Ahead:
         self._found.clear()
 
     def close(self) -> None:
-        """Begins nothing more, and waits for what has begun."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        """Begins nothing else, and does not wait for what has begun."""
+        self._pool.close()
 
 
 def compile_program(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built, build_failure, compile_lowered
+from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.marks import Limits
@@ -30,7 +31,6 @@ from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProgressCallback, Task
-from cfp.profiling.threads import default_threads, overlaps
 from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 

@@ -15,12 +15,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Job, build
+from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.options import MeasureOptions
@@ -30,7 +32,6 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 
 
@@ -100,15 +101,15 @@ def tune_kernels(
             (learnt / job.key.digest).touch()
 
         started, count, outlook = time.monotonic(), len(todo), outlook or Outlook()
-        with builders(most) as pool:
-            builds = pool.map(with_settings(learn), todo)
-            for done, job in enumerate(todo):
+        with CompilePool(most) as pool:
+            builds = [pool.start(job.label, partial(learn, job)) for job in todo]
+            for done, (job, built) in enumerate(zip(todo, builds, strict=True)):
                 if progress is not None:
                     seconds = time.monotonic() - started
                     left = outlook.left_text(Stage.TUNING, done, count, seconds)
                     place = f"{done + 1} of {count}{left}"
                     progress(f"tuning kernels for {job.label}, {place}")
-                next(builds)
+                built.result()
     return len(todo)
 
 

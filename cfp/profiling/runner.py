@@ -29,6 +29,7 @@ from cfp.profiling.builder import (
     one_device,
     reason_of,
 )
+from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import (
     InputKind,
     generator,
@@ -44,7 +45,6 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary, Progress, Task
-from cfp.profiling.threads import default_threads, overlaps
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 

@@ -16,18 +16,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 
 from cfp.profiling.builder import Built
+from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
-from cfp.profiling.threads import builders, with_settings
 
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
@@ -39,7 +40,6 @@ _TELL_SECONDS = 5.0  # While a batch is built.
 
 Outcome = Built | ProfileRecord
 Building = Future[Outcome]
-Build = Callable[[Task, Sequence[Building]], Outcome]
 
 
 def run_tasks(
@@ -101,17 +101,16 @@ def run_tasks(
 def _measure(state: _State, threads: int, overlap: bool) -> None:
     waiting = deque(task for task in state.tasks.values() if not state.has(task))
     ahead: deque[tuple[Task, Building]] = deque()
-    build = _in_thread(state)
     batch = _BUILT_BY_EACH_THREAD * threads if threads > 1 else 1
     room = threads + _WAITING_BESIDE_THREADS if overlap else batch
     room = state.marks.at_once(state.tasks, room)
-    with builders(threads) as pool:
+    with CompilePool(threads) as pool:
         try:
             while (waiting or ahead) and not state.ends:
                 if overlap or not ahead:
                     claimed = state.claim(waiting, room, len(ahead))
                     ahead.extend(
-                        zip(claimed, _submitted(pool, build, claimed), strict=True)
+                        zip(claimed, _started(pool, state, claimed), strict=True)
                     )
                     if not ahead:
                         if waiting:
@@ -130,37 +129,29 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                     state.take_turn(*ahead.popleft())
         except CancelledError:
             assert state.ends, "only what is late is not built"
-        finally:
-            state.is_over = True
 
 
-def _submitted(
-    pool: ThreadPoolExecutor, build: Build, tasks: Sequence[Task]
-) -> list[Building]:
+def _started(pool: CompilePool, state: _State, tasks: Sequence[Task]) -> list[Building]:
     """Builds of tasks, in their order; those that are to come after others wait."""
     digests = {task.key.digest for task in tasks}
     builds: dict[str, Building] = {}
-    # Threads begin what was submitted first, so that what waits is always for a build
-    # that has begun.
     for task in sorted(tasks, key=lambda task: not task.after.isdisjoint(digests)):
         before = [builds[digest] for digest in task.after if digest in builds]
-        builds[task.key.digest] = pool.submit(build, task, before)
+        build = partial(_build, state, task)
+        builds[task.key.digest] = pool.start(task.label, build, before)
     return [builds[task.key.digest] for task in tasks]
 
 
-def _in_thread(state: _State) -> Build:
-    def build(task: Task, before: Sequence[Building]) -> Outcome:
-        wait(before)
-        if state.is_over or state.ends:
-            raise CancelledError  # Nothing waits for it any more.
-        with state.marks.doing(task.key, task.label, "build", then_wait=True):
-            outcome = task.build()
-            state.built.add(task.key.digest)
-            if isinstance(outcome, ProfileRecord):
-                state.keep(outcome)
-            return outcome
-
-    return with_settings(build)
+def _build(state: _State, task: Task) -> Outcome:
+    """Builds a task, in a thread."""
+    if state.ends:
+        raise CancelledError  # Nothing waits for it any more.
+    with state.marks.doing(task.key, task.label, "build", then_wait=True):
+        outcome = task.build()
+        state.built.add(task.key.digest)
+        if isinstance(outcome, ProfileRecord):
+            state.keep(outcome)
+        return outcome
 
 
 @dataclass(slots=True)
@@ -172,7 +163,6 @@ class _State:
     progress: ProgressCallback | None
     agreement: Agreement
     is_late: Callable[[], bool] | None = None
-    is_over: bool = False
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)

@@ -233,7 +233,8 @@ def _transplant(
     block = function.regions[0].blocks[0]
     origin = shardy.main_function(source).regions[0].blocks[0]
     mapping: dict[ir.Value, ir.Value] = {}
-    by_id = {**_values_by_id(origin, program), **stands}
+    every = [*_top_level(origin, program)]
+    by_id = {**_values_by_id(origin, every, program), **stands}
     alike: dict[ir.Value, list[ir.Value]] = {}
     for value_id, other in part.instead:
         alike.setdefault(by_id[other], []).append(by_id[value_id])
@@ -247,7 +248,7 @@ def _transplant(
     _copy_symbols(target, source)
     wanted = set(part.ops)
     *stale, terminator = [o.operation for o in block.operations]
-    kept = _part_ops(origin, program, wanted, set(part.inputs))
+    kept = _part_ops(origin, every, program, wanted, set(part.inputs))
     with ir.InsertionPoint(terminator):
         for op in kept:
             clone = op.clone()
@@ -302,10 +303,15 @@ def _zeros(kind: ir.Type) -> ir.Attribute:
     return ir.Attribute.parse(f"dense<{number}> : {kind}")
 
 
-def _values_by_id(block: ir.Block, program: Program) -> dict[int, ir.Value]:
+_Every = Sequence[tuple[ir.Operation, Op | None]]  # As `_top_level` has them.
+
+
+def _values_by_id(
+    block: ir.Block, every: _Every, program: Program
+) -> dict[int, ir.Value]:
     found: dict[int, ir.Value] = {}
     found.update(zip(program.args, block.arguments, strict=True))
-    for op, record in _top_level(block, program):
+    for op, record in every:
         if record is None:
             continue
         found.update(zip(record.results, op.results, strict=True))
@@ -357,7 +363,11 @@ def _constrained(value: ir.Value) -> ir.Value:
 
 
 def _part_ops(
-    block: ir.Block, program: Program, wanted: set[int], inputs: set[int]
+    block: ir.Block,
+    every: _Every,
+    program: Program,
+    wanted: set[int],
+    inputs: set[int],
 ) -> list[ir.Operation]:
     """The wanted top-level ops and the constraints on what they make or read."""
     kept: list[ir.Operation] = []
@@ -365,7 +375,7 @@ def _part_ops(
     for value_id, argument in zip(program.args, block.arguments, strict=True):
         if value_id in inputs:
             known.add(argument)
-    for op, record in _top_level(block, program):
+    for op, record in every:
         if record is None:
             tag = tag_of(op)
             if tag in wanted if tag is not None else op.operands[0] in known:

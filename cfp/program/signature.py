@@ -59,7 +59,9 @@ class Signature:
         """Lowers a function of these types, whose body is to be replaced."""
 
         def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(map(_zero, self.outputs))
+            # One zero for each type: tracing hundreds takes longer than the rest.
+            zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
+            return tuple(zeros[one] for one in self.outputs)
 
         if in_shardings is None or out_shardings is None:
             return jax.jit(stand_in, keep_unused=True).lower(*self.inputs)

@@ -6,10 +6,12 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Marks
 from cfp.profiling.options import MeasureOptions
@@ -18,7 +20,6 @@ from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.threads import builders, default_threads, with_settings
 from cfp.program.graph import Program
 from cfp.race.programs import (
     TOO_LATE,
@@ -128,8 +129,11 @@ def build_each(
     there = {digest for digest, one in wanted.items() if one.identity in built}
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
-    with cache, builders(marks.at_once(wanted, most)) as pool:
-        outcomes = pool.map(with_settings(build_in_time), wanted)
+    with cache, CompilePool(marks.at_once(wanted, most)) as pool:
+        builds = {
+            digest: pool.start(one.job.label, partial(build_in_time, digest))
+            for digest, one in wanted.items()
+        }
         started, over = time.monotonic(), 0
         for digest, one in wanted.items():
             if digest not in there:
@@ -140,7 +144,7 @@ def build_each(
                 rest = options.outlook.left_text(stage, over, total, seconds)
                 options.tell(f"compiling {one.job.label}{which}{rest}")
                 over += 1
-            if (outcome := next(outcomes)) is None:
+            if (outcome := builds[digest].result()) is None:
                 continue
             is_built = [isinstance(outcome, Built)]
             [ready] = agreement.everywhere(is_built, "whether it is built")

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from cfp.profiling import compile_pool
 from cfp.profiling.builder import Built
+from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Marks
 from cfp.profiling.marks_folder import MarksFolder, Suspicion
@@ -17,7 +19,6 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.tasks import Progress, Task
-from cfp.profiling.threads import default_threads, overlaps
 from cfp_test.waiting import GUARD_SECONDS, until
 
 
@@ -541,6 +542,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
 )
 def test_default_threads(monkeypatch, platform, cores, threads):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: 2**40)
     assert default_threads(platform) == threads
 
 

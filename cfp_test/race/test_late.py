@@ -7,7 +7,7 @@ import pytest
 
 import cfp
 from cfp.errors import MemoryBudgetError
-from cfp.profiling.threads import default_threads
+from cfp.profiling.compile_pool import default_threads
 from cfp.program.trace import planning_mesh
 from cfp.settings import MOST_REFUSED
 from cfp_test.race.deep import arguments, step

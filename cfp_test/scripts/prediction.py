@@ -17,7 +17,6 @@ import random
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -31,8 +30,8 @@ from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.runner import TimingOptions, run
-from cfp.profiling.threads import default_threads
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Problem
@@ -122,12 +121,12 @@ def main() -> None:
             choice = whole_choice(session.analysis, problem, predicted)
             job = whole_job(analysis, choice, context.environment, name)
             whole.append((name, picks, predicted, job))
-        with ThreadPoolExecutor(default_threads(mesh.devices.flat[0].platform)) as pool:
-            built = list(
-                pool.map(
-                    lambda item: build(frame.program, mesh, item[3], environment), whole
-                )
-            )
+        with CompilePool(default_threads(mesh.devices.flat[0].platform)) as pool:
+            builds = [
+                pool.start(name, partial(build, frame.program, mesh, job, environment))
+                for name, _, _, job in whole
+            ]
+            built = [one.result() for one in builds]
         for (name, picks, predicted, job), outcome in zip(whole, built, strict=True):
             row = {
                 "name": name,

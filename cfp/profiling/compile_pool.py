@@ -1,0 +1,103 @@
+"""The pool of threads that compile, and how many there are.
+
+All that is compiled side by side is compiled here: programs whose kernels are tuned,
+segments, whole programs of a race, and operators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import jax
+
+from cfp.profiling.key import GPU_PLATFORMS
+from cfp.program.meaning import unchecked
+
+_MOST_THREADS = 24
+# Of the host, for one compile of a large program; a guess, as no host was short of it.
+_BYTES_EACH = 2 * 2**30
+_X64_SETTING = "jax_enable_x64"
+
+_T = TypeVar("_T")
+
+
+def default_threads(platform: str) -> int:
+    """Chooses the number of compiles at once, by the host's processors and memory."""
+    cores = os.cpu_count() or 1
+    if platform == "cpu" and cores <= 4:
+        return 1  # The devices are these cores.
+    share = cores // 4 if platform == "cpu" else cores * 3 // 8
+    return max(1, min(_MOST_THREADS, share, _host_bytes() // _BYTES_EACH))
+
+
+def overlaps(platform: str) -> bool:
+    """Returns True if builds leave the devices idle, so that others may be timed."""
+    return platform != "cpu" and platform not in GPU_PLATFORMS
+
+
+class CompilePool:
+    """Threads that compile until the pool is closed.
+
+    They have the settings of the thread that made the pool: JAX keeps
+    `with jax.enable_x64(...)` to the thread that said it. A compile cannot be stopped:
+    after an interrupt, or an error, a thread ends what it has begun and begins nothing
+    else, and nothing waits for it.
+
+    Args:
+        threads: how many compiles at once.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="cfp-build")
+        self._x64 = bool(getattr(jax.config, _X64_SETTING))
+        self._is_closed = False
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Begins nothing else, and does not wait for what has begun."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def start(
+        self,
+        label: str,
+        compiled: Callable[[], _T],
+        after: Sequence[Future[_T]] = (),
+    ) -> Future[_T]:
+        """Compiles as soon as a thread is free.
+
+        Args:
+            label: of the program, which an error is noted with.
+            compiled: compiles it.
+            after: compiles that it waits for, which were started before it: threads
+                begin what was started first, so that these have begun.
+
+        Returns:
+            The outcome; it is cancelled if the pool is closed before it begins.
+        """
+
+        def run() -> _T:
+            wait(after)
+            if self._is_closed:
+                raise CancelledError
+            with jax.enable_x64(self._x64), unchecked():
+                try:
+                    return compiled()
+                except Exception as error:
+                    error.add_note(f"While {label} was compiled.")
+                    raise
+
+        return self._threads.submit(run)
+
+
+def _host_bytes() -> int:
+    """Returns the memory of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,93 @@
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import jax
+import pytest
+
+import cfp
+from cfp.profiling import compile_pool
+from cfp.profiling.compile_pool import CompilePool, default_threads
+from cfp_test.waiting import GUARD_SECONDS, until
+
+
+def threads() -> list[str]:
+    every = (thread.name for thread in threading.enumerate())
+    return [name for name in every if name.startswith("cfp-build")]
+
+
+def test_nothing_else_compiles_in_threads():
+    """A second pool would not know of the first, and take its processors."""
+    sources = Path(cfp.__file__).parent.rglob("*.py")
+    others = [one.name for one in sources if "PoolExecutor" in one.read_text()]
+    assert others == ["compile_pool.py"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, AssertionError])
+def test_what_ends_the_body_begins_nothing_else_and_leaves_no_thread(error):
+    begun, over, compiled = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        assert over.wait(GUARD_SECONDS)
+        compiled.append("first")
+
+    # It is not waited for: the thread goes on until `over`.
+    with pytest.raises(error), CompilePool(2) as pool:
+        one = pool.start("first", first)
+        waiting = pool.start("waiting", lambda: compiled.append("waiting"), [one])
+        rest = [pool.start(f"{n}", lambda: compiled.append("rest")) for n in range(9)]
+        begun.wait(GUARD_SECONDS)
+        until(lambda: all(later.done() for later in rest) or not waiting.done())
+        done = [*compiled]
+        raise error
+    assert not one.done()
+    over.set()
+    until(lambda: not threads())
+    assert compiled == [*done, "first"]
+    with pytest.raises(CancelledError):
+        waiting.result()
+
+
+def test_an_error_names_its_program():
+    def fail():
+        raise AssertionError("a bug")
+
+    with CompilePool(2) as pool:
+        outcomes = [pool.start("a", int), pool.start("segment 1: 3", fail)]
+        assert outcomes[0].result() == 0
+        with pytest.raises(AssertionError, match="a bug") as raised:
+            outcomes[1].result()
+    assert raised.value.__notes__ == ["While segment 1: 3 was compiled."]
+
+
+def test_what_is_compiled_after_others_waits_for_them():
+    compiled, go = [], threading.Event()
+
+    def first():
+        assert go.wait(GUARD_SECONDS)
+        compiled.append("first")
+
+    with CompilePool(3) as pool:
+        one = pool.start("first", first)
+        last = pool.start("last", lambda: compiled.append("last"), [one])
+        pool.start("other", lambda: compiled.append("other")).result()
+        assert compiled == ["other"]
+        go.set()
+        last.result()
+    assert compiled == ["other", "first", "last"]
+
+
+def test_threads_have_the_settings_of_what_made_the_pool():
+    def settings():
+        return jax.config.jax_enable_x64, jax.config.jax_debug_nans
+
+    with jax.enable_x64(True), jax.debug_nans(True), CompilePool(1) as pool:
+        assert pool.start("one", settings).result() == (True, False)
+
+
+@pytest.mark.parametrize(("gigabytes", "expected"), [(1, 1), (9, 4), (900, 12)])
+def test_memory_of_the_host_bounds_the_threads(monkeypatch, gigabytes, expected):
+    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: gigabytes * 2**30)
+    assert default_threads("gpu") == expected

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import jax

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import numpy as np
 from jax.sharding import Mesh
 
-from cfp.profiling.builder import BuildEnvironment, Job, build
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.marks import Limits, Marks
@@ -45,12 +45,13 @@ def tune_kernels(
     progress: Callable[[str], None] | None = None,
     outlook: Outlook | None = None,
     limits: Limits | None = None,
-) -> int:
+) -> dict[str, Built]:
     """Builds jobs, one on each device, for what the compiler learns from them.
 
     Nothing runs, and nothing is kept in the store unless a process died of a build;
     that job is then left out. So is what was built for this before: a file beside what
-    the compiler has learnt says so.
+    the compiler has learnt says so. Nothing is built where the compiler has nothing to
+    try out.
 
     Args:
       program: the program that the jobs are parts of.
@@ -63,13 +64,12 @@ def tune_kernels(
       limits: what counts as hung.
 
     Returns:
-      How many were built; none where the compiler has nothing to try out, or more
-      to learn.
+      What was built for the mesh itself, by key: it need not be built again.
     """
     environment = BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
-        return 0
+        return {}
     record_deaths(store, about={job.key.digest for job in jobs})
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
@@ -84,6 +84,7 @@ def tune_kernels(
     marks = Marks(store.path, limits, program.name)
     with environment.compilation_cache(platform), marks:
         orders = SimpleQueue[Mesh]()
+        built: dict[str, Built] = {}
         most = min(mesh.devices.size, default_threads(platform))
         most = marks.at_once(wanted, most) if Agreement.of(mesh).alone else 1
         for count in range(most):
@@ -95,22 +96,24 @@ def tune_kernels(
                 with marks.doing(job.key, job.label, "build"):
                     # What cannot be built is found out, and recorded, where it is
                     # needed.
-                    build(program, order, job, environment)
+                    outcome = build(program, order, job, environment)
             finally:
                 orders.put(order)
+            if order == mesh and isinstance(outcome, Built):
+                built[job.key.digest] = outcome
             (learnt / job.key.digest).touch()
 
         started, count, outlook = time.monotonic(), len(todo), outlook or Outlook()
         with CompilePool(most) as pool:
             builds = [pool.start(job.label, partial(learn, job)) for job in todo]
-            for done, (job, built) in enumerate(zip(todo, builds, strict=True)):
+            for done, (job, one) in enumerate(zip(todo, builds, strict=True)):
                 if progress is not None:
                     seconds = time.monotonic() - started
                     left = outlook.left_text(Stage.TUNING, done, count, seconds)
                     place = f"{done + 1} of {count}{left}"
                     progress(f"tuning kernels for {job.label}, {place}")
-                built.result()
-    return len(todo)
+                one.result()
+    return built
 
 
 def _rolled(mesh: Mesh, count: int) -> Mesh:
@@ -199,8 +202,9 @@ class Looker:
         try:
             new = len(digests - answered)
             how.outlook.expect(dict.fromkeys((Stage.BUILDS, Stage.RUNS), new))
+            built: dict[str, Built] = {}
             if self._tuning is not None and not answered >= digests:
-                tune_kernels(
+                built = tune_kernels(
                     *where,
                     self._tuning(),
                     self._store,
@@ -219,6 +223,7 @@ class Looker:
                 limits=how.limits,
                 place=how.place,
                 is_late=None if anyway else self._is_late,
+                built=built,
             ).records
         except KeyboardInterrupt:
             # Of several processes the others would go on.

@@ -5,10 +5,11 @@ import threading
 import jax
 import pytest
 
-from cfp.profiling import looker
+from cfp.profiling import looker, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
-from cfp.profiling.looker import tune_kernels
+from cfp.profiling.looker import Looker, tune_kernels
 from cfp.profiling.marks_folder import MarksFolder, Suspicion
+from cfp.profiling.options import MeasureOptions
 from cfp_test.waiting import GUARD_SECONDS
 
 
@@ -24,14 +25,13 @@ def tunable(monkeypatch):
 
 
 def test_nothing_is_built_where_nothing_is_tuned(case, store):
-    assert tune_kernels(case.program, case.mesh, [case.job()], store) == 0
+    assert tune_kernels(case.program, case.mesh, [case.job()], store) == {}
 
 
 def test_each_is_built_once(case, store, tunable):
     jobs = [case.job(name) for name in ("a", "b", "c")]
     said = []
-    count = tune_kernels(case.program, case.mesh, jobs, store, progress=said.append)
-    assert count == 3
+    tune_kernels(case.program, case.mesh, jobs, store, progress=said.append)
     assert sorted(tunable) == ["a", "b", "c"]
     assert said[1] == "tuning kernels for b, 2 of 3"
 
@@ -88,15 +88,15 @@ def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch
 
 def test_equal_jobs_are_built_once(case, store, tunable):
     jobs = [case.job("a"), case.job("b"), case.job("a")]
-    assert tune_kernels(case.program, case.mesh, jobs, store) == 2
+    tune_kernels(case.program, case.mesh, jobs, store)
     assert sorted(tunable) == ["a", "b"]
 
 
 def test_what_was_learnt_is_not_built_again(case, store, tunable):
     tune_kernels(case.program, case.mesh, [case.job("a")], store)
     jobs = [case.job("a"), case.job("b")]
-    assert tune_kernels(case.program, case.mesh, jobs, store) == 1
-    assert tune_kernels(case.program, case.mesh, jobs, store) == 0
+    tune_kernels(case.program, case.mesh, jobs, store)
+    tune_kernels(case.program, case.mesh, jobs, store)
     assert sorted(tunable) == ["a", "b"]
 
 
@@ -107,3 +107,36 @@ def test_what_a_process_died_of_is_left_out(case, store, tunable):
     assert tunable == ["b"]
     tune_kernels(case.program, case.mesh, jobs, store, retry_failures=True)
     assert tunable == ["b", "a"]
+
+
+def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
+    case, store, monkeypatch
+):
+    """What was tuned on another device is another program."""
+    monkeypatch.setattr(
+        BuildEnvironment, "options", lambda self, platform: {"kept": platform}
+    )
+    seen = {}
+    together = threading.Barrier(2)
+
+    def tuned(program, mesh, job, environment):
+        together.wait(timeout=GUARD_SECONDS)
+        seen[job.label] = mesh == case.mesh
+        return build_whole(program, mesh, job)
+
+    built = []
+
+    def counted(program, mesh, job, environment):
+        built.append(job.label)
+        return build_whole(program, mesh, job)
+
+    build_whole = looker.build
+    monkeypatch.setattr(looker, "build", tuned)
+    monkeypatch.setattr(looker, "default_threads", lambda platform: 2)
+    monkeypatch.setattr(runner, "build", counted)
+    jobs = [case.job(name) for name in ("a", "b")]
+    look = Looker(case.program, case.mesh, store, lambda: jobs, True, MeasureOptions())
+    records = look(jobs)
+    assert sorted(seen.values()) == [False, True]
+    assert built == [label for label, is_mine in seen.items() if not is_mine]
+    assert [records[job.key.digest].ok for job in jobs] == [True, True]

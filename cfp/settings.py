@@ -71,6 +71,11 @@ MOST_REFUSED = 8
 # The leaders of a race, that are raced with other compiler options too. decisions.md,
 # "Planning in half the time".
 LEADERS = 1
+# Where links are slow, options move a program by more, and predictions are off by more,
+# so that two leaders race with options, and what is predicted to be so much farther
+# behind. decisions.md, "Slow links".
+LEADERS_ON_SLOW_LINKS = 2
+REACH_ON_SLOW_LINKS = 1.1
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
 # estimates were off by 1.4 against each other at most.

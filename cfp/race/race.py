@@ -67,7 +67,9 @@ from cfp.race.truncated import Truncated, truncate
 from cfp.race.turns import Ranking, race_programs
 from cfp.settings import (
     LEADERS,
+    LEADERS_ON_SLOW_LINKS,
     MOST_REFUSED,
+    REACH_ON_SLOW_LINKS,
     STAY_AFTER_LOOK,
     SURELY_TOO_LARGE,
     WHOLE_TRIES,
@@ -83,6 +85,7 @@ def second_race(
     raced: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
     levels: Sequence[ConstraintLevel] = (),
+    leaders: int = LEADERS,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: leaders, near ties, the best preset.
 
@@ -92,6 +95,7 @@ def second_race(
             a ratio to it would mislead; unless it is as far behind as what is left out
             after a look at all.
         levels: constraint levels at which presets race only if they lead.
+        leaders: how many lead.
 
     Returns:
         Those, and variants of leaders with options, and at levels; nothing if there
@@ -102,18 +106,18 @@ def second_race(
     ran = [one for one in ranked if one.ran]
     # The plan may be a preset: one program, under two names.
     distinct = {one.candidate.key: one for one in reversed(ran)}
-    able = [*distinct.values()][::-1][:LEADERS]
+    able = [*distinct.values()][::-1][:leaders]
     near_ms = STAY_AFTER_LOOK * min(map(time_ms, able), default=0.0)
     near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
-    leaders = {one.candidate.key: one.candidate for one in near}
+    varied = {one.candidate.key: one.candidate for one in near}
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     # What is remembered may be a variant of something.
     new = {
         one.key: one
         for one in (
-            *with_options([*leaders.values()], options),
-            *at_levels([*leaders.values()], levels),
+            *with_options([*varied.values()], options),
+            *at_levels([*varied.values()], levels),
         )
         if one.key not in keys and one.name not in names
     }
@@ -151,6 +155,21 @@ class Run:
             built=self.built,
         )
 
+    @property
+    def has_slow_links(self) -> bool:
+        """True if sending between the devices takes long; False if unknown."""
+        rates = self.solution.rates
+        return rates is not None and rates.has_slow_links
+
+    @property
+    def reach(self) -> Mapping[ConstraintLevel, float]:
+        """How many times as long as the best a candidate may be predicted to take."""
+        context = self.context
+        usual, asked = context.rules.reach, context.settings.reach
+        if asked or context.stand_in is not None or not self.has_slow_links:
+            return usual
+        return {level: REACH_ON_SLOW_LINKS * one for level, one in usual.items()}
+
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """Compiles candidates; results say what they need and which cannot race."""
         environment = self.context.environment
@@ -184,7 +203,9 @@ class Run:
         few = rules.compiler_options or rules.later_levels or rules.estimates
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        first, new = second_race(raced, rules.compiler_options, rules.later_levels)
+        leaders = LEADERS_ON_SLOW_LINKS if self.has_slow_links else LEADERS
+        variants = rules.compiler_options, rules.later_levels
+        first, new = second_race(raced, *variants, leaders)
         stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
         if not new or context.agreement.is_over(context.end):
             outlook.expect(dict.fromkeys(stages, 0))
@@ -246,7 +267,7 @@ class Run:
                 self.sizes.get(one.key)
                 or prediction_of(analysis, problem, one.choice).size
             ),
-            reach=None if one_is_enough else self.context.rules.reach,
+            reach=None if one_is_enough else self.reach,
             known=known,
             is_over=lambda: self.context.agreement.is_over(self.context.end),
         )
@@ -323,7 +344,7 @@ class Run:
     def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
         anyway = raced_anyway(candidates)
-        return near_among(candidates, anyway, self.context.rules.reach)
+        return near_among(candidates, anyway, self.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         """The error where none of what was compiled fits, or runs."""
@@ -485,7 +506,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     won, refused = _first_whole(run, ranked, most_bytes)
     # Where the fastest by prediction do not run whole, others come within reach.
     rest = [one for one in left if (one.choice, one.level) not in refused]
-    now_near = near_among(rest, (), context.rules.reach) if refused else []
+    now_near = near_among(rest, (), run.reach) if refused else []
     if won is None or any(one not in near for one in now_near):
         return None
     rows = [_row(one, refused) for one in ranking.results]

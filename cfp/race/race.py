@@ -163,7 +163,7 @@ class Run:
 
     @property
     def reach(self) -> Mapping[ConstraintLevel, float]:
-        """How many times as long as the best a candidate may be predicted to take."""
+        """The most that a candidate may be predicted to take, in times of the best."""
         context = self.context
         usual, asked = context.rules.reach, context.settings.reach
         if asked or context.stand_in is not None or not self.has_slow_links:

@@ -6,6 +6,7 @@ the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -15,10 +16,13 @@ from functools import lru_cache
 UNKNOWN = "unknown"
 
 _SECONDS = 30
+_BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_QUERY = "index,uuid,power.limit,driver_version"
+_QUERY = "index,uuid,power.limit,driver_version,pci.bus_id"
+_BUS_LETTERS = 32  # More than such an address has.
 
 Ask = Callable[..., str]
+AskBus = Callable[[int], str]
 
 
 @lru_cache(maxsize=16)
@@ -37,50 +41,86 @@ def ask_driver(*words: str) -> str:
     return _ESCAPES.sub("", done.stdout) if done.returncode == 0 else ""
 
 
-def gpu_parts(ordinals: Sequence[int | None], ask: Ask = ask_driver) -> dict[str, str]:
+def bus_of(ordinal: int) -> str:
+    """The address on the PCI bus of a GPU as CUDA counts it; "" if it does not say.
+
+    CUDA counts the fastest first, and those alone that ``CUDA_VISIBLE_DEVICES`` names;
+    the driver counts by address. So hosts of several kinds have two numberings.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device = ctypes.c_int()
+    if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)) != 0:
+        return ""  # Nothing has started CUDA in this process, or there is none such.
+    text = ctypes.create_string_buffer(_BUS_LETTERS)
+    failed = library.cuDeviceGetPCIBusId(text, ctypes.c_int(_BUS_LETTERS), device)
+    return "" if failed else text.value.decode(errors="replace")
+
+
+def gpu_parts(
+    ordinals: Sequence[int | None], ask: Ask = ask_driver, ask_bus: AskBus = bus_of
+) -> dict[str, str]:
     """The parts of a key that say what is between some GPUs of this host.
 
     Args:
         ordinals: of the mesh's devices in this process, in the mesh's order, as CUDA
             counts those that it may see.
         ask: asks the driver.
+        ask_bus: asks CUDA for a GPU's address on the PCI bus.
 
     Returns:
         ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
         of the devices. What the driver does not say is "unknown".
     """
     gpus = _gpus(ask)
-    numbers = numbers_of(ordinals, ask)
-    mine = [gpus.get(number, (UNKNOWN,) * 3) for number in numbers]
+    numbers = numbers_of(ordinals, ask, ask_bus)
+    mine = [gpus.get(number, (UNKNOWN,) * 4) for number in numbers]
     return {
         "links": _links(numbers, ask),
-        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in mine)),
-        "driver": ", ".join(dict.fromkeys(driver for _, _, driver in mine)),
+        "power_limit": ", ".join(dict.fromkeys(power for _, power, *_ in mine)),
+        "driver": ", ".join(dict.fromkeys(driver for _, _, driver, _ in mine)),
     }
 
 
-def numbers_of(ordinals: Sequence[int | None], ask: Ask = ask_driver) -> list[int]:
+def numbers_of(
+    ordinals: Sequence[int | None], ask: Ask = ask_driver, ask_bus: AskBus = bus_of
+) -> list[int]:
     """The driver's numbers of GPUs; -1 where it is not known.
 
     Args:
         ordinals: as CUDA counts those that it may see.
         ask: asks the driver.
+        ask_bus: asks CUDA for a GPU's address on the PCI bus.
     """
-    return _visible([-1 if i is None else i for i in ordinals], _gpus(ask))
+    gpus = _gpus(ask)
+    by_bus = {_address(bus): number for number, (*_, bus) in gpus.items()}
+    counted = [-1 if i is None else i for i in ordinals]
+    addresses = [_address(ask_bus(i)) if i >= 0 else None for i in counted]
+    if all(one is not None and one in by_bus for one in addresses):
+        return [by_bus[one] for one in addresses]
+    return _visible(counted, gpus)
 
 
-def _gpus(ask: Ask) -> dict[int, tuple[str, str, str]]:
-    """All GPUs of the host by number: identifier, power limit, driver."""
+def _address(bus: str) -> tuple[int, ...] | None:
+    """An address such as ``00000000:18:00.0``, whatever zeros it is written with."""
+    match = _BUS.fullmatch(bus.strip())
+    return None if match is None else tuple(int(part, 16) for part in match.groups())
+
+
+def _gpus(ask: Ask) -> dict[int, tuple[str, str, str, str]]:
+    """All GPUs of the host by number: identifier, power limit, driver, address."""
     found = {}
     for line in ask(f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 4 and cells[0].isdigit():
-            found[int(cells[0])] = (cells[1], cells[2], cells[3])
+        if len(cells) == 5 and cells[0].isdigit():
+            found[int(cells[0])] = (cells[1], cells[2], cells[3], cells[4])
     return found
 
 
 def _visible(
-    ordinals: Sequence[int], gpus: dict[int, tuple[str, str, str]]
+    ordinals: Sequence[int], gpus: dict[int, tuple[str, str, str, str]]
 ) -> list[int]:
     """The driver's numbers of GPUs that CUDA counts anew; -1 where it is not known."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -89,7 +129,7 @@ def _visible(
     numbers = []
     for name in (part.strip() for part in chosen.split(",")):
         of_name = [
-            n for n, (uuid, _, _) in gpus.items() if name and uuid.startswith(name)
+            n for n, (uuid, *_) in gpus.items() if name and uuid.startswith(name)
         ]
         numbers.append(int(name) if name.isdigit() else (of_name or [-1])[0])
     return [numbers[i] if 0 <= i < len(numbers) else -1 for i in ordinals]

@@ -6,7 +6,13 @@ The answers have the form in which nvidia-smi prints them.
 import pytest
 
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.topology import UNKNOWN, ask_driver, gpu_parts
+from cfp.profiling.topology import (
+    UNKNOWN,
+    ask_driver,
+    bus_of,
+    gpu_parts,
+    numbers_of,
+)
 
 # Two pairs over NVLink, with PCIe between them, and a network card.
 MATRIX = (
@@ -19,7 +25,8 @@ MATRIX = (
     "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe\n"
 )
 GPUS = "".join(
-    f"{i}, GPU-{i}aaa-bbb, {700 - 350 * (i == 3)}.00 W, 570.86.15\n" for i in range(4)
+    f"{i}, GPU-{i}aaa-bbb, {700 - 350 * (i == 3)}.00 W, 570.86.15, 00000000:1{i}:00.0\n"
+    for i in range(4)
 )
 
 
@@ -81,3 +88,30 @@ def test_without_a_driver_nothing_is_known(monkeypatch):
     found = gpu_parts([0, 1])
     ask_driver.cache_clear()
     assert found == {"links": UNKNOWN, "power_limit": UNKNOWN, "driver": UNKNOWN}
+
+
+@pytest.mark.parametrize(
+    ("buses", "numbers"),
+    [
+        # The fastest first: the last of the host is CUDA's first.
+        (["0000:13:00.0", "0000:10:00.0"], [3, 0]),
+        (["00000000:11:00.0", "0000:12:00.0"], [1, 2]),
+        (["", ""], [0, 1]),
+        (["0000:99:00.0", "0000:10:00.0"], [0, 1]),
+    ],
+)
+def test_numbers_follow_from_addresses_on_the_bus(buses, numbers):
+    assert numbers_of([0, 1], ask, buses.__getitem__) == numbers
+    links = gpu_parts([0, 1], ask, buses.__getitem__)["links"]
+    assert links == {(3, 0): "SYS", (1, 2): "SYS", (0, 1): "NV18"}[tuple(numbers)]
+
+
+def test_addresses_come_before_what_the_environment_names(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    assert numbers_of([0], ask, lambda ordinal: "0000:12:00.0") == [2]
+    assert numbers_of([0], ask, lambda ordinal: "") == [3]
+    assert numbers_of([None], ask) == [-1]
+
+
+def test_without_cuda_no_address_is_known():
+    assert bus_of(1000) == ""

@@ -32,7 +32,7 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _MATMUL = re.compile(r'"(?:gemm|matmul)_?\w*backend_config"')
 # Below, a kernel's time is that of its memory: a bias that is added up, a small table.
 _PRODUCT_FLOPS = 1e9
-_LONGEST = 500_000  # Steps; what would be longer has its loops counted as one turn.
+_LONGEST = 500_000  # Steps; in what would be longer a loop is one turn that counts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class Sent:
         group_size: of one group of devices.
         start: how many of the schedule's `Computed` come before its start.
         done: how many come before what waits for it; `start` if nothing is beside it.
+        times: how often it runs there, one after another.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Sent:
     group_size: int
     start: int
     done: int
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,14 @@ def _together(computed: Sequence[Computed]) -> Computed:
         flops=sum(one.flops for one in computed),
         moved_bytes=sum(one.moved_bytes for one in computed),
         kernels=sum(one.kernels for one in computed),
+    )
+
+
+def _repeated(one: Computed, times: int) -> Computed:
+    return Computed(
+        flops=one.flops * times,
+        moved_bytes=one.moved_bytes * times,
+        kernels=one.kernels * times,
     )
 
 
@@ -167,9 +177,13 @@ class _Reader:
         for called in _called(one, self.module):
             self.read(called)
         computed, sent = self.computed[before[0] :], self.sent[before[1] :]
-        length = len(computed) + len(sent)
-        times = one.trips if length * one.trips <= _LONGEST else 1
-        for turn in range(1, times):
+        if (len(computed) + len(sent)) * one.trips > _LONGEST:
+            self.computed[before[0] :] = [_repeated(c, one.trips) for c in computed]
+            self.sent[before[1] :] = [
+                replace(s, times=s.times * one.trips) for s in sent
+            ]
+            return
+        for turn in range(1, one.trips):
             shift = turn * len(computed)
             self.computed += computed
             self.sent += [

@@ -95,7 +95,7 @@ def step_time(
     """
     constants = constants or Constants()
     speeds = _computation(schedule, rates, computation_ms, constants)
-    left = [_price(one, rates) for one in schedule.sent]
+    left = [one.times * _price(one, rates) for one in schedule.sent]
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for number, one in enumerate(schedule.sent):
@@ -156,8 +156,8 @@ def computed_alone_ms(schedule: Schedule, rates: Rates, local_ms: float) -> floa
             each copy in it reads the device's part and writes the whole.
     """
     gathers = [one for one in schedule.sent if one.kind == "all-gather"]
-    moved = sum(one.bytes * (1 + 1 / one.group_size) for one in gathers)
-    copies = rates.memory_ms(moved) + _KERNEL_MS * len(gathers)
+    moved = sum(one.times * one.bytes * (1 + 1 / one.group_size) for one in gathers)
+    copies = rates.memory_ms(moved) + _KERNEL_MS * sum(one.times for one in gathers)
     return max(0.0, local_ms - copies)
 
 

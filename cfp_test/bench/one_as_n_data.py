@@ -92,7 +92,8 @@ def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
             for c in schedule.computed
         ],
         "sent": [
-            [s.kind, s.bytes, s.group_size, s.start, s.done] for s in schedule.sent
+            [s.kind, s.bytes, s.group_size, s.start, s.done, s.times]
+            for s in schedule.sent
         ],
     }
 
@@ -105,8 +106,15 @@ def schedule_from_json(data: dict[str, Any]) -> Schedule:
             for flops, size, kernels in data["computed"]
         ),
         tuple(
-            Sent(kind=kind, bytes=size, group_size=group, start=start, done=done)
-            for kind, size, group, start, done in data["sent"]
+            Sent(
+                kind=kind,
+                bytes=size,
+                group_size=group,
+                start=start,
+                done=done,
+                times=times[0] if times else 1,
+            )
+            for kind, size, group, start, done, *times in data["sent"]
         ),
     )
 

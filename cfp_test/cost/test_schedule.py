@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cfp.cost import schedule
 from cfp.cost.schedule import Computed, Sent, schedule_of
 
 _TEXT = """HloModule m, is_scheduled=true, num_partitions=4
@@ -59,6 +62,20 @@ def test_what_lies_between_a_start_and_its_done():
         ("all-reduce", 256, 2)
     }
     assert len(found.computed) == 5
+
+
+def test_a_loop_too_long_to_unroll_counts_all_of_its_turns(monkeypatch):
+    unrolled = schedule_of(_TEXT)
+    monkeypatch.setattr(schedule, "_LONGEST", 5)
+    found = schedule_of(_TEXT)
+    assert [one.times for one in found.sent] == [1, 3]
+    assert found.sent[1] == replace(unrolled.sent[1], times=3)
+    assert len(found.computed) == 3
+    for name in ("flops", "moved_bytes", "kernels"):
+        sums = [
+            sum(getattr(c, name) for c in one.computed) for one in (found, unrolled)
+        ]
+        assert sums[0] == sums[1]
 
 
 def test_products_count_their_flops_and_no_bytes():

@@ -89,6 +89,16 @@ def test_copies_in_place_of_gathers_are_taken_off():
     assert computed_alone_ms(schedule, _RATES, 1.0) == 0.0
 
 
+def test_what_runs_several_times_counts_as_often():
+    several = tuple(replace(one, times=3) for one in (_gather(0, 0), _gather(1, 1)))
+    apart = tuple(one for s in several for one in 3 * (replace(s, times=1),))
+    both = [Schedule((_product(40.0),), sent) for sent in (several, apart)]
+    alone = [computed_alone_ms(one, _RATES, 50.0) for one in both]
+    assert alone[0] == pytest.approx(alone[1]) and alone[0] < 50.0
+    steps = [step_time(one, _RATES, constants=_PLAIN).total_ms for one in both]
+    assert steps[0] == pytest.approx(steps[1])
+
+
 def test_an_all_reduce_takes_no_longer_than_its_two_halves():
     slow = dict(_RATES.curves)
     slow["all-reduce", ("y",)] = ((1000, 50.0), (10_000, 500.0))

@@ -14,7 +14,8 @@
 2. Copies that stand for gathers are taken off, by the rate of the memory.
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
-   other, and exposed where there is none (:func:`step_time`).
+   other, and exposed where there is none (:func:`step_time`). A GPU that waits takes
+   less power, and its clock rises until the step takes all that it may again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from cfp.cost.schedule import Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.hlo_text import modules_in
 from cfp.profiling.key import Parts, ProfileKey
+from cfp.profiling.meter import highest_mhz
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, run_local
@@ -38,11 +40,12 @@ from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 
 _KERNEL_MS = 0.002  # From one kernel to the next, about.
+_HALVINGS = 20  # Of a range of clocks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Two ratios of speeds, of 14 whole steps of four models on 2 H200 with NVLink.
+    """Ratios of speeds, of 14 whole steps of four models on 2 H200 with NVLink.
 
     ``docs/results/played_h200x2_202611.md`` has the steps;
     ``python -m cfp_test.bench.played_page`` finds the numbers.
@@ -52,10 +55,14 @@ class Constants:
         beside: the speed of a collective and of the computation beside it, of what
             each has alone. So a collective that is wholly hidden costs 0.74 of its
             time: its kernels take multiprocessors and power.
+        waiting: the power of a GPU that waits for a collective, of what it may take:
+            steps that wait for 65 % of their time took 418 to 440 W of 700
+            (``docs/results/played_links_h200x2_202611.md``).
     """
 
     sustained: float = 0.978
     beside: float = 0.575
+    waiting: float = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,7 @@ def step_time(
     rates: Rates,
     *,
     computation_ms: float | None = None,
+    highest_clock: float = 1.0,
     constants: Constants | None = None,
 ) -> StepTime:
     """Predicts what a step takes on all devices of a mesh.
@@ -91,10 +99,47 @@ def step_time(
         rates: of the mesh.
         computation_ms: what computing takes on one of the devices, or None to take
             it from the rates.
+        highest_clock: of the device, by the clock at which it computed; 1 where
+            neither is known.
         constants: of the device kind.
     """
     constants = constants or Constants()
     speeds = _computation(schedule, rates, computation_ms, constants)
+    found = _together(schedule, rates, speeds, constants)
+    clock = _raised_clock(
+        found.computation_ms, found.exposed_ms, highest_clock, constants.waiting
+    )
+    if clock == 1.0:
+        return found
+    return _together(schedule, rates, [ms / clock for ms in speeds], constants)
+
+
+def _raised_clock(
+    computing_ms: float, waiting_ms: float, highest: float, waiting_power: float
+) -> float:
+    """The clock of a step, by the one at which computing takes all the power there is.
+
+    What an operation takes grows with the square of the voltage, and that with the
+    clock. The driver holds the power of whole steps to its limit.
+    """
+
+    def is_allowed(clock: float) -> bool:
+        taken = computing_ms * clock**2 + waiting_ms * waiting_power
+        return taken <= computing_ms / clock + waiting_ms
+
+    low, high = 1.0, max(1.0, highest)
+    if is_allowed(high):
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_allowed(middle) else (low, middle)
+    return low
+
+
+def _together(
+    schedule: Schedule, rates: Rates, speeds: Sequence[float], constants: Constants
+) -> StepTime:
+    """Adds what collectives take to the parts of a computation."""
     left = [one.times * _price(one, rates) for one in schedule.sent]
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -307,7 +352,7 @@ class StepPredictor:
     ) -> Predicted:
         text = built.compiled.as_text() or ""
         alone: Sequence[float | None] = [None]
-        timed_ms, seconds = (), 0.0
+        timed_ms, seconds, highest = (), 0.0, 1.0
         if self.place is not None:
             found = self._alone(built, job, program, mesh, text)
             if not found.ok:
@@ -318,6 +363,8 @@ class StepPredictor:
                 return Predicted(label=job.label, record=failed)
             alone = timed_ms = found.samples_ms
             seconds = found.run_seconds
+            most_mhz = highest_mhz(mesh.local_devices[0]) if found.clock_mhz else 0.0
+            highest = max(1.0, most_mhz / (found.clock_mhz or 1.0))
         schedule = schedule_of(text).merged()
         samples_ms = [
             step_time(
@@ -326,6 +373,7 @@ class StepPredictor:
                 computation_ms=None
                 if ms is None
                 else computed_alone_ms(schedule, self.rates, ms),
+                highest_clock=highest,
                 constants=self.constants,
             ).total_ms
             for ms in alone

@@ -88,7 +88,7 @@ class Meter:
 def metered(device: Device) -> Iterator[Meter]:
     """Samples the clock and the power of a device meanwhile, 50 times a second."""
     meter, over = Meter(), threading.Event()
-    library = _library() if device.platform in GPU_PLATFORMS else None
+    library = _library(device)
     if library is None:
         yield meter
         return
@@ -126,7 +126,29 @@ def metered(device: Device) -> Iterator[Meter]:
         thread.join()
 
 
-def _library() -> Any:
+def highest_mhz(device: Device) -> float:
+    """The highest clock of a device's multiprocessors; 0 where nothing says."""
+    library = _library(device)
+    if library is None:
+        return 0.0
+    number = numbers_of([device.local_hardware_id])[0]
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return 0.0  # There is no such driver here.
+    try:
+        gpu = library.nvmlDeviceGetHandleByIndex(number)
+        return float(library.nvmlDeviceGetMaxClockInfo(gpu, library.NVML_CLOCK_SM))
+    except library.NVMLError:
+        return 0.0
+    finally:
+        library.nvmlShutdown()
+
+
+def _library(device: Device) -> Any:
+    """NVIDIA's library, if it is installed and the device is a GPU."""
+    if device.platform not in GPU_PLATFORMS:
+        return None
     try:
         return importlib.import_module("pynvml")
     except ImportError:

@@ -11,7 +11,7 @@ import pytest
 from cfp.cost.schedule import Computed, Schedule, Sent
 from cfp.cost.stand_in import Constants, computed_alone_ms, step_time
 from cfp.profiling.rates import Rates, sent_share
-from cfp_test.bench import played_page
+from cfp_test.bench import played_links_page, played_page
 from cfp_test.bench.carried import carried_over, without_launches
 from cfp_test.bench.one_as_n import rank_correlation
 from cfp_test.bench.one_as_n_data import FILE
@@ -144,6 +144,34 @@ def test_steps_of_two_devices_are_predicted_from_one(played):
         steps_ms = [one.measured_ms for one in played]
         predicted = [ms * (1 + e) for ms, e in zip(steps_ms, off, strict=True)]
         assert rank_correlation(predicted, steps_ms) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("links", "middle", "worst"), [("two", 0.03, 0.08), ("off", 0.05, 0.12)]
+)
+def test_steps_over_fast_and_slow_links_are_predicted(links, middle, worst):
+    data = json.loads(played_links_page.FILE.read_text())
+    found = played_links_page.steps(data, links)
+    assert len(found) >= 12
+    errors = played_links_page.summary(found)
+    assert errors[0] <= middle and errors[1] <= worst and errors[3] >= 0.95
+
+
+def test_a_gpu_that_waits_raises_its_clock():
+    def total(waits_ms, highest, power=0.3):
+        sent = (_gather(1, 1, 1000 * waits_ms),) if waits_ms else ()
+        schedule = Schedule((_product(10.0),), sent)
+        constants = replace(_PLAIN, waiting=power)
+        return step_time(
+            schedule, _RATES, highest_clock=highest, constants=constants
+        ).total_ms
+
+    assert total(0, 1.25) == pytest.approx(10.0)
+    assert total(50, 1.25) == pytest.approx(10 / 1.25 + 50)  # Its highest clock.
+    assert total(50, 1.0) == pytest.approx(60.0)
+    assert 10 / 1.25 + 2 < total(2, 1.25) < 12
+    assert total(2, 1.25, power=0.9) > total(2, 1.25)
+    assert total(50, 1.25, power=1.0) == pytest.approx(60.0)  # Waiting saves nothing.
 
 
 def test_computations_are_estimated_from_rates(played):

@@ -10,6 +10,7 @@ from cfp_test.bench import (
     one_as_n_page,
     planned_on_one_page,
     planning_time_page,
+    played_links_page,
     played_page,
     worth,
 )
@@ -349,6 +350,7 @@ PAGES: tuple[Page, ...] = (
     _page("called_kernel_h200x2_202611", by_hand.with_kernel),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),
     _page("played_h200x2_202611", played_page.figures),
+    _page("played_links_h200x2_202611", played_links_page.figures),
     Page(
         name="ray_builds_cpu_202611",
         sources=("ray_builds_cpu_202611.json",),

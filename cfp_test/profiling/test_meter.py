@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cfp.profiling import meter
-from cfp.profiling.meter import Load, metered
+from cfp.profiling.meter import Load, highest_mhz, metered
 
 
 class Library:
@@ -122,3 +122,15 @@ def test_without_the_library_nothing_is_known(monkeypatch, platform):
     with metered(SimpleNamespace(platform=platform, local_hardware_id=0)) as found:
         pass
     assert found.load == Load()
+
+
+def test_the_highest_clock_is_what_the_driver_says(library):
+    made = library([1600.0])
+    assert highest_mhz(GPU) == 1980.0
+    assert made.opened == 0
+    assert highest_mhz(SimpleNamespace(platform="cpu", local_hardware_id=0)) == 0.0
+
+
+def test_without_the_library_no_clock_is_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert highest_mhz(GPU) == 0.0

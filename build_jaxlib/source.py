@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cfp.cluster.doctor.machine import Machine
-from cfp.cluster.doctor.versions import requirements
+from cfp.cluster.doctor.machine import Machine, requirements
 from cfp.errors import TargetError, compose
 
 _DISK_BYTES = 40 << 30

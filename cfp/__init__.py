@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfp.api import ParallelStep, parallelize, plan
-    from cfp.attention.call import attention
-    from cfp.attention.options import attention_options
-    from cfp.checking.difference import compare
+    from cfp.attention.call import attention, attention_options
+    from cfp.checking.check import compare
     from cfp.devices.described import described
     from cfp.devices.joining import join
     from cfp.discovery.discover import discover_rules
@@ -47,10 +46,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "cfp.plan.adapt": ("adapt",),
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
-    "cfp.attention.call": ("attention",),
-    "cfp.attention.options": ("attention_options",),
+    "cfp.attention.call": ("attention", "attention_options"),
     "cfp.devices.described": ("described",),
-    "cfp.checking.difference": ("compare",),
+    "cfp.checking.check": ("compare",),
     "cfp.errors": (
         "AttentionError",
         "CacheError",

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.analysis.pins import path_matches
+from cfp.analysis.analyze import path_matches
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import ProfileStore, store_path

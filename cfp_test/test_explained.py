@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.checking.check import Comparison
-from cfp.checking.difference import Difference
+from cfp.checking.check import Comparison, Difference
 from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text
 from cfp.errors import DeviceError

@@ -14,12 +14,11 @@ from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from math import prod
 
-from cfp.analysis.classes import DimClasses
+from cfp.analysis.classes import DimClasses, UnionFind
 from cfp.analysis.contractions import Member, find_members
 from cfp.analysis.flow import Flow, first_downstream, passes
 from cfp.analysis.naming import block_names, weight_place
 from cfp.analysis.numbering import Numbers
-from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
 NONE = -1

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 
 from cfp.analysis.contractions import Member
-from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 from cfp.program.rules import Dims, Rule
 
@@ -93,3 +92,29 @@ class DimClasses:
 
     def _dim(self, value: int, dim: int) -> tuple[int, int]:
         return self._canonical.get(value, value), dim
+
+
+# ----------------------------------------------------------------------- disjoint sets
+
+
+class UnionFind:
+    """Disjoint sets of hashable things."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def find(self, item: Hashable) -> Hashable:
+        """The representative of an item's set."""
+        parent = self._parent
+        root = item
+        while (above := parent.get(root, root)) != root:
+            root = above
+        while item != root:
+            parent[item], item = root, parent.get(item, item)
+        return root
+
+    def union(self, a: Hashable, b: Hashable) -> None:
+        """Joins the sets of two items; the second's representative stands for both."""
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[a] = b

@@ -11,10 +11,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cfp.analysis.classes import UnionFind
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
 from cfp.analysis.numbering import squeeze
-from cfp.analysis.unionfind import UnionFind
 from cfp.program.graph import Op, Program
 
 __all__ = [

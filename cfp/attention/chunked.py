@@ -16,7 +16,6 @@ from jax import lax
 
 from cfp.attention import plain
 from cfp.attention.mask import BEYOND, Mask, Scores, may_meet, positions_of
-from cfp.attention.merge import merge, nothing_yet
 from cfp.attention.problem import Problem
 
 CHUNK = 1024  # Tokens.
@@ -219,3 +218,29 @@ def _joined(chunks: jax.Array) -> jax.Array:
     """[chunk, batch, tokens, ...] -> [batch, chunk * tokens, ...]."""
     moved = jnp.moveaxis(chunks, 0, 1)
     return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
+
+
+# ------------------------------------------------------------------- parts of the keys
+
+# Output [batch, query, heads, head_dim], log-sum-exp [batch, query, heads]: float32.
+Partial = tuple[jax.Array, ...]
+
+
+def nothing_yet(q: jax.Array) -> Partial:
+    """The result of attention to no key at all."""
+    out = jnp.zeros(q.shape, jnp.float32)
+    return out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """Joins what two sets of keys gave, in float32.
+
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    out, lse = one
+    more, more_lse = other
+    both = jnp.logaddexp(lse, more_lse)
+    # Where neither set had a key to be seen, both outputs are zero.
+    base = jnp.where(both == -jnp.inf, 0.0, both)
+    out = out * jnp.exp(lse - base)[..., None]
+    return out + more.astype(jnp.float32) * jnp.exp(more_lse - base)[..., None], both

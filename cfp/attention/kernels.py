@@ -12,7 +12,7 @@ module has
 - if rings may use it, ``attend`` and ``gradients``, as in `cfp.attention.plain`: the
   attention of a block of keys with its log-sum-exp, and a block's share of the
   gradients from the whole row's output and log-sum-exp. Outputs may be in q's dtype
-  (`cfp.attention.merge` casts); the log-sum-exp is float32. The log-sum-exp of public
+  (`cfp.attention.chunked` casts); the log-sum-exp is float32. The log-sum-exp of public
   functions cannot be differentiated, so these two are functions of their own.
 
 Nothing here loads JAX, which `cfp doctor` does without.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cfp.attention.merge import Partial, merge, nothing_yet
+from cfp.attention.chunked import Partial, merge, nothing_yet
 from cfp.attention.pieces import Piece, Pieces, Ring
 
 Step = int | jax.Array  # Not 0 where it is an array.

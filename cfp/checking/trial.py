@@ -12,8 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
 
-from cfp.checking.check import FULL_TOLERANCE, Check, Comparison, both_sides, feed_back
-from cfp.checking.difference import Difference
+from cfp.checking.check import (
+    FULL_TOLERANCE,
+    Check,
+    Comparison,
+    Difference,
+    both_sides,
+    feed_back,
+)
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan

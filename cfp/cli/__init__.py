@@ -11,8 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cfp.cli import bench, finding, planning, reading, running
-from cfp.cli.commands import Command
-from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK
+from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK, Command
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor.command import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES

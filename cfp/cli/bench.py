@@ -14,8 +14,8 @@ import typer
 
 from cfp import platform
 from cfp.cli import options as o
-from cfp.cli import values
 from cfp.cli.output import print_error
+from cfp.cli.session import check_writable
 from cfp.errors import CfpError
 from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
@@ -114,7 +114,7 @@ def bench(
     Example: cfp bench --suite tiny --models gpt --devices 4 --platform cpu --quick
     """
     command = _baselines()
-    values.check_writable(json_file, "--json")
+    check_writable(json_file, "--json")
     if devices is not None and mesh:
         raise CfpError("Give --devices or --mesh, not both.")
     axes = [platform.parse_mesh(None, text) for text in mesh or ()]

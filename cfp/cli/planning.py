@@ -18,11 +18,18 @@ import typer
 from cfp import platform as platforms
 from cfp.analysis.layout import Choice
 from cfp.cli import options as o
-from cfp.cli import values
-from cfp.cli.commands import is_given, refuse_others
 from cfp.cli.finding import Output
+from cfp.cli.options import is_given, refuse_others
 from cfp.cli.output import only_json, plan_json, save, show, suggest
-from cfp.cli.session import Session, analyse, dump_session, target_of
+from cfp.cli.session import (
+    Session,
+    analyse,
+    check_drawable,
+    check_writable,
+    dump_session,
+    parse_pins,
+    target_of,
+)
 from cfp.context import PlanContext, open_context
 from cfp.devices.schema import description_of
 from cfp.errors import CfpError
@@ -157,8 +164,8 @@ def measure_curves(ctx: typer.Context) -> None:
     """Measures the rates of collectives over the axes of a mesh, or looks them up."""
     given = ctx.params
     plot, link, describe = given["plot"], given["link"], given["describe"]
-    values.check_drawable(plot)
-    values.check_writable(describe, "--describe")
+    check_drawable(plot)
+    check_writable(describe, "--describe")
     axes = platforms.parse_mesh(given["devices"], given["mesh"])
     with only_json(given["as_json"]) as print_json:
         platforms.select(given["platform"], axes)
@@ -223,7 +230,7 @@ def analyze(
 
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
-    pins = values.parse_pins(pin)
+    pins = parse_pins(pin)
     with only_json(as_json) as print_json:
         session = analyse(*target_of(ctx), pins)
         folder = dump_session(session, workdir)
@@ -293,7 +300,7 @@ def profile(
         )
     o.supervise(ctx, workdir)
     budget = parse_bytes(memory_budget)
-    pins = values.parse_pins(pin)
+    pins = parse_pins(pin)
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)
@@ -357,8 +364,8 @@ def search(
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     budget = parse_bytes(memory_budget)
-    pins = values.parse_pins(pin)
-    values.check_writable(output)
+    pins = parse_pins(pin)
+    check_writable(output)
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)

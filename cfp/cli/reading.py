@@ -14,10 +14,9 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp import api
 from cfp.cli import options as o
-from cfp.cli import values
-from cfp.cli.commands import is_given, refuse_others
+from cfp.cli.options import is_given, refuse_others
 from cfp.cli.output import only_json
-from cfp.cli.session import open_target
+from cfp.cli.session import check_writable, open_target
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.logical import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
@@ -94,7 +93,7 @@ def show(
             refuse_others(ctx, mode, takes)
     if block is not None and not explain:
         raise CfpError("--block goes with --explain.")
-    values.check_writable(html, "--html")
+    check_writable(html, "--html")
     plan = Plan.load(path)
     if html is not None:
         plan.report(html)
@@ -175,7 +174,7 @@ def export(
     if not wanted:
         raise CfpError(f"Name a file to write, with {', '.join(options)}.")
     for option, file in wanted.items():
-        values.check_writable(file, option)
+        check_writable(file, option)
     plan = Plan.load(path)
     if python is not None:
         exported = plan

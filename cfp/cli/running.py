@@ -22,10 +22,9 @@ from cfp.checking.verify import (
 )
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
-from cfp.cli import values
 from cfp.cli.finding import Output
 from cfp.cli.output import only_json, save
-from cfp.cli.session import analyse, open_target
+from cfp.cli.session import analyse, check_writable, open_target
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.plan.throughput import throughput, throughput_data, throughput_text
@@ -281,7 +280,7 @@ def verify(
 
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """
-    values.check_writable(output)
+    check_writable(output)
     with only_json(as_json) as print_json:
         plan = Plan.load(path)
         with Display(quiet) as display:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
+from cfp.errors import CfpError, PinError
 from cfp.passes.pipeline import Pins, analyze_step
 from cfp.plan.plan import Plan
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering
+from cfp.report.plots import check_can_draw
 from cfp.targets import Target, resolve
 
 
@@ -135,3 +138,72 @@ def dump_session(session: Session, workdir: Path | None) -> Path | None:
     folder = workdir / GLOBAL_FOLDER
     dump_analysis(folder, session.analysis, session.lowering.text)
     return folder
+
+
+# ------------------------------------------------------------------- values of options
+
+
+def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
+    """Pins from ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
+
+    Raises:
+        PinError: a text is no pin.
+    """
+    pins = {}
+    for text in texts or ():
+        pattern, equals, spec = text.rpartition("=")
+        if not equals or not pattern:
+            raise PinError(
+                f"The pin {text!r} cannot be read. Write a pattern, =, and an axis or "
+                "None for each dim, such as --pin 'state/params/*/kernel=None,x'."
+            )
+        entries = [part.strip() for part in spec.split(",")] if spec.strip() else []
+        pins[pattern] = PartitionSpec(
+            *(
+                None
+                if entry in ("None", "-", "")
+                else tuple(entry.split("+"))
+                if "+" in entry
+                else entry
+                for entry in entries
+            )
+        )
+    return pins
+
+
+def check_drawable(path: Path | None) -> None:
+    """Says before anything is measured that the file of --plot could not be drawn.
+
+    Raises:
+        CfpError: the file cannot be written, or no such image can be made.
+    """
+    if path is not None:
+        check_can_draw(path)
+    check_writable(path, "--plot")
+
+
+def check_writable(path: Path | None, option: str = "-o") -> None:
+    """Says before anything is measured that the outcome could not be saved.
+
+    Args:
+        path: where to, if anywhere.
+        option: the one that named it.
+
+    Raises:
+        CfpError: the file cannot be written.
+    """
+    if path is None or is_follower():
+        return
+    if str(path).startswith("-"):
+        raise CfpError(
+            f"{option} expects a file, got {path}, which looks like an option. A file "
+            f"of that name is ./{path}."
+        )
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        problem = "is a folder" if path.is_dir() else f"{folder} is no folder"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "it is not writable"
+    else:
+        return
+    raise CfpError(f"Cannot write {path}: {problem}. Name another file with {option}.")

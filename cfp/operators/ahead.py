@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from cfp.operators.environment import memory_limit
+from cfp.operators.probe import memory_limit
 from cfp.profiling.compile_pool import CompilePool
 from cfp.units import format_bytes
 

@@ -24,7 +24,6 @@ import jax
 from cfp.devices.device_kind import kind, kinds
 from cfp.operators.ahead import NO_MEMORY_WORD, Ahead, TooLargeError, needed_bytes
 from cfp.operators.cases import Shape, abstract, output, sample
-from cfp.operators.environment import memory_limit
 from cfp.operators.operator import Implementation, Operator, OperatorError
 from cfp.operators.oracle import (
     Program,
@@ -34,7 +33,7 @@ from cfp.operators.oracle import (
     oracle_program,
     program,
 )
-from cfp.operators.probe import first_line
+from cfp.operators.probe import first_line, memory_limit
 from cfp.profiling.timing import measure
 
 

@@ -23,9 +23,9 @@ from cfp.errors import CfpError, compose
 from cfp.operators import benchmark as b
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
 from cfp.operators.cases import Shape, check_dtype
-from cfp.operators.environment import environment
 from cfp.operators.inventory import matching
 from cfp.operators.operator import Operator, OperatorError
+from cfp.operators.probe import environment
 from cfp.printable import columns
 from cfp.report.console import Fitted, literal_console
 from cfp.report.plots import check_can_draw, figure

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cfp.analysis.analyze import Analysis, analyze
-from cfp.analysis.pins import resolve_pins
+from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.attention.matching.called import with_token_factors
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import DecidedBy, PlanContext
+from cfp.context import DecidedBy, PlanContext, open_context
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
+from cfp.cost.memory import can_rematerialize
 from cfp.devices.described import DescribedMesh
+from cfp.planner_settings import PlannerSettings
 from cfp.presets.propagated import named_choices
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
@@ -25,9 +30,17 @@ from cfp.search.expected import estimate_options
 from cfp.search.guided import explore
 from cfp.search.jobs import part_job
 from cfp.search.kernels import Kernels
+from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
-from cfp.search.wanted import Explored, WantedMaker
-from cfp.settings import Dimension
+from cfp.search.wanted import (
+    Explored,
+    Measured,
+    Wanted,
+    WantedMaker,
+    measured_options,
+    rematerialize,
+)
+from cfp.settings import ROUND_SIZE, Dimension
 from cfp.solution import Estimate, Profiles
 
 _AS_WRITTEN = Kernels()
@@ -286,3 +299,68 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         "estimate_seconds": time.perf_counter() - started,
     }
     return Profiles(named, found, rates, counts)
+
+
+# ------------------------------------------------------------------------- all budgets
+
+# More than any device has.
+_PLENTY_BYTES = 2**62
+
+
+def measure_all_budgets(
+    analysis: Analysis,
+    mesh: Mesh,
+    cache_dir: str | Path | None,
+    settings: PlannerSettings,
+) -> Problem:
+    """The search problem of choices for budgets of any size, and no budget.
+
+    It has what a search with plenty of memory asks for, the presets among it, and
+    the fastest of every kind of segment with their forward pass rematerialized: of
+    these, if the time of the settings is over, only what is known.
+
+    Raises:
+        CfpError: nothing can be measured.
+    """
+    with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
+        rates = measured_rates(context)
+        _, found, looker = profile_segments(context, analysis, rates, measure=True)
+        wanted, records = [*found.wanted], dict(found.records)
+        if not looker.interrupted:
+            again = _again(context, analysis, found)
+            wanted += again
+            jobs = [job for item in again for job in item.jobs]
+            for start in range(0, len(jobs), ROUND_SIZE):
+                if looker.is_over:
+                    break  # Without the others there is a curve, too.
+                looker(jobs[start : start + ROUND_SIZE])
+            records |= context.store.get_many(job.key.digest for job in jobs)
+    costs = Costs(analysis, rates)
+    return build_problem(costs, measured_options(costs, wanted, records), None)
+
+
+def _again(
+    context: PlanContext, analysis: Analysis, explored: Explored
+) -> list[Wanted]:
+    """The fastest candidates of every kind, with their forward pass rematerialized.
+
+    The fastest of all kinds come first, since time may be over before the last.
+    """
+    records = explored.records
+    found: list[tuple[int, Wanted]] = []
+    for kind, index in enumerate(analysis.representatives):
+        if not can_rematerialize(analysis.frame, analysis.segments[index]):
+            continue
+        good = [
+            (measured.time_ms, item)
+            for item in explored.wanted
+            if item.kind == kind
+            and not item.candidate.remat
+            and isinstance(measured := item.measured(records), Measured)
+        ]
+        good.sort(key=lambda pair: pair[0])
+        for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):
+            label = f"strategy {number} of segment {kind}, rematerialized"
+            again = rematerialize(analysis, context.environment, item, label, records)
+            found.append((number, again))
+    return [item for _, item in sorted(found, key=lambda pair: pair[0])]

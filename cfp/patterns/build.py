@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
-from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
-from cfp.patterns.reading import Use
-from cfp.patterns.steps import (
+from cfp.patterns.chunked import (
     COLUMNS,
     HIDDEN_ROWS,
     KERNEL,
@@ -19,10 +15,14 @@ from cfp.patterns.steps import (
     ROWS,
     Array,
     Axes,
+    ChunkedCrossEntropy,
     StageParameters,
     Step,
     row_axes,
 )
+from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
+from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
+from cfp.patterns.reading import Use
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.flops import op_flops, program_flops
+from cfp.analysis.flops import program_flops
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.specs import even_spec, spec_ways
@@ -30,7 +30,7 @@ from cfp.plan.parts import (
 )
 from cfp.presets.batch import data_arguments
 from cfp.profiling.rates import Rates
-from cfp.program.flops import call_flops
+from cfp.program.flops import call_flops, op_flops
 from cfp.program.graph import Op, Program
 from cfp.program.partitioned import call_of
 from cfp.search.problem import Problem

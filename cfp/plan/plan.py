@@ -17,9 +17,8 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.export.module import ExportedProgram, python_module
+from cfp.export.module import ExportedProgram, python_module, sites_of
 from cfp.export.runtime import program_digest
-from cfp.export.sites import sites_of
 from cfp.page.page import page_html, small_html
 from cfp.plan.figures import Figures
 from cfp.plan.file import FORMAT, plan_fields, read_json

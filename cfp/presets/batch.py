@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 from cfp.analysis.classes import DimClasses
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
+from cfp.program.flops import op_flops
 from cfp.program.graph import Program, Value
 
 # Of these a batch has some (labels, tokens, masks, edges), and weights have none.

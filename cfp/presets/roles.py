@@ -36,10 +36,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.flops import op_flops
 from cfp.analysis.layout import Frame
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
 from cfp.presets.batch import data_arguments, made_of_parameters
+from cfp.program.flops import op_flops
 from cfp.program.graph import Op
 from cfp.program.rules import Rule
 

@@ -11,13 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.dump import opaque_lines, opaque_ops, segment_records
+from cfp.analysis.dump import (
+    Summary,
+    opaque_lines,
+    opaque_ops,
+    segment_records,
+    summarize,
+)
 from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.analysis.summary import Summary, summarize
 from cfp.plan.describe import block_collectives, op_text
 from cfp.printable import columns as columns_of_text
 from cfp.report.console import Fitted, literal_console

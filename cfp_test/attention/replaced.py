@@ -19,8 +19,7 @@ from cfp.attention.matching.matches import (
     replacements,
     way_of,
 )
-from cfp.checking.check import Check, compile_alone
-from cfp.checking.difference import Difference
+from cfp.checking.check import Check, Difference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step

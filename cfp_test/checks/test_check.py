@@ -19,11 +19,11 @@ from cfp.checking.check import (
     FULL_TOLERANCE,
     Check,
     Comparison,
+    Difference,
     Sizes,
     both_sides,
     compile_alone,
 )
-from cfp.checking.difference import Difference
 from cfp.checking.trial import Trial, run_trial
 from cfp.planner_settings import PlannerSettings
 from cfp.program.step import flatten_step

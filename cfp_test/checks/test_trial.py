@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp.checking.check import Comparison
-from cfp.checking.difference import Difference, brought_together, compare
+from cfp.checking.check import Comparison, Difference, brought_together, compare
 from cfp.checking.trial import StepResult, Trial
 
 

@@ -10,7 +10,13 @@ import pytest
 from cfp.attention.kernels import KERNELS
 from cfp.cluster.doctor import driver, programs
 from cfp.cluster.doctor.checks import CHECKS, Check, examine, with_needs
-from cfp.cluster.doctor.machine import Machine, cache_dir
+from cfp.cluster.doctor.machine import (
+    Machine,
+    cache_dir,
+    installed,
+    parse,
+    requirements,
+)
 from cfp.cluster.doctor.probes.kernel import try_kernel
 from cfp.cluster.doctor.result import (
     Result,
@@ -21,7 +27,6 @@ from cfp.cluster.doctor.result import (
     row,
     summary,
 )
-from cfp.cluster.doctor.versions import installed, parse, requirements
 from cfp.profiling.store import default_cache_dir
 from cfp_test.cli_runner import ROOT, environment, run_one
 from cfp_test.cluster.sick import fake_module, machine, with_gpus

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from cfp.cluster.doctor.checks import CHECKS, examine, with_needs
-from cfp.cluster.doctor.machine import Machine
+from cfp.cluster.doctor.machine import Machine, installed, requirements
 from cfp.cluster.doctor.result import Result, Status
-from cfp.cluster.doctor.versions import installed, requirements
 from cfp_test.cluster.sick import (
     PLUGIN,
     SOUND,

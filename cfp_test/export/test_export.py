@@ -12,9 +12,8 @@ import pytest
 
 import cfp
 from cfp.errors import PlanFileError, PlanMismatch
-from cfp.export.module import python_module, spec_code
+from cfp.export.module import python_module, ranges, spec_code
 from cfp.export.runtime import numbers
-from cfp.export.sites import ranges
 from cfp.models.registry import build
 from cfp.plan.plan import Plan
 from cfp.plan.sites import Site, Sites

@@ -21,7 +21,6 @@ from cfp.operators.command import (
     read,
     write,
 )
-from cfp.operators.environment import environment
 from cfp.operators.inject import Worth
 from cfp.operators.inventory import matching
 from cfp.operators.operator import (
@@ -31,6 +30,7 @@ from cfp.operators.operator import (
     OperatorError,
 )
 from cfp.operators.oracle import Check, limit_of
+from cfp.operators.probe import environment
 from cfp_test.results.operators import page
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.passes import tradeoff
+from cfp.passes import profile as profile_pass
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("profiles")
 
 
-find_again = tradeoff._again
+find_again = profile_pass._again
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def measured(analysis, mesh, folder, monkeypatch):
             # However slow the machine is, what is not rematerialized is measured whole.
             return len(rounds) + 0.5 if begun else -math.inf
 
-        monkeypatch.setattr(tradeoff, "ROUND_SIZE", 2)
-        monkeypatch.setattr(tradeoff, "_again", begin)
+        monkeypatch.setattr(profile_pass, "ROUND_SIZE", 2)
+        monkeypatch.setattr(profile_pass, "_again", begin)
         monkeypatch.setattr("cfp.profiling.looker.profile", asked)
         started = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr("cfp.context.time", started)
         monkeypatch.setattr("cfp.profiling.looker.time", SimpleNamespace(monotonic=now))
         settings = DetailedSettings(per_kind=3, in_context=False, seconds=seconds)
-        problem = tradeoff.measure_all_budgets(analysis, mesh, folder, settings)
+        problem = profile_pass.measure_all_budgets(analysis, mesh, folder, settings)
         again = {
             (kind, option.candidate)
             for kind, options in enumerate(problem.options)

@@ -42,7 +42,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from cfp.checking.difference import compare
+from cfp.checking.check import compare
 from cfp.profiling.compiled import compile_right, miscompile_reason
 from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
 from cfp.targets import Target, resolve

@@ -34,9 +34,9 @@ from cfp.operators import benchmark as b
 from cfp.operators.ahead import Ahead
 from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
-from cfp.operators.environment import environment
 from cfp.operators.inject import inject, worth
 from cfp.operators.inventory import OPERATORS, matching
+from cfp.operators.probe import environment
 from cfp_test.operators import models_linen, models_nnx
 
 # Of the outputs, and of all gradients together: the models' own softmax is in bfloat16.

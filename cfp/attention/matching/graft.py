@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cfp.attention.call import refusal
 from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.found import Found, Letters, Pass
+from cfp.attention.matching.found import Found, Letters, Pass, aligned
 from cfp.attention.matching.functions import (
     NAME,
     AttentionFunctions,
@@ -18,7 +18,6 @@ from cfp.attention.matching.functions import (
     has_same_segments,
     product,
 )
-from cfp.attention.matching.letters import aligned
 from cfp.attention.matching.reference import BIAS, Meaning
 from cfp.attention.problem import Problem
 from cfp.attention.strategy import AttentionStrategy

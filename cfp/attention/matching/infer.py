@@ -14,8 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from cfp.attention.matching.found import Different, Found, Side, Tensor
-from cfp.attention.matching.letters import aligned
+from cfp.attention.matching.found import Different, Found, Side, Tensor, aligned
 from cfp.attention.matching.reference import (
     BIAS,
     MASK,

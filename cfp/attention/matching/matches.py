@@ -18,8 +18,7 @@ from cfp.attention.matching.called import (
     replacement_of,
     way_of_called,
 )
-from cfp.attention.matching.dropout import dropout
-from cfp.attention.matching.find import candidates
+from cfp.attention.matching.find import candidates, dropout
 from cfp.attention.matching.found import Different, Found, LeftAlone
 from cfp.attention.matching.graft import (
     Way,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cfp.analysis.unionfind import UnionFind
+from cfp.analysis.classes import UnionFind
 from cfp.attention.matching.found import Different, Found, Letters, Pass, Tensor
 from cfp.attention.matching.view import View
 from cfp.program.evaluate import Evaluator, NotEvaluated

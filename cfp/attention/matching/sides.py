@@ -12,13 +12,15 @@ from collections.abc import Collection, Sequence
 
 from cfp.attention.matching.found import (
     Different,
+    Lettering,
     Letters,
     Pass,
     Side,
     Tensor,
     Use,
+    aligned,
+    majors_of,
 )
-from cfp.attention.matching.letters import Lettering, aligned, majors_of
 from cfp.attention.matching.view import View
 from cfp.program.evaluate import KNOWN
 from cfp.program.graph import Op

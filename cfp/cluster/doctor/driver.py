@@ -6,10 +6,8 @@ import csv
 import re
 from dataclasses import dataclass
 
-from cfp.cluster.doctor.ask import tool
-from cfp.cluster.doctor.machine import Machine
+from cfp.cluster.doctor.machine import GPU_PLUGIN, Machine, names_like, release, tool
 from cfp.cluster.doctor.result import Result, absent, failed, passed
-from cfp.cluster.doctor.versions import GPU_PLUGIN, names_like, release
 
 NO_GPU = "no NVIDIA GPU: neither nvidia-smi nor /proc/driver/nvidia is there"
 # The oldest drivers that CUDA's libraries of each major version load with (NVIDIA's

@@ -5,17 +5,18 @@ from __future__ import annotations
 import platform
 import sys
 
-from cfp.cluster.doctor.ask import ProcessAnswer, probe
-from cfp.cluster.doctor.machine import Machine
-from cfp.cluster.doctor.result import Result, absent, failed, passed
-from cfp.cluster.doctor.versions import (
+from cfp.cluster.doctor.machine import (
     GPU_PLUGIN,
+    Machine,
+    ProcessAnswer,
     installed,
     names_like,
     parse,
+    probe,
     requirements,
     same_release,
 )
+from cfp.cluster.doctor.result import Result, absent, failed, passed
 
 SUPPORTED_PYTHON = ((3, 11), (3, 14))  # From the first on, before the second.
 # Architectures that jaxlib has wheels for, on Linux.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.doctor.ask import ProcessAnswer, probe
 from cfp.cluster.doctor.driver import NO_GPU, nvlink_gb_per_s, query_gpus
-from cfp.cluster.doctor.machine import Machine
+from cfp.cluster.doctor.machine import (
+    Machine,
+    ProcessAnswer,
+    installed,
+    probe,
+    requirements,
+)
 from cfp.cluster.doctor.result import Result, absent, failed, passed
-from cfp.cluster.doctor.versions import installed, requirements
 
 # Programs of the doctor are small: they need not take a device for themselves.
 _SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

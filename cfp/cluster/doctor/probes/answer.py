@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cfp.cluster.doctor.ask import MARK, last_line
+from cfp.cluster.doctor.machine import MARK, last_line
 
 
 def answer(find: Callable[[], Mapping[str, Any]]) -> None:
